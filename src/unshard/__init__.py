@@ -1,0 +1,18 @@
+"""Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
+
+from .errors import UnshardError
+from .frontends.fully_shard import fully_shard
+from .frontends.module import FSDPModule, UnshardHandle
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardError",
+    "UnshardHandle",
+    "fully_shard",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The only callers of collectives."""

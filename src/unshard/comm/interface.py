@@ -1,0 +1,65 @@
+"""What the engine asks of whatever moves its tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """A collective under way. Its tensors may be neither read, written nor freed before `wait` has returned."""
+
+    def wait(self) -> object: ...
+
+
+class Transport(ABC):
+    """Moves the pieces of a unit between the ranks that shard it.
+
+    The traits say what layout the engine must choose; the two verbs issue one collective, or one group of
+    them, from the current stream and return at once.
+    """
+
+    rank: int
+    world: int
+    gathers_groups: bool
+    """`gather` takes several tensors in one collective."""
+    reduces_groups: bool
+    """`reduce_scatter` takes several tensors in one collective."""
+    in_place_only: bool = False
+    """`gather` reads this rank's piece only from its place in the output."""
+    piece_alignment: int = 1
+    """Bytes to which packed pieces are padded."""
+
+    @abstractmethod
+    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        """outputs[i] <- inputs[i] of every rank, one after the other. An input may lie in its output's place."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool
+    ) -> Work:
+        """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks."""
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype a gather of `dtype` is sent as: itself, or bytes where the backend does not know it."""
+        return dtype
+
+
+class Works:
+    """Several works waited for as one."""
+
+    def __init__(self, works: list[Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Done:
+    """A work that had nothing to do."""
+
+    def wait(self) -> None:
+        pass

@@ -1,0 +1,73 @@
+"""Collectives of a `torch.distributed` process group.
+
+The group's own methods are called instead of the functions of `torch.distributed`: they take many tensors at
+once, and cost a third less host time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..torch_private import AllgatherOptions, ReduceScatterOptions, backend_name
+from .interface import Transport, Work, Works
+from .solo import SoloTransport
+
+# What Gloo's all-gather accepts; anything else travels as bytes.
+_GLOO_DTYPES = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    + (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+)
+
+
+def transport_for(group: Any, device: torch.device) -> Transport:
+    """The transport for a shard group; a group of one rank sends nothing."""
+    return SoloTransport() if group.size() == 1 else ProcessGroupTransport(group, device)
+
+
+class ProcessGroupTransport(Transport):
+    def __init__(self, group: Any, device: torch.device):
+        self.rank, self.world = group.rank(), group.size()
+        self._group = group
+        self._backend = backend_name(group, device)
+        self.gathers_groups, self.reduces_groups = _grouping(group, self._backend, device)
+        # NCCL is several times slower on pieces that are not multiples of 16 bytes; the others do not care.
+        self.piece_alignment = 16 if self._backend == "nccl" else 1
+        self._gather_options = AllgatherOptions()
+        self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
+        self._sum.reduceOp, self._mean.reduceOp = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8 if self._backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
+
+    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        if len(outputs) > 1 and self.gathers_groups:
+            return self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
+        one = self._group._allgather_base
+        return _joined([one(o, i, self._gather_options) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool
+    ) -> Work:
+        options = self._mean if average else self._sum
+        if len(outputs) > 1 and self.reduces_groups:
+            return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+        one = self._group._reduce_scatter_base
+        return _joined([one(o, i, options) for o, i in zip(outputs, inputs, strict=True)])
+
+
+def _joined(works: list[Work]) -> Work:
+    return works[0] if len(works) == 1 else Works(works)
+
+
+def _grouping(group: Any, backend: str, device: torch.device) -> tuple[bool, bool]:
+    """Whether several tensors may be gathered, and reduced, in one collective."""
+    if backend == "nccl" or (backend == "gloo" and device.type == "cpu"):
+        return True, True
+    if backend == "gloo":
+        return False, True  # with CUDA tensors the coalesced all-gather crashes, the reduce-scatter works
+    written_in_python = type(group).__mro__[: type(group).__mro__.index(dist.ProcessGroup)]
+    own = {name for cls in written_in_python for name in vars(cls)}
+    return "allgather_into_tensor_coalesced" in own, "reduce_scatter_tensor_coalesced" in own

@@ -1,0 +1,90 @@
+"""What a module's attribute holds: the sharded face at rest, the full face while computing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.rows import Cut
+
+
+@dataclass(frozen=True)
+class Home:
+    """One name under which a parameter is registered. Holds no strong reference to the module."""
+
+    module: weakref.ref[nn.Module]
+    parameters: dict[str, Any]
+    name: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether writing into the dict of parameters is enough.
+
+        Recurrent layers keep their weights in a list as well and update it in `__setattr__`.
+        """
+        module = self.module()
+        return module is None or type(module).__setattr__ is nn.Module.__setattr__
+
+    def get(self) -> Any:
+        return self.parameters[self.name]
+
+    def put(self, parameter: nn.Parameter) -> None:
+        module = self.module()
+        if self.plain or module is None:
+            self.parameters[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+
+def home_of(module: nn.Module, name: str) -> Home:
+    return Home(weakref.ref(module), module._parameters, name)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter of a unit: its names, how it is cut, and its faces.
+
+    `local` is the piece of the master shard that the sharded face was last given: a face that holds another
+    tensor was rebound from outside. `origin` tells whether two units were given the same parameter.
+    """
+
+    name: str
+    homes: list[Home]
+    cut: Cut
+    origin: weakref.ref[nn.Parameter]
+    sharded: nn.Parameter
+    local: torch.Tensor | None = None
+    full: nn.Parameter | None = field(default=None)
+
+
+class Faces:
+    """Swaps the faces of a unit by assignment, from lists made once."""
+
+    def __init__(self, slots: Iterable[Slot]):
+        self._slots = list(slots)
+        self._plain = [(home.parameters, home.name, slot) for slot in self._slots for home in slot.homes if home.plain]
+        self._special = [(home, slot) for slot in self._slots for home in slot.homes if not home.plain]
+
+    def show_full(self) -> None:
+        for slot in self._slots:
+            full, sharded = slot.full, slot.sharded
+            assert full is not None
+            # Users freeze and unfreeze the parameters they see at rest.
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad_(sharded.requires_grad)
+        for parameters, name, slot in self._plain:
+            parameters[name] = slot.full
+        for home, slot in self._special:
+            assert slot.full is not None
+            home.put(slot.full)
+
+    def show_sharded(self) -> None:
+        for parameters, name, slot in self._plain:
+            parameters[name] = slot.sharded
+        for home, slot in self._special:
+            home.put(slot.sharded)

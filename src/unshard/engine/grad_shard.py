@@ -1,0 +1,116 @@
+"""The gradient shard: this rank's piece of the reduced gradient, and the `.grad` objects over it, made once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..comm.interface import Transport
+from ..layout.rows import Placement, Region, place
+from ..torch_private import local_of, make_dtensor, storage_uses
+from .buffers import Buffer, pieces
+from .faces import Slot
+from .master import Master
+from .residence import Residence
+
+
+class GradShard:
+    """A flat buffer in the original dtypes with one gradient face per parameter.
+
+    `pieces` are what a reduce-scatter may write into, padding included; `bodies` are the same without padding.
+
+    The faces' local tensors lie at offsets of one storage that can be emptied; the DTensors around them were
+    made at offset 0, where saving and copying work. Padding and gaps are zero: flat optimizers read them.
+    """
+
+    def __init__(
+        self,
+        master: Master,
+        regions: Sequence[Region],
+        slots: list[Slot],
+        transport: Transport,
+        residence: Residence,
+    ):
+        segments = master.segments
+        placement = place(regions, segments.itemsizes("original"), 1, transport.piece_alignment)
+        self._buffer = Buffer(placement.nbytes, residence.device)
+        self.pieces = pieces(self._buffer, placement, regions, segments, "original")
+        self.bodies = [
+            piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)
+        ]
+        self._gaps = self._unwritten(placement)
+        self._slots: list[Slot] = []
+        self.faces: list[DTensor] = []
+        self.locals: list[torch.Tensor] = []
+        for region, spot in zip(regions, placement.places, strict=True):
+            run = region.runs[0]
+            dtype = segments.kinds[run.segment].original
+            for index, start in zip(run.members, run.starts, strict=True):
+                offset = spot.offset + start * dtype.itemsize
+                self._add_face(slots[index], dtype, offset, transport.rank)
+        self._buffer.release()
+        self._idle_uses = self._uses()
+
+    def _unwritten(self, placement: Placement) -> list[torch.Tensor]:
+        """The bytes behind each body, up to the next region."""
+        ends = [place.offset for place in placement.places[1:]] + [placement.nbytes]
+        starts = [
+            place.offset + body.numel() * body.element_size()
+            for place, body in zip(placement.places, self.bodies, strict=True)
+        ]
+        pairs = zip(starts, ends, strict=True)
+        return [self._buffer.tensor(torch.uint8, a, (b - a,)) for a, b in pairs if b > a]
+
+    def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
+        spec = slot.sharded._spec  # type: ignore[attr-defined]
+        local = torch.empty(slot.cut.local_shape(rank), dtype=dtype, device=self._buffer.device)
+        face = make_dtensor(local, spec.mesh, spec.placements, torch.Size(slot.cut.shape))
+        if local.numel():
+            moved = self._buffer.tensor(dtype, offset, local.shape)
+            local.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())
+        self._slots.append(slot)
+        self.faces.append(face)
+        self.locals.append(local)
+
+    def _uses(self) -> int:
+        """Grows by one for whoever holds a face, its local tensor or any view of either."""
+        held = sum(map(sys.getrefcount, self.faces)) + sum(map(sys.getrefcount, self.locals))
+        return held + storage_uses(self._buffer.storage)
+
+    @property
+    def attached(self) -> bool:
+        """Whether a face is some parameter's `.grad`."""
+        return any(slot.sharded.grad is face for slot, face in zip(self._slots, self.faces, strict=True))
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`."""
+        return not self.attached and self._uses() == self._idle_uses
+
+    def take(self) -> None:
+        if not self._buffer.held:
+            self._buffer.take()
+            if self._gaps:
+                torch._foreach_zero_(self._gaps)
+
+    def release(self) -> None:
+        self._buffer.release()
+
+    def deliver(self) -> None:
+        """Become each parameter's `.grad`, or be added to the one it has."""
+        existing, new, attached = [], [], False
+        for slot, face, local in zip(self._slots, self.faces, self.locals, strict=True):
+            grad = slot.sharded.grad
+            if grad is None:
+                slot.sharded.grad = face
+                attached = True
+            else:
+                existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)
+                new.append(local)
+        if existing:
+            torch._foreach_add_(existing, new)
+        if not attached:
+            self.release()

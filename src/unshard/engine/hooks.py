@@ -1,0 +1,178 @@
+"""The only place where hooks are registered: what runs when is answered here."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_private import current_backward
+from .precision import cast_floats
+from .root import Root, refuse_second_root
+from .states import Phase
+from .tree import map_tensors, tensors_in
+from .unit import Unit
+
+STATE_KEY = "_unshard_state"
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """What a front-end attached to this very module, if any."""
+    return module.__dict__.get(STATE_KEY)
+
+
+class ShardState:
+    """Ties a unit to its module. The module owns it; it refers neither to the module nor strongly upward."""
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self._root: weakref.ref[Root] | None = None
+        self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
+        self._handled: list[int] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """All registrations on the module."""
+        module.__dict__[STATE_KEY] = self
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+        module.register_state_dict_pre_hook(self.pre_state_dict)
+        module.register_load_state_dict_pre_hook(self.pre_state_dict)
+        module.register_load_state_dict_post_hook(self.post_load)
+
+    # -- forward --------------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self.unit
+        # An exception that is already being handled when forward begins is not forward's.
+        self._handled.append(id(sys.exc_info()[1]))
+        root = self.find_root(module)
+        if unit is root.own and unit.device.type != "cpu":
+            args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
+        if unit.policy.cast_forward_inputs:
+            args, kwargs = cast_floats((args, kwargs), unit.policy.param_dtype)
+        if unit.phase is Phase.BACKWARD:
+            unit.use()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
+            return args, kwargs
+        root.before_forward(unit)
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        unit, root = self.unit, self._live_root()
+        if not self._handled or root is None:
+            return output  # our own pre_forward did not run, or refused
+        if id(sys.exc_info()[1]) != self._handled.pop():
+            root.fail_forward(unit)
+            return output
+        if unit.phase is not Phase.BACKWARD:
+            graph = torch.is_grad_enabled()
+            if graph:
+                self._watch_outputs(output)
+            root.after_forward(unit, graph)
+        return cast_floats(output, unit.policy.output_dtype)
+
+    # -- backward -------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Backward of the unit begins when a gradient reaches any output."""
+        outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(self.pre_backward)
+
+    def pre_backward(self, gradient: torch.Tensor) -> None:
+        root = self._live_root()
+        if root is not None:
+            root.before_backward(self.unit)
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Backward of the unit is over when the gradients of all inputs are done.
+
+        Each input passes through a view of its own, whose graph node sees only this unit's share of the gradient:
+        an input that other modules use too must not delay the reduction.
+        """
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            if not args[0].requires_grad:
+                return args, kwargs
+            watched = args[0].view_as(args[0])
+            watched.grad_fn.register_prehook(self.post_backward)  # type: ignore[union-attr]
+            return (watched,), kwargs
+        watch = InputWatch(self)
+        return map_tensors(watch.through, (args, kwargs))
+
+    def post_backward(self, *gradients: Any) -> None:
+        root = self._live_root()
+        if root is not None:
+            root.after_backward(self.unit)
+
+    # -- state dicts ----------------------------------------------------------------------------------------
+
+    def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
+        """State dicts are taken from, and loaded into, the sharded faces."""
+        self.unit.reshard()
+
+    def post_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.unit.settle()
+
+    # -- the root -------------------------------------------------------------------------------------------
+
+    @property
+    def is_initialised(self) -> bool:
+        """Whether a forward has found this module's root."""
+        return self._live_root() is not None
+
+    def _live_root(self) -> Root | None:
+        return None if self._root is None else self._root()
+
+    def find_root(self, module: nn.Module) -> Root:
+        """The root, which is the first module to run: then all units below it are known."""
+        return self._live_root() or self._become_root(module)
+
+    def _become_root(self, module: nn.Module) -> Root:
+        states = [(name, state) for name, child in module.named_modules() if (state := state_of(child))]
+        prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
+        for name, state in states:
+            if state._live_root() is not None:
+                refuse_second_root(state.unit)
+            state.unit.name = name
+            for slot in state.unit.slots:
+                slot.name = prefixes.get(slot.homes[0].module(), "") + slot.homes[0].name
+        self._own_root = Root([state.unit for _, state in states])
+        for _, state in states:
+            state._root = weakref.ref(self._own_root)
+        return self._own_root
+
+
+class InputWatch:
+    """Several inputs: the unit's backward is over when the gradients of all of them are done."""
+
+    def __init__(self, state: ShardState):
+        self._state = state
+        self._inputs = 0
+        self._done = 0
+        self._backward = -1
+
+    def through(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        watched = tensor.view_as(tensor)
+        watched.grad_fn.register_prehook(self._one_done)  # type: ignore[union-attr]
+        self._inputs += 1
+        return watched
+
+    def _one_done(self, gradients: Any) -> None:
+        if self._backward != current_backward():  # a retained graph is run through again
+            self._backward, self._done = current_backward(), 0
+        self._done += 1
+        if self._done == self._inputs:
+            self._state.post_backward()
+
+
+def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

@@ -1,0 +1,185 @@
+"""The outermost unit's view of all others: order, prefetch, and the end of backward."""
+
+from __future__ import annotations
+
+from ..errors import ArgumentError, StateError
+from ..torch_private import inside_backward, on_backward_end
+from .schedule import BackwardOrder, ForwardOrder
+from .states import ParamState, Phase
+from .unit import Unit
+
+
+class Root:
+    """Decides when its units are gathered, freed and reduced. `units[0]` is the root's own unit."""
+
+    def __init__(self, units: list[Unit]):
+        self.units = units
+        self._number = {unit: number for number, unit in enumerate(units)}
+        self._forward_order = ForwardOrder()
+        self._backward_order = BackwardOrder(limit=8 * len(units))
+        self._waiting_before = 0
+        self._ahead: set[Unit] = set()
+        self._reducing: Unit | None = None
+        self.in_forward = False
+        self.in_backward = False
+        _refuse_shared_parameters(units)
+        for unit in units:
+            if unit.options.reshard_after_forward is None:
+                unit.options.reshard_after_forward = unit is not self.own
+
+    @property
+    def own(self) -> Unit:
+        return self.units[0]
+
+    # -- forward --------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """Make `unit` whole, with the gather of the next one already under way."""
+        recomputing = inside_backward()
+        if not recomputing:
+            if self.in_backward or (unit is self.own and self.in_forward):
+                self.reset()  # the last backward, or forward, was left by an exception
+            if unit is self.own:
+                self._begin_forward()
+        else:
+            self._expect_end_of_backward()
+        if unit.stale:
+            unit.reshard()
+        unit.gather()
+        if recomputing:
+            self._prefetch(self._backward_order.visit(self._number[unit]))
+        elif self.in_forward:
+            self._prefetch(self._forward_order.visit(self._number[unit]))
+        self._use(unit)
+        unit.phase = Phase.FORWARD
+        if recomputing:
+            self._ahead.add(unit)  # its backward need not come: a checkpoint recomputes more than it uses
+
+    def _begin_forward(self) -> None:
+        self.in_forward = True
+        self._waiting_before = len(self._backward_order)
+        self._forward_order.begin()
+        for unit in self.units:
+            unit.gradients.release_idle()
+
+    def after_forward(self, unit: Unit, graph: bool) -> None:
+        """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
+
+        `graph`: the root's forward builds a graph, so a backward may come.
+        """
+        unit.phase = Phase.IDLE
+        if inside_backward():
+            return
+        self._backward_order.push(self._number[unit])
+        if unit.options.reshard_after_forward:
+            unit.reshard()
+        if unit is self.own and self.in_forward:
+            self._end_forward(graph)
+
+    def _end_forward(self, graph: bool) -> None:
+        self.in_forward = False
+        self._forward_order.end()
+        if not graph:
+            self._backward_order.drop_to(self._waiting_before)
+        self._drop_ahead()
+
+    def fail_forward(self, unit: Unit) -> None:
+        """An exception left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
+        if inside_backward():
+            return
+        if unit is self.own:
+            self.reset()
+        else:
+            unit.reshard()
+            unit.phase = Phase.IDLE
+
+    # -- backward -------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit) -> None:
+        """The first gradient reached an output of `unit`."""
+        self._expect_end_of_backward()
+        if unit.phase is Phase.BACKWARD and unit.params is ParamState.FULL:
+            return
+        unit.gather()
+        self._prefetch(self._backward_order.visit(self._number[unit]))
+        self._use(unit)
+        unit.phase = Phase.BACKWARD
+
+    def after_backward(self, unit: Unit) -> None:
+        """The gradients of the inputs of `unit` are done, so its own are."""
+        if unit.phase is Phase.BACKWARD:
+            self._close(unit, last=False)
+
+    def _close(self, unit: Unit, last: bool) -> None:
+        unit.phase = Phase.IDLE
+        if self._reducing is not None:
+            # One reduce buffer alive at a time: the last reduction had this unit's backward to complete in.
+            self._reducing.finish_reduce()
+        unit.reduce(last)
+        self._reducing = unit
+        if unit.options.reshard_after_backward:
+            unit.reshard()
+
+    def _expect_end_of_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            on_backward_end(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for unit in reversed(self.units):
+            kept = unit.options.synchronise and unit.gradients.keeps_sums
+            if unit.phase is Phase.BACKWARD or unit.gradients.arrived or kept:
+                self._close(unit, last=True)
+        if self._reducing is not None:
+            self._reducing.finish_reduce()
+            self._reducing = None
+        self._drop_ahead()
+        self._backward_order.clear()
+        self.in_backward = False
+
+    # -- prefetch and recovery ------------------------------------------------------------------------------
+
+    def _prefetch(self, number: int | None) -> None:
+        if number is not None and self.units[number].params is ParamState.SHARDED:
+            self.units[number].gather()
+            self._ahead.add(self.units[number])
+
+    def _use(self, unit: Unit) -> None:
+        unit.use()
+        self._ahead.discard(unit)
+
+    def _drop_ahead(self) -> None:
+        """Units that were foretold and not used."""
+        for unit in self._ahead:
+            unit.reshard()
+        self._ahead.clear()
+
+    def reset(self) -> None:
+        """Return every unit to rest, waiting for what is in flight."""
+        for unit in self.units:
+            unit.reset()
+        self._reducing = None
+        self._ahead.clear()
+        self._backward_order.clear()
+        self.in_forward = self.in_backward = False
+
+
+def _refuse_shared_parameters(units: list[Unit]) -> None:
+    """A parameter that two units were given would silently become two."""
+    seen: dict[int, tuple[str, Unit]] = {}
+    for unit in units:
+        for slot in unit.slots:
+            name, other = seen.setdefault(id(slot.origin), (slot.name, unit))
+            if other is not unit:
+                raise ArgumentError(
+                    f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "
+                    "same, but were sharded by two calls of fully_shard. Shard both modules in one unit: apply "
+                    "fully_shard only to a module that contains them both."
+                )
+
+
+def refuse_second_root(unit: Unit) -> None:
+    raise StateError(
+        f"{unit} ran its own forward before its parent's and became a root. Run the outermost module first, or do not "
+        "apply fully_shard above it."
+    )

@@ -1,0 +1,124 @@
+"""The sharded faces of a unit over its master shard, and what happens to them from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..comm.interface import Transport
+from ..errors import ParameterError
+from ..policies import MixedPrecisionPolicy
+from ..torch_private import local_of, rebind_local
+from .faces import Slot
+from .master import META, Master
+from .precision import Segments
+from .residence import Residence
+
+
+class Sharded:
+    """Keeps every sharded face inside the master shard."""
+
+    def __init__(
+        self, slots: list[Slot], transport: Transport, residence: Residence, policy: MixedPrecisionPolicy
+    ):
+        self.slots = slots
+        self.residence = residence
+        self.placed = False
+        """Whether every parameter lies in the master shard, so that it can be gathered."""
+        self._transport = transport
+        self._policy = policy
+        self._names = [(home.parameters, home.name, slot) for slot in slots for home in slot.homes]
+        self.master = self._lay_out()
+
+    @property
+    def settled(self) -> bool:
+        """Whether every parameter is the object, and holds the tensor, that it was given."""
+        for parameters, name, slot in self._names:
+            if parameters.get(name) is not slot.sharded or local_of(slot.sharded) is not slot.local:
+                return False
+        return True
+
+    def settle(self, unit: str) -> bool:
+        """Adopt parameters that were rebound from outside; true if the unit was laid out anew.
+
+        `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the master shard, and
+        the next gather would send the old weights. The values are copied into the master shard and the local
+        tensors rebound, keeping the parameter objects. Another dtype needs another layout.
+        """
+        with torch.no_grad(), torch.inference_mode(False):
+            for slot in self.slots:
+                self._adopt(slot, unit)
+            dtypes = [slot.sharded.dtype for slot in self.slots]
+            arrived = self.master.device == META and self._device() != META
+            if dtypes == self.master.segments.originals and not arrived:
+                self._bind(self.master)
+                return False
+            self.master = self._lay_out()
+            return True
+
+    def _misplaced(self, master: Master) -> list[Slot]:
+        pairs = zip(self.slots, master.locals, strict=True)
+        return [slot for slot, inside in pairs if slot.local is not inside or inside.is_meta]
+
+    def refuse_misplaced(self, unit: str) -> None:
+        wrong = self._misplaced(self.master)
+        listed = ", ".join(f"{slot.name} on {local_of(slot.sharded).device}" for slot in wrong)
+        raise ParameterError(
+            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.residence.device}, "
+            f"found: {listed}. A model built on meta is materialised with model.to_empty(device=...) and then "
+            "initialised, or by loading a state dict with assign=True, before the first forward."
+        )
+
+    def versions(self) -> int:
+        """Grows with every write to a parameter at rest."""
+        return sum(slot.local._version for slot in self.slots if slot.local is not None)
+
+    def _lay_out(self) -> Master:
+        cuts = [slot.cut for slot in self.slots]
+        segments = Segments([slot.sharded.dtype for slot in self.slots], self._policy)
+        master = Master(cuts, segments, self._transport, self._device(), self.residence.pin)
+        self._bind(master)
+        return master
+
+    def _device(self) -> torch.device:
+        """Meta while nothing is materialised, so that a large model costs nothing yet."""
+        on_meta = bool(self.slots) and all(local_of(slot.sharded).is_meta for slot in self.slots)
+        return META if on_meta else self.residence.device
+
+    def _bind(self, master: Master) -> None:
+        """Copy what lies outside the master shard into it. Parameters on meta or on another device are left."""
+        for slot, inside in zip(self.slots, master.locals, strict=True):
+            outside = local_of(slot.sharded)
+            if outside is not inside and outside.device == inside.device:
+                if not inside.is_meta:
+                    inside.copy_(outside)
+                rebind_local(slot.sharded, inside)
+            slot.local = local_of(slot.sharded)
+        self.placed = not self._misplaced(master)
+
+    def _adopt(self, slot: Slot, unit: str) -> None:
+        """Take over the parameter object that is registered now, under all of its names."""
+        registered = [home.parameters.get(home.name) for home in slot.homes]
+        current = next((p for p in registered if p is not slot.sharded), slot.sharded)
+        self._check_replacement(slot, current, unit)
+        slot.sharded = current
+        for home in slot.homes:
+            if home.parameters[home.name] is not current:
+                home.put(current)
+
+    def _check_replacement(self, slot: Slot, current: Any, unit: str) -> None:
+        where = f"Parameter {slot.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if not isinstance(current, DTensor):
+            raise ParameterError(
+                f"{where} was replaced by a {type(current).__name__} that is not a DTensor. Write into the existing "
+                "parameter, or assign one made with torch.distributed.tensor.distribute_tensor."
+            )
+        expected = slot.cut.local_shape(self._transport.rank)
+        found = tuple(local_of(current).shape)
+        if tuple(current.shape) != slot.cut.shape or found != expected:
+            raise ParameterError(
+                f"{where} was replaced by one of shape {tuple(current.shape)} (local {found}); expected "
+                f"{slot.cut.shape} (local {expected}). Shapes cannot change after fully_shard."
+            )

@@ -1,0 +1,54 @@
+"""The states a unit goes through, and which may follow which."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+from ..errors import StateError
+
+
+class ParamState(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+class GradState(Enum):
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+class Phase(Enum):
+    """What the unit's module is doing; tells a recomputation in backward from an ordinary forward."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+PARAM_MOVES = {
+    ParamState.SHARDED: {ParamState.GATHERING},
+    ParamState.GATHERING: {ParamState.FULL, ParamState.SHARDED},
+    ParamState.FULL: {ParamState.SHARDED},
+}
+GRAD_MOVES = {
+    GradState.EMPTY: {GradState.LOCAL, GradState.REDUCING},
+    GradState.LOCAL: {GradState.LOCAL, GradState.REDUCING, GradState.EMPTY},
+    GradState.REDUCING: {GradState.REDUCED, GradState.EMPTY},
+    GradState.REDUCED: {GradState.LOCAL, GradState.REDUCING, GradState.EMPTY},
+}
+
+_State = TypeVar("_State", ParamState, GradState)
+
+
+def moved(owner: object, now: _State, to: _State, moves: dict[_State, set[_State]]) -> _State:
+    """`to`, if it may follow `now`. A wrong order of hooks fails here, not later as a wrong gradient."""
+    if to not in moves[now]:
+        raise StateError(
+            f"{owner} is {now.value} and cannot become {to.value}. If you call unshard() or reshard() inside forward "
+            "or backward, remove that; otherwise this is a defect of unshard, please report it."
+        )
+    return to

@@ -1,0 +1,67 @@
+"""Tensors inside the arguments and results of forward: tuples, lists, dicts, sets and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import StateError
+
+_DEEPEST = 128
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = 0) -> Any:
+    """`value` with `fn` applied to every tensor in it; containers keep their type, other values pass through.
+
+    A PackedSequence passes through whole: its batch sizes must stay on the host.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, PackedSequence) or not _is_container(value):
+        return value
+    if depth >= _DEEPEST:
+        raise StateError(
+            f"Arguments or results of forward are nested deeper than {_DEEPEST} levels; "
+            "do they contain themselves?"
+        )
+    if isinstance(value, dict):
+        items = ((key, map_tensors(fn, item, depth + 1)) for key, item in value.items())
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if dataclasses.is_dataclass(value):
+        fields = [field for field in dataclasses.fields(value) if field.init]
+        new = {f.name: map_tensors(fn, getattr(value, f.name), depth + 1) for f in fields}
+        return dataclasses.replace(value, **new)  # type: ignore[type-var]
+    mapped = [map_tensors(fn, item, depth + 1) for item in value]
+    if hasattr(value, "_fields"):
+        return type(value)(*mapped)
+    return type(value)(mapped)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`. Sets are not searched: their order differs between ranks."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif _is_container(value) and not isinstance(value, set):
+        if depth >= _DEEPEST:
+            raise StateError(f"Results of forward are nested deeper than {_DEEPEST} levels.")
+        for item in _items(value):
+            yield from tensors_in(item, depth + 1)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(value)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple | set):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

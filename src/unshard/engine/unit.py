@@ -1,0 +1,135 @@
+"""A unit: the parameters that are gathered and reduced together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..comm.interface import Transport, Work
+from ..errors import StateError
+from ..policies import MixedPrecisionPolicy
+from .faces import Faces, Slot
+from .gather import Gather
+from .gradients import Gradients
+from .residence import Residence
+from .sharded import Sharded
+from .states import PARAM_MOVES, ParamState, Phase, moved
+
+
+@dataclass
+class Options:
+    """What a user may change while the model trains. `None` lets the root decide at the first forward."""
+
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    synchronise: bool = True
+
+
+class Unit:
+    """Parameters, their buffers and their state. Knows neither modules above it nor other units."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        transport: Transport,
+        device: torch.device,
+        residence: Residence,
+        policy: MixedPrecisionPolicy,
+        options: Options,
+    ):
+        self.name = ""
+        self.device, self.policy, self.options = device, policy, options
+        self.sharded = Sharded(slots, transport, residence, policy)
+        self.gradients = Gradients(self.sharded, transport, device)
+        self.phase = Phase.IDLE
+        self.params = ParamState.SHARDED
+        self._transport = transport
+        self._faces = Faces(slots)
+        self._gather: Gather | None = None
+        self._work: Work | None = None
+        self._gathered_versions = 0
+
+    def __str__(self) -> str:
+        return f"Unit {self.name!r} on rank {self._transport.rank}"
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self.sharded.slots
+
+    def gather(self) -> None:
+        """Issue the gather if the unit is at rest; its buffers are in flight until `use`."""
+        if self.params is not ParamState.SHARDED:
+            return
+        self.settle()
+        if not self.sharded.placed:
+            self.sharded.refuse_misplaced(self.name)
+        if self._gather is None:
+            self._gather = self._make_gather()
+        self._gathered_versions = self.sharded.versions()
+        self._work = self._gather.start()
+        self._move(ParamState.GATHERING)
+
+    def use(self) -> None:
+        """Be whole, with the full faces on the modules."""
+        self.gather()
+        if self.params is ParamState.GATHERING:
+            self._finish_gather()
+            self._faces.show_full()
+            self._move(ParamState.FULL)
+
+    def reshard(self) -> None:
+        """Rest: the full buffer empty, the sharded faces on the modules."""
+        if self.params is ParamState.SHARDED:
+            return
+        if self.params is ParamState.GATHERING:
+            self._finish_gather()
+        else:
+            self._faces.show_sharded()
+        assert self._gather is not None
+        self._gather.release()
+        self._move(ParamState.SHARDED)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a parameter at rest was written after the gather that made the unit whole."""
+        return self.params is ParamState.FULL and self._gathered_versions != self.sharded.versions()
+
+    def settle(self) -> None:
+        """Adopt parameters that were rebound from outside; only at rest."""
+        if self.sharded.settled:
+            return
+        if self.sharded.settle(self.name):
+            self._gather = None
+        # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
+        self.gradients.forget_buffers(self)
+
+    def reduce(self, last: bool = False) -> None:
+        self.gradients.reduce(self, self.options.synchronise, last)
+
+    def finish_reduce(self) -> None:
+        self.gradients.finish(self)
+
+    def reset(self) -> None:
+        """Return to rest after a forward or backward that did not end; drops gradients not yet handed out."""
+        self.gradients.drop(self)
+        self.reshard()
+        self.phase = Phase.IDLE
+
+    def _make_gather(self) -> Gather:
+        for slot in self.slots:
+            if slot.sharded.requires_grad and not slot.sharded.is_floating_point():
+                raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
+        with torch.no_grad(), torch.inference_mode(False):
+            gather = Gather(self.sharded.master, self._transport, self.device, self.sharded.residence.away)
+            for slot, face in zip(self.slots, gather.full_faces(), strict=True):
+                slot.full = face
+        return gather
+
+    def _finish_gather(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None and self._gather is not None
+        self._gather.finish(work)
+
+    def _move(self, to: ParamState) -> None:
+        self.params = moved(self, self.params, to, PARAM_MOVES)

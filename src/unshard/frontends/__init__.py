@@ -1,0 +1,1 @@
+"""Translate what users write into units; hold no state of their own."""

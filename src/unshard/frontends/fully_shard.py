@@ -1,0 +1,187 @@
+"""`fully_shard`: the API that PyTorch users know as FSDP2."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..comm.process_group import transport_for
+from ..engine.faces import Home, Slot, home_of
+from ..engine.hooks import ShardState, state_of
+from ..engine.residence import residence_for
+from ..engine.unit import Options, Unit
+from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
+from ..layout.rows import Cut
+from ..policies import MixedPrecisionPolicy, OffloadPolicy
+from ..torch_private import make_dtensor
+from .module import mix_in
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def fully_shard(
+    module: _Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> _Module:
+    """Shard the parameters of `module` that no earlier call took, as one unit. Changes the module and returns it.
+
+    Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
+    become DTensors, sharded on dim 0 over `mesh` (default: all ranks). `reshard_after_forward` frees the gathered
+    parameters between forward and backward; `None` does so everywhere except on the root.
+    """
+    _check_arguments(module, reshard_after_forward)
+    mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy)
+    mesh = _default_mesh() if mesh is None else _checked_mesh(mesh)
+    device = _device_of(mesh)
+    residence = residence_for(offload_policy, device)
+    transport = transport_for(mesh.get_group(), device)
+    modules = _managed_modules(module)
+    parameters = _managed_parameters(module, modules)
+    for parameter, names in parameters.items():
+        _check_parameter(names[0][0], parameter)
+    _move_buffers(modules, device)
+    with torch.no_grad(), torch.inference_mode(False):
+        slots = [
+            _slot(parameter, names, mesh, transport.rank, residence.device)
+            for parameter, names in parameters.items()
+        ]
+        unit = Unit(slots, transport, device, residence, mp_policy, Options(reshard_after_forward))
+    unit.name = type(module).__name__
+    for slot in slots:
+        for home in slot.homes:
+            home.put(slot.sharded)
+    mix_in(module)
+    ShardState(unit).attach(module)
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _check_arguments(module: Any, reshard_after_forward: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"fully_shard takes an nn.Module, got {type(module).__name__}.")
+    name = type(module).__name__
+    if state_of(module) is not None:
+        raise AppliedTwiceError(f"fully_shard was already applied to this {name}; apply it once per module.")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _defines_forward(module):
+        raise ArgumentError(
+            f"fully_shard cannot be applied to a {name}: it has no forward, so nothing would ever gather its "
+            "parameters. Apply it to each of its modules."
+        )
+    for child_name, child in module.named_modules():
+        state = state_of(child)
+        if state is not None and state.is_initialised:
+            raise StateError(
+                f"fully_shard was applied to {name} after {child_name!r} inside it ran a forward. Shard bottom-up, "
+                "the whole model before its first forward."
+            )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}.")
+
+
+def _defines_forward(module: nn.Module) -> bool:
+    return type(module).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def _checked_type(name: str, value: Any, expected: type) -> Any:
+    if value is None:
+        return expected()
+    if not isinstance(value, expected):
+        raise ArgumentError(f"{name} must be a {expected.__module__}.{expected.__name__}, got {value!r}.")
+    return value
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _checked_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.ndim != 1:
+        raise UnsupportedError(f"fully_shard takes a mesh of one dimension, got {mesh.ndim}: {mesh}.")
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"Rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on its ranks.")
+    return mesh
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _managed_modules(module: nn.Module) -> list[nn.Module]:
+    """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
+    managed: dict[nn.Module, None] = {}
+
+    def visit(current: nn.Module) -> None:
+        if state_of(current) is not None or current in managed:
+            return
+        for child in current.children():
+            visit(child)
+        managed[current] = None
+
+    visit(module)
+    return list(managed)
+
+
+def _managed_parameters(module: nn.Module, modules: list[nn.Module]) -> dict[nn.Parameter, list[tuple[str, Home]]]:
+    """Each distinct parameter with all names under which it is registered, children's first."""
+    prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
+    found: dict[nn.Parameter, list[tuple[str, Home]]] = {}
+    for owner in modules:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((prefixes[owner] + name, home_of(owner, name)))
+    return found
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise UnsupportedError(
+            f"Parameter {name!r} is already a DTensor on {parameter.device_mesh}. If an outer module was sharded "
+            "before this one, shard bottom-up instead: blocks first, the whole model last."
+        )
+    if parameter.ndim == 0:
+        raise ArgumentError(
+            f"Parameter {name!r} is a scalar and has no dimension to cut. Make it a tensor of one element: "
+            "nn.Parameter(value.reshape(1))."
+        )
+    if parameter.is_complex() or parameter.is_sparse:
+        raise UnsupportedError(f"Parameter {name!r} is {parameter.dtype}, {parameter.layout}; it cannot be sharded.")
+
+
+def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
+def _slot(
+    parameter: nn.Parameter, names: list[tuple[str, Home]], mesh: DeviceMesh, rank: int, device: torch.device
+) -> Slot:
+    """The parameter's place in the unit, its rank's rows as sharded face. The unit copies them into its shard."""
+    cut = Cut(tuple(parameter.shape), mesh.size())
+    local = parameter.detach().narrow(0, *cut.rows(rank)).contiguous()
+    if not local.is_meta:
+        local = local.to(device)
+    dtensor = make_dtensor(local, mesh, (Shard(0),), parameter.shape)
+    sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    return Slot(names[0][0], [home for _, home in names], cut, weakref.ref(parameter), sharded)

@@ -1,0 +1,1 @@
+"""Which elements of which parameter lie on which rank: integers only, no torch."""

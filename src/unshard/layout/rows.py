@@ -1,0 +1,196 @@
+"""Per-parameter sharding: every parameter is cut along dim 0 as ``torch.chunk`` would, padded to equal pieces.
+
+A unit's parameters are arranged in *regions*. A large parameter has a region of its own: the pieces of all
+ranks, one after the other, *are* the parameter, so a gather straight into the region needs no copy afterwards.
+Small parameters share a *packed* region, laid out rank by rank:
+
+    world 2, weight (3, 2) and bias (3,): chunk 2 rows, pieces of 4 and 2 elements
+
+    own regions   weight [r0 r0 r0 r0 | r1 r1 .. ..]        bias [r0 r0 | r1 ..]
+    packed        [w w w w b b | w w .. .. b ..]            (rank 0 | rank 1; dots are padding, always zero)
+
+The same arrangement places four kinds of buffer: shards (one piece per region: master shard, gradient shard)
+and whole ones (a piece per rank and region: full buffer, reduce buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+ALIGNMENT = 256  # bytes; what allocators give, and what vectorised kernels and NCCL want
+
+# Below this many bytes a parameter's place in a group costs more host time than its copy on the device.
+PACK_BELOW = 64 * 1024
+# A group of more tensors than this packs further parameters, except those too large to be worth a copy.
+GROUP_LIMIT = 16
+NEVER_PACK_FROM = 4 * 1024 * 1024
+
+
+def align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How dim 0 of one parameter is cut over the ranks."""
+
+    shape: tuple[int, ...]
+    world: int
+
+    @property
+    def width(self) -> int:
+        """Elements in one row."""
+        return prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Rows of every rank's piece, padding included."""
+        return -(-self.shape[0] // self.world)
+
+    @property
+    def piece(self) -> int:
+        """Elements of every rank's piece, padding included."""
+        return self.chunk * self.width
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First row and number of rows that `rank` really has."""
+        first = min(rank * self.chunk, self.shape[0])
+        return first, min(self.chunk, self.shape[0] - first)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return (self.rows(rank)[1], *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pieces of one segment (one set of dtypes) that lie end to end inside a region."""
+
+    segment: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one tensor of a collective carries: one parameter, or small ones packed rank by rank."""
+
+    runs: tuple[Run, ...]
+    packed: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(index for run in self.runs for index in run.members)
+
+
+class Grouping(Enum):
+    """Which tensors one collective can carry."""
+
+    GROUPED = "a region per large parameter, one packed region per segment"
+    BY_SEGMENT = "one packed region per segment"
+    WHOLE = "one packed region for everything, sent as bytes when dtypes differ"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter as the arrangement sees it."""
+
+    cut: Cut
+    segment: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.cut.numel * self.itemsize
+
+
+def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -> tuple[Region, ...]:
+    """Regions for the parameters `members` of a unit; parameters without elements need none."""
+    members = [index for index in members if items[index].cut.numel]
+    alone = _alone(items, members) if grouping is Grouping.GROUPED else set()
+    regions = [Region((_run(items, (index,)),), packed=False) for index in members if index in alone]
+    runs: dict[int, list[int]] = {}
+    for index in members:
+        if index not in alone:
+            runs.setdefault(items[index].segment, []).append(index)
+    # Wide elements first: then every run starts at a multiple of its element size without padding.
+    ordered = sorted(runs.values(), key=lambda run: -items[run[0]].itemsize)
+    packed = [_run(items, tuple(run)) for run in ordered]
+    if grouping is Grouping.WHOLE and packed:
+        return (*regions, Region(tuple(packed), packed=True))
+    return (*regions, *(Region((run,), packed=True) for run in packed))
+
+
+def _alone(items: Sequence[Item], members: Sequence[int]) -> set[int]:
+    large = sorted((i for i in members if items[i].nbytes >= PACK_BELOW), key=lambda i: -items[i].nbytes)
+    room = max(GROUP_LIMIT - len({items[i].segment for i in members}), 1)
+    return {index for rank, index in enumerate(large) if rank < room or items[index].nbytes >= NEVER_PACK_FROM}
+
+
+def _run(items: Sequence[Item], members: tuple[int, ...]) -> Run:
+    starts, total = [], 0
+    for index in members:
+        starts.append(total)
+        total += items[index].cut.piece
+    return Run(items[members[0]].segment, members, tuple(starts), total)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a region lies in a buffer, in bytes. `runs` are offsets of its runs inside one rank's piece."""
+
+    offset: int
+    piece: int
+    copies: int
+    runs: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.piece * self.copies
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of all regions in one buffer; checks itself."""
+
+    places: tuple[Place, ...]
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for place in self.places:
+            if place.offset < end or place.offset % ALIGNMENT:
+                raise AssertionError(f"region at {place.offset} overlaps its neighbour ending at {end}")
+            end = place.end
+        if self.nbytes < end:
+            raise AssertionError(f"{self.nbytes} bytes cannot hold regions that end at {end}")
+
+
+def place(
+    regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1
+) -> Placement:
+    """Lay regions out in a buffer whose segment `s` has elements of `itemsizes[s]` bytes.
+
+    `copies` is 1 for a shard and the world size for a whole buffer. A packed piece is padded to a multiple of
+    `piece_alignment` bytes; a piece of a region of its own cannot be, or it would no longer be the parameter.
+    """
+    places, offset = [], 0
+    for region in regions:
+        starts, piece = [], 0
+        for run in region.runs:
+            piece = align(piece, itemsizes[run.segment])
+            starts.append(piece)
+            piece += run.numel * itemsizes[run.segment]
+        if region.packed:
+            widest = max(itemsizes[run.segment] for run in region.runs)
+            piece = align(piece, max(piece_alignment, widest))
+        places.append(Place(offset, piece, copies, tuple(starts)))
+        offset = align(places[-1].end, ALIGNMENT)
+    return Placement(tuple(places), offset)

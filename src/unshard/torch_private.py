@@ -1,0 +1,104 @@
+"""Every private torch API this library needs, in one place, with the reason and the versions that need it.
+
+Checked with torch 2.11 (CUDA) and 2.13 (CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "AllgatherOptions",
+    "ReduceScatterOptions",
+    "backend_name",
+    "chunk_cat_into",
+    "contiguous_stride",
+    "current_backward",
+    "inside_backward",
+    "local_of",
+    "make_dtensor",
+    "on_backward_end",
+    "rebind_local",
+    "storage_uses",
+]
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """A DTensor over exactly `local`, with a contiguous global shape.
+
+    The public `DTensor.from_local` puts a view of `local` inside, so the caller could not tell later whether
+    the DTensor still holds the tensor it was given. All versions.
+    """
+    meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor object itself; `to_local()` makes a new view under autograd. All versions."""
+    return tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def rebind_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put `local` inside a DTensor, keeping the object; there is no public way. All versions."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors (and Python objects) share a storage; there is no public way. All versions."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def current_backward() -> int:
+    """The number of the backward the calling thread is running inside, or -1. All versions."""
+    return torch._C._current_graph_task_id()
+
+
+def inside_backward() -> bool:
+    return current_backward() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward is over; only valid inside one. All versions."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:
+    """Cut each tensor along dim 0 into `chunks` pieces, pad them with zeros, lay them side by side in `out`.
+
+    `out` is (chunks, sum of piece sizes). One kernel on CUDA, where it casts only bf16 to fp32; other casts go
+    through a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All versions.
+    """
+    dtype = tensors[0].dtype
+    if dtype == out.dtype or (dtype == torch.bfloat16 and out.dtype == torch.float32):
+        torch._chunk_cat(tensors, dim=0, num_chunks=chunks, out=out)
+    else:
+        out.copy_(torch._chunk_cat(tensors, dim=0, num_chunks=chunks))
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """Name of the backend that serves `device` in `group`; for a group written in Python, its own name.
+
+    `dist.get_backend` answers for the group's default device only. All versions.
+    """
+    try:
+        return group._get_backend(device).name().lower()
+    except (RuntimeError, AttributeError):
+        return group.name().lower()
