@@ -37,9 +37,7 @@ class Transport(ABC):
         """outputs[i] <- inputs[i] of every rank, one after the other. An input may lie in its output's place."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool
-    ) -> Work:
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
         """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks."""
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:

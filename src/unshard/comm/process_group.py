@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch_private import AllgatherOptions, ReduceScatterOptions, backend_name
+from ..torch_private import (
+    AllgatherOptions,
+    ReduceScatterOptions,
+    backend_name,
+    gather_one,
+    reduce_scatter_one,
+)
 from .interface import Transport, Work, Works
 from .solo import SoloTransport
 
@@ -37,7 +43,8 @@ class ProcessGroupTransport(Transport):
         self.piece_alignment = 16 if self._backend == "nccl" else 1
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
-        self._sum.reduceOp, self._mean.reduceOp = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if self._backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
@@ -45,17 +52,15 @@ class ProcessGroupTransport(Transport):
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         if len(outputs) > 1 and self.gathers_groups:
             return self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
-        one = self._group._allgather_base
-        return _joined([one(o, i, self._gather_options) for o, i in zip(outputs, inputs, strict=True)])
+        pairs = zip(outputs, inputs, strict=True)
+        return _joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool
-    ) -> Work:
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
         options = self._mean if average else self._sum
         if len(outputs) > 1 and self.reduces_groups:
             return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-        one = self._group._reduce_scatter_base
-        return _joined([one(o, i, options) for o, i in zip(outputs, inputs, strict=True)])
+        pairs = zip(outputs, inputs, strict=True)
+        return _joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs])
 
 
 def _joined(works: list[Work]) -> Work:

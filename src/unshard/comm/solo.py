@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..torch_private import foreach_copy
 from .interface import Done, Transport, Work
 
 
@@ -17,8 +18,6 @@ class SoloTransport(Transport):
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         return Done()
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool
-    ) -> Work:
-        torch._foreach_copy_(outputs, inputs)
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+        foreach_copy(outputs, inputs)
         return Done()

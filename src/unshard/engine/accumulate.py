@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..layout.rows import Cut, Grouping, Item, Region, arrange, place
+from ..torch_private import foreach_add, foreach_copy
 from .buffers import Buffer
 from .master import Master
 
@@ -38,9 +39,9 @@ class LocalGradients:
         new = [index for index in gradients if index not in self._present]
         old = [index for index in gradients if index in self._present]
         if new:
-            torch._foreach_copy_([self._views[i] for i in new], [gradients[i] for i in new])
+            foreach_copy([self._views[i] for i in new], [gradients[i] for i in new])
         if old:
-            torch._foreach_add_([self._views[i] for i in old], [gradients[i] for i in old])
+            foreach_add([self._views[i] for i in old], [gradients[i] for i in old])
         self._present.update(new)
 
     def sums(self) -> dict[int, torch.Tensor]:

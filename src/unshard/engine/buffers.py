@@ -59,3 +59,8 @@ def pieces(
         dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         tensors.append(buffer.tensor(dtype, place.offset, (place.piece * place.copies // dtype.itemsize,)))
     return tensors
+
+
+def bodies(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> list[torch.Tensor]:
+    """The pieces of regions of one dtype without the padding at their end; while memory is held."""
+    return [piece[: region.runs[0].numel] for piece, region in zip(tensors, regions, strict=True)]

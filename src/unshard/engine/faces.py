@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..layout.rows import Cut
+from ..torch_private import own_parameters
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Home:
 
 
 def home_of(module: nn.Module, name: str) -> Home:
-    return Home(weakref.ref(module), module._parameters, name)
+    return Home(weakref.ref(module), own_parameters(module), name)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..comm.interface import Done, Transport, Work
 from ..layout.rows import Grouping, Placement, Region, arrange, place
+from ..torch_private import foreach_copy
 from .buffers import Buffer, pieces
 from .master import Master
 
@@ -57,7 +58,7 @@ class Gather:
         self.full.take()
         self.staging.take()
         if self._cast_to:
-            torch._foreach_copy_(self._cast_to, self._cast_from)
+            foreach_copy(self._cast_to, self._cast_from)
         return self._transport.gather(self._outputs, self._inputs) if self._outputs else Done()
 
     def finish(self, work: Work) -> None:

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
 from ..layout.rows import Placement, Region, place
-from ..torch_private import local_of, make_dtensor, storage_uses
-from .buffers import Buffer, pieces
+from ..torch_private import foreach_add, foreach_zero, local_of, make_dtensor, spec_of, storage_uses
+from .buffers import Buffer, bodies, pieces
 from .faces import Slot
 from .master import Master
 from .residence import Residence
@@ -38,9 +38,7 @@ class GradShard:
         placement = place(regions, segments.itemsizes("original"), 1, transport.piece_alignment)
         self._buffer = Buffer(placement.nbytes, residence.device)
         self.pieces = pieces(self._buffer, placement, regions, segments, "original")
-        self.bodies = [
-            piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)
-        ]
+        self.bodies = bodies(self.pieces, regions)
         self._gaps = self._unwritten(placement)
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
@@ -65,7 +63,7 @@ class GradShard:
         return [self._buffer.tensor(torch.uint8, a, (b - a,)) for a, b in pairs if b > a]
 
     def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
-        spec = slot.sharded._spec  # type: ignore[attr-defined]
+        spec = spec_of(slot.sharded)
         local = torch.empty(slot.cut.local_shape(rank), dtype=dtype, device=self._buffer.device)
         face = make_dtensor(local, spec.mesh, spec.placements, torch.Size(slot.cut.shape))
         if local.numel():
@@ -94,7 +92,7 @@ class GradShard:
         if not self._buffer.held:
             self._buffer.take()
             if self._gaps:
-                torch._foreach_zero_(self._gaps)
+                foreach_zero(self._gaps)
 
     def release(self) -> None:
         self._buffer.release()
@@ -111,6 +109,6 @@ class GradShard:
                 existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)
                 new.append(local)
         if existing:
-            torch._foreach_add_(existing, new)
+            foreach_add(existing, new)
         if not attached:
             self.release()

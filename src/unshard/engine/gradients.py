@@ -73,7 +73,12 @@ class Gradients:
         members = tuple(gradients)
         if members not in self._reductions:
             self._reductions[members] = Reduction(
-                self._sharded.master, members, self._slots, self._transport, self._device, self._sharded.residence
+                self._sharded.master,
+                members,
+                self._slots,
+                self._transport,
+                self._device,
+                self._sharded.residence,
             )
         self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
         self._pending = self._reductions[members].start(gradients)

@@ -21,9 +21,7 @@ class Master:
     saved nor deep-copied, and a slice saves only the parameter's own bytes. On meta there is no storage.
     """
 
-    def __init__(
-        self, cuts: list[Cut], segments: Segments, transport: Transport, device: torch.device, pin: bool
-    ):
+    def __init__(self, cuts: list[Cut], segments: Segments, transport: Transport, device: torch.device, pin: bool):
         self.cuts = cuts
         self.segments = segments
         self.device = device

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.interface import Transport, Work
-from ..layout.rows import Grouping, Item, Placement, Region, arrange, place
-from ..torch_private import chunk_cat_into
-from .buffers import Buffer, pieces
+from ..layout.rows import Grouping, Item, Region, arrange, place
+from ..torch_private import chunk_cat_into, foreach_copy, foreach_div, foreach_zero
+from .buffers import Buffer, bodies, pieces
 from .faces import Slot
 from .grad_shard import GradShard
 from .master import Master
@@ -37,8 +37,15 @@ class Reduction:
     `reduced`, from where one call casts or copies it.
     """
 
-    def __init__(self, master: Master, members: tuple[int, ...], slots: list[Slot], transport: Transport,
-                 device: torch.device, residence: Residence):
+    def __init__(
+        self,
+        master: Master,
+        members: tuple[int, ...],
+        slots: list[Slot],
+        transport: Transport,
+        device: torch.device,
+        residence: Residence,
+    ):
         segments = master.segments
         itemsizes = segments.itemsizes("reduce")
         items = [Item(item.cut, item.segment, itemsizes[item.segment]) for item in master.items]
@@ -58,18 +65,11 @@ class Reduction:
             self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
         self._whole.release()
         single = place(self._regions, itemsizes, 1, transport.piece_alignment)
-        self._reduced, self._reduced_pieces = self._make_reduced(single, device)
-        self._reduced_bodies = [
-            piece[: region.runs[0].numel]
-            for piece, region in zip(self._reduced_pieces, self._regions, strict=False)
-        ]
+        self._reduced = Buffer(single.nbytes, device)
+        self._reduced_pieces = pieces(self._reduced, single, self._regions, segments, "reduce")
+        self._reduced_bodies = bodies(self._reduced_pieces, self._regions)
+        self._reduced.release()
         self._shards: list[GradShard] = []
-
-    def _make_reduced(self, single: Placement, device: torch.device) -> tuple[Buffer, list[torch.Tensor]]:
-        buffer = Buffer(0 if self._direct else single.nbytes, device)
-        tensors = [] if self._direct else pieces(buffer, single, self._regions, self._master.segments, "reduce")
-        buffer.release()
-        return buffer, tensors
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
         index = region.members[0]
@@ -93,13 +93,13 @@ class Reduction:
         """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""
         self._whole.take()
         if self._pads:
-            torch._foreach_zero_(self._pads)
+            foreach_zero(self._pads)
         if self._rows:
-            torch._foreach_copy_([view for _, view in self._rows], [gradients[index] for index, _ in self._rows])
+            foreach_copy([view for _, view in self._rows], [gradients[index] for index, _ in self._rows])
         for pack in self._packs:
             pack.fill(gradients)
         if self._before != 1.0:
-            torch._foreach_div_(self._inputs, self._before)
+            foreach_div(self._inputs, self._before)
         shard = self._idle_shard()
         if self._direct:
             shard.take()
@@ -117,10 +117,10 @@ class Reduction:
         shard = pending.shard
         outputs = shard.pieces if self._direct else self._reduced_pieces
         if self._after != 1.0:
-            torch._foreach_div_(outputs, self._after)
+            foreach_div(outputs, self._after)
         if not self._direct:
             shard.take()
-            torch._foreach_copy_(shard.bodies, self._reduced_bodies)
+            foreach_copy(shard.bodies, self._reduced_bodies)
             self._reduced.release()
         shard.deliver()
 
@@ -139,9 +139,7 @@ class Reduction:
                 return shard
         # Shards that a user holds live on through what the user holds; we need not keep track of them.
         self._shards = [shard for shard in self._shards if shard.attached]
-        self._shards.append(
-            GradShard(self._master, self._regions, self._slots, self._transport, self._residence)
-        )
+        self._shards.append(GradShard(self._master, self._regions, self._slots, self._transport, self._residence))
         return self._shards[-1]
 
     def release_idle(self) -> None:

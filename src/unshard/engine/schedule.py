@@ -24,9 +24,7 @@ class ForwardOrder:
         """Note that `unit` runs now; returns the unit expected after it."""
         position = len(self._seen)
         self._seen.append(unit)
-        self._on_track = (
-            self._on_track and position < len(self._learned) and self._learned[position] == unit
-        )
+        self._on_track = self._on_track and position < len(self._learned) and self._learned[position] == unit
         if self._on_track and position + 1 < len(self._learned):
             return self._learned[position + 1]
         return None

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.interface import Transport
 from ..errors import ParameterError
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import local_of, rebind_local
+from ..torch_private import local_of, rebind_local, version_of
 from .faces import Slot
 from .master import META, Master
 from .precision import Segments
@@ -20,9 +20,7 @@ from .residence import Residence
 class Sharded:
     """Keeps every sharded face inside the master shard."""
 
-    def __init__(
-        self, slots: list[Slot], transport: Transport, residence: Residence, policy: MixedPrecisionPolicy
-    ):
+    def __init__(self, slots: list[Slot], transport: Transport, residence: Residence, policy: MixedPrecisionPolicy):
         self.slots = slots
         self.residence = residence
         self.placed = False
@@ -73,7 +71,7 @@ class Sharded:
 
     def versions(self) -> int:
         """Grows with every write to a parameter at rest."""
-        return sum(slot.local._version for slot in self.slots if slot.local is not None)
+        return sum(version_of(slot.local) for slot in self.slots if slot.local is not None)
 
     def _lay_out(self) -> Master:
         cuts = [slot.cut for slot in self.slots]
@@ -100,7 +98,7 @@ class Sharded:
 
     def _adopt(self, slot: Slot, unit: str) -> None:
         """Take over the parameter object that is registered now, under all of its names."""
-        registered = [home.parameters.get(home.name) for home in slot.homes]
+        registered: list[Any] = [home.parameters.get(home.name) for home in slot.homes]
         current = next((p for p in registered if p is not slot.sharded), slot.sharded)
         self._check_replacement(slot, current, unit)
         slot.sharded = current

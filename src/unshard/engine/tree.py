@@ -26,8 +26,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
         return value
     if depth >= _DEEPEST:
         raise StateError(
-            f"Arguments or results of forward are nested deeper than {_DEEPEST} levels; "
-            "do they contain themselves?"
+            f"Arguments or results of forward are nested deeper than {_DEEPEST} levels; do they contain themselves?"
         )
     if isinstance(value, dict):
         items = ((key, map_tensors(fn, item, depth + 1)) for key, item in value.items())

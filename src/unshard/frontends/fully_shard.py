@@ -19,7 +19,7 @@ from ..engine.unit import Options, Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import make_dtensor
+from ..torch_private import make_dtensor, own_parameters
 from .module import mix_in
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -53,8 +53,7 @@ def fully_shard(
     _move_buffers(modules, device)
     with torch.no_grad(), torch.inference_mode(False):
         slots = [
-            _slot(parameter, names, mesh, transport.rank, residence.device)
-            for parameter, names in parameters.items()
+            _slot(parameter, names, mesh, transport.rank, residence.device) for parameter, names in parameters.items()
         ]
         unit = Unit(slots, transport, device, residence, mp_policy, Options(reshard_after_forward))
     unit.name = type(module).__name__
@@ -146,7 +145,7 @@ def _managed_parameters(module: nn.Module, modules: list[nn.Module]) -> dict[nn.
     prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
     found: dict[nn.Parameter, list[tuple[str, Home]]] = {}
     for owner in modules:
-        for name, parameter in owner._parameters.items():
+        for name, parameter in own_parameters(owner).items():
             if parameter is not None:
                 found.setdefault(parameter, []).append((prefixes[owner] + name, home_of(owner, name)))
     return found
@@ -169,8 +168,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     for module in modules:
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != device and not buffer.is_meta:
                 buffer.data = buffer.to(device)
 
 

@@ -173,9 +173,7 @@ class Placement:
             raise AssertionError(f"{self.nbytes} bytes cannot hold regions that end at {end}")
 
 
-def place(
-    regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1
-) -> Placement:
+def place(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1) -> Placement:
     """Lay regions out in a buffer whose segment `s` has elements of `itemsizes[s]` bytes.
 
     `copies` is 1 for a shard and the world size for a whole buffer. A packed piece is padded to a multiple of
