@@ -179,7 +179,7 @@ def place(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piec
     `copies` is 1 for a shard and the world size for a whole buffer. A packed piece is padded to a multiple of
     `piece_alignment` bytes; a piece of a region of its own cannot be, or it would no longer be the parameter.
     """
-    places, offset = [], 0
+    places: list[Place] = []
     for region in regions:
         starts, piece = [], 0
         for run in region.runs:
@@ -189,6 +189,6 @@ def place(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piec
         if region.packed:
             widest = max(itemsizes[run.segment] for run in region.runs)
             piece = align(piece, max(piece_alignment, widest))
+        offset = align(places[-1].end, ALIGNMENT) if places else 0
         places.append(Place(offset, piece, copies, tuple(starts)))
-        offset = align(places[-1].end, ALIGNMENT)
-    return Placement(tuple(places), offset)
+    return Placement(tuple(places), places[-1].end if places else 0)

@@ -1,0 +1,54 @@
+PYTHON ?= python3
+VENV ?= .venv
+PROCESSES ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+# One thread per process: torchrun's processes share the cores, and oversubscribed threads are slower.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format types clean
+
+help:
+	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (under two minutes)"
+	@echo "make test     run the tests"
+	@echo "make lint     check style and formatting"
+	@echo "make format   apply both"
+	@echo "make types    check types"
+	@echo "make clean    remove the environment and all caches"
+
+install: $(INSTALLED)
+
+# Torch goes first and by its exact version: left to the dependency range, pip may look at (and download)
+# other builds of it before the constraint settles the matter. The second call finds it satisfied.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install --constraint constraints.txt numpy
+	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,378 @@
+"""Train a small byte-level language model, fully sharded, on the sources of Python's standard library.
+
+    torchrun --standalone --nproc-per-node=2 examples/train_bytes.py
+    python examples/train_bytes.py                      # one process, same code path
+
+Every process keeps only its share of parameters, gradients and optimizer state. Needs nothing but the
+Python installation it runs on: no download, no GPU (one GPU per process is used where there is one).
+"""
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from unshard import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY = 256  # one token per byte value
+HEAD_DIM = 32
+CORPUS_LIMIT = 20_000_000
+HELD_OUT = 0.05
+VALIDATION_BATCHES = 6
+SAMPLE_BYTES = 160
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level transformer, fully sharded.")
+    parser.add_argument("--steps", type=int, default=110, help="optimizer steps")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks, one shard unit each")
+    parser.add_argument("--dim", type=int, default=224, help=f"model width, a multiple of {HEAD_DIM}")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per training window")
+    parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of the computation; bf16 is slow on CPUs without instructions for it",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name in ("steps", "layers", "dim", "seq", "batch"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.dim % HEAD_DIM:
+        parser.error(f"--dim must be a multiple of {HEAD_DIM}, got {args.dim}")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+def start_processes() -> torch.device:
+    """Join the process group and return the device of this process."""
+    launched = "RANK" in os.environ  # set by torchrun
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < local_world and local_rank == 0:
+        print(f"{gpus} GPU(s) for {local_world} processes: using the CPU instead", flush=True)
+    use_cuda = gpus >= local_world
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    backend = "nccl" if use_cuda else "gloo"
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if launched:
+        dist.init_process_group(backend, device_id=device if use_cuda else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The element-wise mean over all ranks; `values` is overwritten."""
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+# --------------------------------------------------------------------------------------------------- data
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """The .py files below `root` in a fixed order, without installed packages and test suites."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - skipped)
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def load_corpus(seq: int) -> tuple[Tensor, Tensor]:
+    """Return the training and the held-out bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in source_files(root):
+        text += path.read_bytes()
+        if len(text) >= CORPUS_LIMIT:
+            break
+    data = torch.frombuffer(text, dtype=torch.uint8)[:CORPUS_LIMIT] if text else torch.empty(0)
+    cut = int(len(data) * (1 - HELD_OUT))
+    if len(data) - cut <= seq + 1:
+        raise SystemExit(f"{root} holds {len(data)} bytes of Python sources, too few for windows of {seq}")
+    return data[:cut], data[cut:]
+
+
+def windows(data: Tensor, starts: Tensor, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and next-byte targets of the windows that begin at `starts`."""
+    rows = data[starts[:, None] + torch.arange(seq + 1)].long().to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# -------------------------------------------------------------------------------------------------- model
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = dim // HEAD_DIM
+        self.norm_attention = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.norm_mlp = nn.LayerNorm(dim)
+        self.expand = nn.Linear(dim, 4 * dim)
+        self.contract = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.project(self.attend(self.norm_attention(x)))
+        return x + self.contract(F.relu(self.expand(self.norm_mlp(x))).square())
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, seq, dim)
+
+
+class ByteTransformer(nn.Module):
+    def __init__(self, layers: int, dim: int, seq: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, dim)
+        # Also shown the byte before, the model need not spend a short run on learning to look one back.
+        self.bytes_before = nn.Embedding(VOCABULARY, dim)
+        self.positions = nn.Embedding(seq, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.apply(self._initialise)
+        for embedding in (self.bytes, self.bytes_before):  # large, so that bytes stand out from the start
+            nn.init.normal_(embedding.weight, std=0.5)
+        for block in self.blocks:  # keeps the residual stream at the same scale however deep the model is
+            for linear in (block.project, block.contract):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        before = F.pad(tokens[:, :-1], (1, 0))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.bytes(tokens) + self.bytes_before(before) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build_sharded(args: argparse.Namespace, device: torch.device) -> tuple[ByteTransformer, int]:
+    """Return the sharded model and the bytes its parameters take unsharded."""
+    torch.manual_seed(args.seed)  # every rank must cut its shards from the same weights
+    model = ByteTransformer(args.layers, args.dim, args.seq)
+    full_bytes = sum(p.nbytes for p in model.parameters())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # what is left: embeddings, last norm, head
+    return model, full_bytes
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes this rank itself holds of `tensors`."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of parameters, gradients and optimizer state between two steps."""
+
+    sharded: int  # held by this rank
+    unsharded: int  # what one process would hold without sharding
+    cuda_peak: int  # everything allocated on the GPU at its peak; 0 without one
+
+    @classmethod
+    def measure(cls, model: nn.Module, optimizer: torch.optim.Optimizer, full_bytes: int) -> "Memory":
+        parameters = list(model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        # AdamW without sharding: parameter, gradient and two moments, all of the parameter's size.
+        return cls(local_bytes(parameters + gradients + states), 4 * full_bytes, peak)
+
+
+# ----------------------------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """A bar redrawn in place on a terminal; elsewhere a plain line about every tenth of the way."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.shown = dist.get_rank() == 0
+        self.redraws = sys.stdout.isatty()
+        self.next_line = 0.0
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        if not self.shown:
+            return
+        facts = f"step {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        done = step / self.total
+        if self.redraws:
+            width = max(0, min(30, shutil.get_terminal_size().columns - len(facts) - 5))
+            bar = "#" * round(done * width)
+            print(f"\r[{bar:-<{width}}] {facts}\x1b[K", end="\n" if step == self.total else "", flush=True)
+        elif done >= self.next_line or step == self.total:
+            print(f"{done:4.0%}  {facts}", flush=True)
+            self.next_line = (math.floor(done * 10) + 1) / 10
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Outcome:
+    first_loss: float  # mean over ranks, nats per byte
+    last_loss: float
+    seconds: float
+    tokens_per_s: float  # all ranks together
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up over the first tenth, then a cosine down to a tenth of the peak."""
+    warm_up = max(1, args.steps // 10)
+    if step < warm_up:
+        return args.lr * (step + 1) / warm_up
+    along = (step - warm_up) / max(1, args.steps - warm_up)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * along)))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Tensor,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> Outcome:
+    draw = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())  # other windows on every rank
+    progress = Progress(args.steps)
+    tokens_per_step = args.batch * args.seq * dist.get_world_size()
+    # Losses meet across ranks only every `interval` steps: reading one waits for the device and the others.
+    interval = math.ceil(args.steps / 50)
+    losses: list[float] = []
+    pending: list[Tensor] = []
+    began = time.perf_counter()
+    for step in range(1, args.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step - 1, args)
+        starts = torch.randint(len(data) - args.seq, (args.batch,), generator=draw)
+        optimizer.zero_grad()
+        loss = loss_of(model, *windows(data, starts, args.seq, device))
+        loss.backward()
+        optimizer.step()
+        pending.append(loss.detach())
+        if step % interval == 0 or step in (1, args.steps):
+            losses.append(mean_over_ranks(torch.stack(pending).mean()).item())
+            pending.clear()
+            speed = step * tokens_per_step / (time.perf_counter() - began)
+            progress.update(step, losses[-1], speed)
+    seconds = time.perf_counter() - began
+    return Outcome(losses[0], losses[-1], seconds, args.steps * tokens_per_step / seconds)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, data: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+    """Return the mean loss over evenly spread held-out windows, different ones on every rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = VALIDATION_BATCHES * args.batch
+    spread = torch.linspace(0, len(data) - args.seq - 1, count * world).long()
+    batches = spread[rank::world].split(args.batch)
+    losses = [loss_of(model, *windows(data, starts, args.seq, device)) for starts in batches]
+    return mean_over_ranks(torch.stack(losses).mean()).item()
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, args: argparse.Namespace, device: torch.device) -> str:
+    """Sample bytes after `prompt`. Every rank has to call this: each forward gathers from all of them."""
+    draw = torch.Generator().manual_seed(args.seed)  # the same choices on every rank
+    text = list(prompt)
+    for _ in range(SAMPLE_BYTES):
+        context = torch.tensor([text[-args.seq :]], device=device)
+        logits = model(context)[0, -1].float().cpu()
+        text.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1, generator=draw)))
+    decoded = bytes(text).decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def introduce(args: argparse.Namespace, full_bytes: int, train_bytes: int, device: torch.device) -> None:
+    print(
+        f"{full_bytes // 4:,} parameters in {args.layers} blocks, fully sharded over "
+        f"{dist.get_world_size()} process(es) on {device.type} ({dist.get_backend()}), {args.dtype}; "
+        f"{train_bytes / 1e6:.1f} MB of Python sources",
+        flush=True,
+    )
+
+
+def report(outcome: Outcome, validation_loss: float, memory: Memory, sample: str) -> None:
+    share = memory.sharded / memory.unsharded
+    print(f"\ntrain loss   {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per byte, mean over ranks")
+    print(f"validation   {validation_loss / math.log(2):.3f} bits per byte ({validation_loss:.3f} nats)")
+    print(f"speed        {outcome.tokens_per_s:,.0f} tokens/s over all ranks, {outcome.seconds:.1f} s")
+    print(f"memory       {mib(memory.sharded)} on rank 0, {mib(memory.unsharded)} unsharded ({share:.0%}):")
+    print("             parameters, gradients and AdamW state between steps")
+    if memory.cuda_peak:
+        print(f"             {mib(memory.cuda_peak)} peak on rank 0's GPU, activations included")
+    print("sample\n" + "\n".join("    | " + line for line in sample.split("\n")), flush=True)
+
+
+def main() -> None:
+    args = parse_args()
+    device = start_processes()
+    train_data, held_out = load_corpus(args.seq)
+    model, full_bytes = build_sharded(args, device)
+    # After sharding, so that it holds the shards. `foreach`: a few calls per step, not some per parameter.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+    if dist.get_rank() == 0:
+        introduce(args, full_bytes, len(train_data), device)
+    outcome = train(model, optimizer, train_data, args, device)
+    memory = Memory.measure(model, optimizer, full_bytes)
+    validation_loss = validate(model, held_out, args, device)
+    sample = generate(model, b"def ", args, device)
+    if dist.get_rank() == 0:
+        report(outcome, validation_loss, memory, sample)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

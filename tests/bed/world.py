@@ -1,0 +1,46 @@
+"""`@world(1, 2, 4)`: a pytest test whose body runs on every rank of worlds of these sizes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bed import pool
+
+
+def world(*sizes: int, backend: str = "gloo", timeout: float = 60.0) -> Callable[[Callable[..., Any]], Any]:
+    """Run the decorated test once for each world size, as a job of the shared pool.
+
+    The body finds its place with `dist.get_rank()` and `dist.get_world_size()`. Its arguments (parameters and
+    fixtures) are pickled on the way to the ranks: `tmp_path` travels, `monkeypatch` does not. The body must be a
+    function at the top of its module, for the workers import it by name.
+    """
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        raise TypeError("name the world sizes: @world(1, 2, 4)")
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        if "." in body.__qualname__:
+            raise TypeError(f"{body.__qualname__} is not at the top of its module: a worker could not import it")
+        parameters = inspect.signature(body).parameters
+        extra = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+
+        @functools.wraps(body)
+        def test(**kwargs: Any) -> None:
+            __tracebackhide__ = True
+            size = kwargs["world_size"] if "world_size" in parameters else kwargs.pop("world_size")
+            marks = getattr(test, "pytestmark", [])
+            filters = [line for mark in marks if mark.name == "filterwarnings" for line in mark.args]
+            function = (body.__module__, body.__qualname__)
+            pool.shared().run(function, size, kwargs, backend, timeout, filters)
+
+        test.body = body  # type: ignore[attr-defined]
+        if "world_size" not in parameters:
+            test.__signature__ = inspect.Signature([*parameters.values(), extra])  # type: ignore[attr-defined]
+        ids = [f"{size}ranks" for size in sizes]
+        return pytest.mark.parametrize("world_size", sizes, ids=ids)(test)
+
+    return decorate
