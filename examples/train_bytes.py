@@ -37,7 +37,7 @@ SAMPLE_BYTES = 160
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level transformer, fully sharded.")
-    parser.add_argument("--steps", type=int, default=110, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=90, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks, one shard unit each")
     parser.add_argument("--dim", type=int, default=224, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--seq", type=int, default=128, help="bytes per training window")
@@ -154,13 +154,14 @@ class ByteTransformer(nn.Module):
         # Also shown the byte before, the model need not spend a short run on learning to look one back.
         self.bytes_before = nn.Embedding(VOCABULARY, dim)
         self.positions = nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        blocks = [Block(dim) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.apply(self._initialise)
         for embedding in (self.bytes, self.bytes_before):  # large, so that bytes stand out from the start
             nn.init.normal_(embedding.weight, std=0.5)
-        for block in self.blocks:  # keeps the residual stream at the same scale however deep the model is
+        for block in blocks:  # keeps the residual stream at the same scale however deep the model is
             for linear in (block.project, block.contract):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
 

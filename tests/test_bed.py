@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from bed import models, world
 from bed.models import CASES, Case
-from bed.parity import Record, assert_close, check_parity, each_unit, train
+from bed.parity import Record, assert_close, check_parity, train
+from bed.peer import peer
 from bed.pool import JobFailed, Pool
+from torch import nn
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +139,16 @@ def die(how: str) -> None:
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(("how", "text"), [("exit", "exit status 3"), ("crash", "SIGSEGV")])
 def test_a_dead_worker_is_reported_and_replaced(pool: Pool, how: str, text: str) -> None:
     with pytest.raises(JobFailed) as caught:
-        pool.run(die, 2, {"how": how})
+        pool.run(die, 3, {"how": how})
+    assert next(iter(caught.value.failures)) == 1  # the cause before its consequences
     assert text in caught.value.failures[1]
-    assert pool.run(who, 2) == [(0, 2), (1, 2)]
+    assert pool.run(who, 3) == [(0, 3), (1, 3), (2, 3)]
 
 
 def skip() -> None:
@@ -268,20 +270,6 @@ def test_a_reference_that_proves_nothing_is_refused(reference: Record) -> None:
     scale_gradient(zeros, 0.0)
     with pytest.raises(AssertionError, match="is zero in the reference"):
         assert_close(zeros, zeros)
-
-
-def peer(case: Case):  # noqa: ANN201
-    """PyTorch's own fully_shard, which cannot bear a unit that begins by overwriting its input."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, nn.ReLU):
-                module.inplace = False
-        each_unit(case, fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))(model)
-
-    return shard
 
 
 @world(3)

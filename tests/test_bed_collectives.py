@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
-
 from bed import models, world
 from bed.loopback import Loopback, LoopbackReference, job, repeat_shards
-from bed.parity import check_loopback, each_unit
+from bed.parity import check_loopback
+from bed.peer import peer
 from bed.recorders import Collectives, TorchCalls
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 # One release of torch names them so, the next deprecates that name.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -216,17 +216,9 @@ def test_repeated_shards_are_equal_and_the_reference_keeps_them_so() -> None:
 # --- a whole engine on it: PyTorch's own fully_shard ---------------------------------------------------------
 
 
-def peer(case: models.Case):  # noqa: ANN201
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return each_unit(case, fully_shard, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["transformer", "uneven", "tied", "recurrent"])
-def test_the_peer_equals_the_reference_bit_by_bit(name: str) -> None:
-    case = models.case(name)
+@pytest.mark.parametrize("case", models.CASES, ids=str)
+def test_the_peer_equals_the_reference_bit_by_bit(case: models.Case) -> None:
     with job(3, delay=0.001) as group:
         check_loopback(case, peer(case), steps=2, tolerance=0.0)
         assert group.unwaited() == []
@@ -241,3 +233,46 @@ def test_every_skipped_wait_of_an_engine_is_noticed() -> None:
     for number in range(len(group.log)):
         with job(2, skip_wait={number}), pytest.raises(AssertionError, match="not finite here"):
             check_loopback(case, peer(case), steps=1)
+
+
+# --- the same on a GPU, where the lane is a stream -----------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_outputs_are_poison_until_the_wait() -> None:
+    with job(4, device="cuda", delay=0.05, skip_wait={1}) as group:
+        piece, wholes = torch.arange(3.0, device="cuda"), [torch.zeros(12, device="cuda") for _ in range(2)]
+        works = [gather(whole, piece, async_op=True) for whole in wholes]
+        early = [whole.clone() for whole in wholes]
+        for work in works:
+            work.wait()
+        late = [whole.clone() for whole in wholes]
+        assert all(each.isnan().all() for each in early)
+        assert late[0].tolist() == [0.0, 1.0, 2.0] * 4
+        assert late[1].isnan().all()
+        assert group.unwaited() == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_transfer_takes_its_time_and_blocks_nobody() -> None:
+    with job(2, device="cuda", delay=0.1):
+        piece, whole = torch.ones(2, device="cuda"), torch.empty(4, device="cuda")
+        torch.cuda.synchronize()
+        start = time.monotonic()
+        work = gather(whole, piece, async_op=True)
+        piece.fill_(7)  # too early: the lane has not read it yet
+        assert not work.is_completed()
+        work.wait()
+        assert time.monotonic() - start < 0.08  # only the stream waits
+        assert whole.tolist() == [7.0] * 4
+        assert time.monotonic() - start >= 0.08
+        assert work.is_completed()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", models.CASES, ids=str)
+def test_on_a_gpu_the_peer_equals_the_reference(case: models.Case) -> None:
+    with job(3, device="cuda", delay=0.001) as group:
+        check_loopback(case, peer(case, "cuda"), steps=2, tolerance=1e-5, device="cuda")
+        assert group.unwaited() == []

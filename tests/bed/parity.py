@@ -72,12 +72,14 @@ def train(
     size: int = 1,
     read: Reader = whole,
     after_step: Callable[[], None] = lambda: None,
+    device: str = "cpu",
 ) -> Record:
     """Train on the rank's slices of the batches. `read` says how to look at the tensors that may be sharded."""
     record = Record()
     stepper = optimizer(model.parameters())
     for step in range(steps):
-        loss = case.loss(model, models.shard(case.batch(step), rank, size))
+        inputs, targets = models.shard(case.batch(step), rank, size)
+        loss = case.loss(model, (inputs.to(device), targets.to(device)))
         loss.backward()
         record.losses.append(_mean_over_ranks(loss, size))
         named = ((name, parameter.grad) for name, parameter in model.named_parameters())
@@ -106,8 +108,8 @@ def _mean_over_ranks(loss: Tensor, size: int) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _reference(case: Case, steps: int, optimizer: Optimizer) -> Record:
-    return train(case.build(), case, steps, optimizer)
+def _reference(case: Case, steps: int, optimizer: Optimizer, device: str) -> Record:
+    return train(case.build().to(device), case, steps, optimizer, device=device)
 
 
 def check_parity(
@@ -116,12 +118,13 @@ def check_parity(
     steps: int = 10,
     tolerance: float = 1e-5,
     optimizer: Optimizer = adamw,
+    device: str = "cpu",
 ) -> tuple[Record, Record]:
     """Train sharded with all ranks of the default group and unsharded on this rank alone, and compare."""
-    reference = copy.deepcopy(_reference(case, steps, optimizer))
-    model = case.build()
+    reference = copy.deepcopy(_reference(case, steps, optimizer, device))
+    model = case.build().to(device)
     shard(model)
-    record = train(model, case, steps, optimizer, dist.get_rank(), dist.get_world_size())
+    record = train(model, case, steps, optimizer, dist.get_rank(), dist.get_world_size(), device=device)
     assert_close(record, reference, tolerance)
     return record, reference
 
@@ -132,9 +135,10 @@ def check_loopback(
     steps: int = 3,
     tolerance: float = 1e-6,
     optimizer: Optimizer = adamw,
+    device: str = "cpu",
 ) -> tuple[Record, Record]:
     """The same inside a loop-back job, where every rank trains on the whole batch: compares the rows of rank 0."""
-    reference = LoopbackReference(case.build(), dist.get_world_size())
+    reference = LoopbackReference(case.build().to(device), dist.get_world_size())
     expected = train(
         reference.model,
         case,
@@ -142,11 +146,12 @@ def check_loopback(
         optimizer,
         read=lambda tensors: [reference.piece(each) for each in tensors],
         after_step=reference.settle,
+        device=device,
     )
-    model = case.build()
+    model = case.build().to(device)
     repeat_shards(model, dist.get_world_size())
     shard(model)
-    record = train(model, case, steps, optimizer, read=local)
+    record = train(model, case, steps, optimizer, read=local, device=device)
     assert_close(record, expected, tolerance)
     return record, expected
 

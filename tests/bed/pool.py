@@ -31,7 +31,7 @@ MOST_RANKS = 4
 START_TIMEOUT = 120.0  # the server's imports, on a busy machine
 
 # What the server imports before any worker is forked from it. Nothing in here may start threads or touch a GPU.
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -172,7 +172,7 @@ class Pool:
         return _Worker(process, ours, dump)
 
     def _collect(self, workers: list[_Worker], timeout: float) -> dict[int, Outcome]:
-        """What each rank says, in order of arrival. The first bad news cuts the time of the others short."""
+        """What each rank says. The first bad news cuts the time of the others short."""
         outcomes: dict[int, Outcome] = {}
         limit, why = time.monotonic() + timeout, f"within {timeout:g} s"
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -211,7 +211,8 @@ class Pool:
         try:
             if not worker.pipe.poll(self._grace):
                 return f"cleaning up hangs:\n{worker.stacks()}"
-            return "" if worker.pipe.recv_bytes() == CLEAN else "it sent an unknown message"
+            message = worker.pipe.recv_bytes()
+            return "" if message == CLEAN else message.decode(errors="replace")
         except (EOFError, OSError):
             return f"while cleaning up, {worker.death()}"
 
@@ -235,10 +236,15 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_GRAVITY = {"dead": 1, "error": 2, "hang": 3}
+
+
 def _conclude(job: Job, outcomes: dict[int, Outcome]) -> list[Any]:
     """Return the values, or raise what the ranks ended with; a failure outweighs a skip."""
     __tracebackhide__ = True
-    failures = {r: o.detail for r, o in outcomes.items() if o.kind in ("error", "dead", "hang")}
+    # A death is noticed late and ends the others' collectives, so it comes first; a hang is a consequence at most.
+    causes = sorted(outcomes.items(), key=lambda item: (_GRAVITY.get(item[1].kind, 0), item[1].when))
+    failures = {rank: outcome.detail for rank, outcome in causes if outcome.kind in _GRAVITY}
     if failures:
         head = f"{job.module}.{job.name} failed on {len(failures)} of {job.size} ranks"
         parts = [f"--- rank {rank} of {job.size} ---\n{text.rstrip()}" for rank, text in failures.items()]

@@ -12,9 +12,10 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,10 +45,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: `kind` is value, error, skip or xfail; `detail` the value, or the text."""
+    """How one rank ended: `kind` is value, error, skip or xfail; `detail` the value, or the text.
+
+    `when` is read off the machine's clock that all processes share: the failure that came first is the cause.
+    """
 
     kind: str
     detail: Any
+    when: float = field(default_factory=time.monotonic)
 
 
 def serve(pipe: Connection, port: int, dump: str) -> None:
@@ -70,14 +75,13 @@ def serve(pipe: Connection, port: int, dump: str) -> None:
 
 def _answer(pipe: Connection, store: dist.Store, message: bytes) -> None:
     outcome = _run(store, message)
-    if outcome.kind != "value":
-        _clean()  # at once: closing our sockets wakes ranks that wait for us
+    if outcome.kind != "value" and (trouble := _clean()):  # at once: closing our sockets wakes ranks that wait
+        outcome = Outcome("error", f"{outcome.detail}\n{trouble}", outcome.when)
     pipe.send_bytes(_pack(outcome))
     # The others may still be inside their last collective, so we keep our end open until all have finished.
     if pipe.recv_bytes() != RELEASE:
         raise RuntimeError("the pool sent a job before releasing the one before")
-    _clean()
-    pipe.send_bytes(CLEAN)
+    pipe.send_bytes(_clean().encode() or CLEAN)
 
 
 def _run(store: dist.Store, message: bytes) -> Outcome:
@@ -127,16 +131,20 @@ def _pack(outcome: Outcome) -> bytes:
         return pickle.dumps(Outcome("error", text))
 
 
-def _clean() -> None:
-    """Leave nothing of a job behind for the next one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _clean() -> str:
+    """Leave nothing of a job behind for the next one; returns what prevented it."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:
+        return "while leaving the process group:\n" + traceback.format_exc()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # a second, for it imports the compiler
     gc.collect()
     gc.freeze()  # what is left are imported modules: the next collection need not walk them again
+    return ""
 
 
 def _apply_filters(filters: tuple[str, ...]) -> None:

@@ -51,6 +51,7 @@ class ShardState:
         # An exception that is already being handled when forward begins is not forward's.
         self._handled.append(id(sys.exc_info()[1]))
         root = self.find_root(module)
+        root.recover(unit)
         if unit is root.own and unit.device.type != "cpu":
             args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if unit.policy.cast_forward_inputs:

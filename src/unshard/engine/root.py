@@ -33,16 +33,18 @@ class Root:
 
     # -- forward --------------------------------------------------------------------------------------------
 
+    def recover(self, unit: Unit) -> None:
+        """Notice, before a forward, that the last backward or forward was left by an exception."""
+        if not inside_backward() and (self.in_backward or (self.in_forward and unit is self.own)):
+            self.reset()
+
     def before_forward(self, unit: Unit) -> None:
         """Make `unit` whole, with the gather of the next one already under way."""
         recomputing = inside_backward()
-        if not recomputing:
-            if self.in_backward or (unit is self.own and self.in_forward):
-                self.reset()  # the last backward, or forward, was left by an exception
-            if unit is self.own:
-                self._begin_forward()
-        else:
+        if recomputing:
             self._expect_end_of_backward()
+        elif unit is self.own:
+            self._begin_forward()
         if unit.stale:
             unit.reshard()
         unit.gather()

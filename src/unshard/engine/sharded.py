@@ -70,8 +70,8 @@ class Sharded:
         )
 
     def versions(self) -> int:
-        """Grows with every write to a parameter at rest."""
-        return sum(version_of(slot.local) for slot in self.slots if slot.local is not None)
+        """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
+        return sum(version_of(slot.sharded) + version_of(slot.local) for slot in self.slots if slot.local is not None)
 
     def _lay_out(self) -> Master:
         cuts = [slot.cut for slot in self.slots]
