@@ -162,6 +162,16 @@ def test_the_log_reads_like_a_record() -> None:
     assert [call.bytes_out for call in group.log] == [24, 20, 40, 20, 24, 8]
 
 
+def test_the_group_itself_counts_for_nothing() -> None:
+    with job(2), TorchCalls() as calls:
+        piece, whole = torch.ones(2), torch.empty(4)
+        before = calls.total
+        gather(whole, piece)
+        reduce_scatter(piece, whole)
+        dist.all_reduce(piece)
+    assert calls.total == before
+
+
 def test_a_transfer_takes_its_time_and_hides_behind_work() -> None:
     with job(2, delay=0.2):
         start = time.monotonic()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bed.lane import CpuLane, CudaLane, Ledger, LoopbackWork
+from bed.lane import CpuLane, CudaLane, Ledger, LoopbackWork, unseen
 from bed.recorders import Call, describe
 
 _SAME = ("AVG", "MIN", "MAX", "BAND", "BOR")  # of equal numbers, these are the number
@@ -147,6 +147,7 @@ class Loopback(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> LoopbackWork:
         return self._issue("barrier", [], [], lambda: None)
 
+    @unseen
     def _in_place(self, op: str, tensors: list[Tensor], factor: float, name: str | None) -> LoopbackWork:
         def deliver() -> None:
             for place, value in zip(places, values, strict=True):
@@ -176,6 +177,7 @@ class Loopback(dist.ProcessGroup):
         return LoopbackWork(self._lane, transfer)
 
 
+@unseen
 def _plain(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The same memory without autograd, and with a version counter of its own: a collective bumps none."""
     return [each.data for each in tensors]

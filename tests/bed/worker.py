@@ -75,7 +75,7 @@ def serve(pipe: Connection, port: int, dump: str) -> None:
 
 def _answer(pipe: Connection, store: dist.Store, message: bytes) -> None:
     outcome = _run(store, message)
-    if outcome.kind != "value" and (trouble := _clean()):  # at once: closing our sockets wakes ranks that wait
+    if outcome.kind == "error" and (trouble := _clean()):  # at once: closing our sockets wakes ranks that wait
         outcome = Outcome("error", f"{outcome.detail}\n{trouble}", outcome.when)
     pipe.send_bytes(_pack(outcome))
     # The others may still be inside their last collective, so we keep our end open until all have finished.

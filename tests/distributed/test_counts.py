@@ -58,9 +58,7 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[list[Call], list[Call]]:
 
 
 @pytest.mark.parametrize("width", [160, 161])
-@pytest.mark.parametrize(
-    ("reshard", "gathers_back"), [(True, 3), (False, 0), (None, 3)], ids=["true", "false", "none"]
-)
+@pytest.mark.parametrize(("reshard", "gathers_back"), [(True, 3), (False, 0), (None, 3)], ids=["true", "false", "none"])
 @world(2, 3)
 def test_one_gather_forward_one_backward_one_reduction(reshard: bool | None, gathers_back: int, width: int) -> None:
     """Contract CM-01 to CM-03, CM-10 to CM-12: the number of collectives and their bytes, exactly."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class Slot:
     cut: Cut
     origin: weakref.ref[nn.Parameter]
     sharded: nn.Parameter
-    local: torch.Tensor | None = None
-    full: nn.Parameter | None = field(default=None)
+    local: torch.Tensor
+    full: nn.Parameter | None = None
 
 
 class Faces:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..torch_private import current_backward
 from .precision import cast_floats
@@ -17,6 +18,7 @@ from .root import Root, refuse_second_root
 from .states import Phase
 from .tree import map_tensors, tensors_in
 from .unit import Unit
+from .writes import note_optimizer_step
 
 STATE_KEY = "_unshard_state"
 
@@ -37,6 +39,7 @@ class ShardState:
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
+        _watch_optimizers()
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
@@ -173,6 +176,12 @@ class InputWatch:
         self._done += 1
         if self._done == self._inputs:
             self._state.post_backward()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once per process."""
+    register_optimizer_step_post_hook(note_optimizer_step)
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

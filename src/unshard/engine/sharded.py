@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from ..comm.interface import Transport
 from ..errors import ParameterError
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import local_of, rebind_local, version_of
+from ..torch_private import local_of, rebind_local
 from .faces import Slot
 from .master import META, Master
 from .precision import Segments
 from .residence import Residence
+from .writes import count_writes
 
 
 class Sharded:
@@ -69,9 +70,9 @@ class Sharded:
             "initialised, or by loading a state dict with assign=True, before the first forward."
         )
 
-    def versions(self) -> int:
+    def writes(self) -> int:
         """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
-        return sum(version_of(slot.sharded) + version_of(slot.local) for slot in self.slots if slot.local is not None)
+        return count_writes(self._written)
 
     def _lay_out(self) -> Master:
         cuts = [slot.cut for slot in self.slots]
@@ -95,6 +96,7 @@ class Sharded:
                 rebind_local(slot.sharded, inside)
             slot.local = local_of(slot.sharded)
         self.placed = not self._misplaced(master)
+        self._written = [tensor for slot in self.slots for tensor in (slot.sharded, slot.local)]
 
     def _adopt(self, slot: Slot, unit: str) -> None:
         """Take over the parameter object that is registered now, under all of its names."""

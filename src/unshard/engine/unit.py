@@ -48,7 +48,7 @@ class Unit:
         self._faces = Faces(slots)
         self._gather: Gather | None = None
         self._work: Work | None = None
-        self._gathered_versions = 0
+        self._writes_before = 0
 
     def __str__(self) -> str:
         return f"Unit {self.name!r} on rank {self._transport.rank}"
@@ -66,7 +66,7 @@ class Unit:
             self.sharded.refuse_misplaced(self.name)
         if self._gather is None:
             self._gather = self._make_gather()
-        self._gathered_versions = self.sharded.versions()
+        self._writes_before = self.sharded.writes()
         self._work = self._gather.start()
         self._move(ParamState.GATHERING)
 
@@ -93,7 +93,7 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Whether a parameter at rest was written after the gather that made the unit whole."""
-        return self.params is ParamState.FULL and self._gathered_versions != self.sharded.versions()
+        return self.params is ParamState.FULL and self._writes_before != self.sharded.writes()
 
     def settle(self) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""

@@ -19,7 +19,7 @@ from ..engine.unit import Options, Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import make_dtensor, own_parameters
+from ..torch_private import local_of, make_dtensor, own_parameters
 from .module import mix_in
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -183,4 +183,4 @@ def _slot(
         local = local.to(device)
     dtensor = make_dtensor(local, mesh, (Shard(0),), parameter.shape)
     sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-    return Slot(names[0][0], [home for _, home in names], cut, weakref.ref(parameter), sharded)
+    return Slot(names[0][0], [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded))

@@ -1,0 +1,54 @@
+"""Which dtype is used where, and how the mean over the ranks is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unshard import MixedPrecisionPolicy
+from unshard.engine.precision import Segments, division, dtypes_for
+
+F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+@pytest.mark.parametrize("original", [F32, B16, F16])
+@pytest.mark.parametrize("param", [None, F32, B16, F16])
+@pytest.mark.parametrize("reduce", [None, F32, B16, F16])
+def test_dtypes_follow_the_contract(
+    original: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    """Contract MP-04 to MP-07 and the columns AG and RS of the table MPT-01 to MPT-48."""
+    dtypes = dtypes_for(original, MixedPrecisionPolicy(param, reduce))
+    assert dtypes.original == original
+    assert dtypes.compute == (param or original)
+    assert dtypes.reduce == (reduce or param or original)
+
+
+def test_reduce_dtype_equal_to_param_dtype_never_widens() -> None:
+    """Contract MP-06."""
+    assert dtypes_for(F64, MixedPrecisionPolicy(B16, B16)).reduce == B16
+
+
+def test_integers_are_never_cast() -> None:
+    """Contract MP-33."""
+    dtypes = dtypes_for(torch.int64, MixedPrecisionPolicy(B16, F32))
+    assert (dtypes.compute, dtypes.reduce) == (torch.int64, torch.int64)
+
+
+def test_segments_gather_parameters_of_equal_dtypes() -> None:
+    segments = Segments([F32, B16, F32, torch.int64], MixedPrecisionPolicy(param_dtype=B16))
+    assert segments.of == [0, 1, 0, 2]
+    assert segments.itemsizes("original") == [4, 2, 8]
+    assert segments.itemsizes("compute") == [2, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("world", "before", "after"),
+    [(1, 1, 1), (2, 2, 1), (3, 2, 1.5), (4, 2, 2), (5, 2, 2.5), (6, 4, 1.5), (8, 4, 2), (12, 4, 3)]
+    + [(16, 4, 4), (32, 8, 4), (64, 8, 8)],
+)
+def test_division(world: int, before: float, after: float) -> None:
+    """Contract DIV-01 to DIV-03."""
+    assert division(world, {F16}) == (False, before, after)
+    assert division(world, {F32, F64}) == (False, before, after)
+    assert division(world, {F32, B16}) == (True, 1.0, 1.0)

@@ -1,0 +1,74 @@
+"""Tensors inside the arguments and results of forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from unshard.engine.precision import cast_floats
+from unshard.engine.tree import map_tensors, tensors_in
+from unshard.errors import StateError
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    tensor: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass
+class Outer:
+    inner: Inner
+    items: list
+
+
+def test_containers_keep_their_type() -> None:
+    """Contract MP-16, MP-17."""
+    tensor, number = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    value = {
+        "tuple": (tensor, 3, None),
+        "list": [tensor, "text"],
+        "named": Point(tensor, number),
+        "ordered": OrderedDict(a=tensor),
+        "data": Outer(Inner(tensor, "n"), [tensor]),
+        "set": {1, 2},
+    }
+    cast = cast_floats(value, torch.bfloat16)
+    assert {key: type(item) for key, item in cast.items()} == {key: type(item) for key, item in value.items()}
+    assert [each.dtype for each in tensors_in(cast)].count(torch.bfloat16) == 6
+    assert cast["named"].y is number
+    assert cast["tuple"][1:] == (3, None) and cast["data"].inner.name == "n"
+
+
+def test_the_same_dtype_is_the_same_tensor() -> None:
+    tensor = torch.ones(2)
+    assert cast_floats((tensor,), torch.float32)[0] is tensor
+    assert cast_floats(tensor, None) is tensor
+
+
+def test_the_cast_is_differentiable() -> None:
+    """Contract MP-18."""
+    tensor = torch.ones(2, requires_grad=True)
+    cast_floats([tensor], torch.bfloat16)[0].sum().backward()
+    assert tensor.grad.dtype == torch.float32
+
+
+def test_packed_sequences_pass_through() -> None:
+    packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 1]), enforce_sorted=False)
+    assert map_tensors(lambda tensor: tensor.double(), packed) is packed
+
+
+def test_a_value_that_contains_itself() -> None:
+    """Contract RUN-06."""
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(StateError, match="deeper than 128"):
+        map_tensors(lambda tensor: tensor, loop)
+    with pytest.raises(StateError, match="deeper than 128"):
+        list(tensors_in(loop))

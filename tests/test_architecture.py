@@ -1,0 +1,96 @@
+"""Imports go one way, private torch APIs live in one file, and torch's own FSDP is never used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unshard
+
+PACKAGE = Path(unshard.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from its own layer and from those before it.
+LAYERS = [
+    "layout policies errors torch_private",
+    "comm",
+    "engine",
+    "optim checkpoint",
+    "frontends",
+    "tools train",
+    "cli",
+]
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
+
+
+def layer_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Absolute names of everything a file imports."""
+    package = ["unshard", *file.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            yield ".".join([*base, *([node.module] if node.module else [])])
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 20
+    assert any("unshard.layout.rows" in imports(file) for file in FILES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_one_way(file: Path) -> None:
+    own = layer_of(file)
+    for name in imports(file):
+        if name.startswith("unshard.") and own != "__init__":
+            other = name.split(".")[1]
+            assert LAYER[other] <= LAYER[own], f"{own} imports {name}"
+            same = LAYER[other] == LAYER[own]
+            assert not same or other == own or {own, other} <= {"policies", "errors", "torch_private"}, name
+        if own == "layout":
+            assert name.split(".")[0] != "torch", "layouts are integers only"
+        assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+
+
+# Private, but what every library that handles modules uses; there is no public spelling.
+ALLOWED = {"_apply", "_replace", "_fields"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_private_torch_names_live_in_one_file(file: Path) -> None:
+    if file.name == "torch_private.py":
+        return
+    for name in imports(file):
+        parts = name.split(".")
+        assert parts[0] != "torch" or not any(part.startswith("_") for part in parts), name
+    own = {
+        name
+        for other in FILES
+        for node in ast.walk(ast.parse(other.read_text()))
+        for name in _defined(node)
+        if name.startswith("_")
+    }
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            assert node.attr in own | ALLOWED, f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Names the package itself defines: functions, and attributes assigned on self or as variables."""
+    if isinstance(node, ast.FunctionDef):
+        yield node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    for target in targets:
+        for each in ast.walk(target):
+            if isinstance(each, ast.Attribute):
+                yield each.attr
+            elif isinstance(each, ast.Name):
+                yield each.id
