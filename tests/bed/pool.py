@@ -2,7 +2,7 @@
 
 Importing torch takes seconds and a job milliseconds, so one server process imports it, the workers are forked from
 that, and they live as long as the test session. The pool must therefore survive anything a test does: a rank that
-raises, hangs or crashes is reported with all it can say, and what no longer answers is killed and replaced.
+raises, hangs or crashes is reported with all it can say, and the workers of a failed job are replaced.
 """
 
 from __future__ import annotations
@@ -194,17 +194,17 @@ class Pool:
         return outcomes
 
     def _release(self, workers: list[_Worker], outcomes: dict[int, Outcome]) -> None:
-        """Let the ranks leave the job, and part with those that cannot."""
-        gone = {rank for rank, outcome in outcomes.items() if outcome.kind in ("dead", "hang")}
-        self._discard([workers[rank] for rank in gone])
-        for rank in outcomes.keys() - gone:
+        """Let the ranks leave the job. After a failure nobody knows what state they are in, and new ones are cheap."""
+        if any(outcome.kind in _GRAVITY for outcome in outcomes.values()):
+            self._discard(workers)
+            return
+        for worker in workers:
             with contextlib.suppress(OSError):
-                workers[rank].pipe.send_bytes(RELEASE)
-        for rank in outcomes.keys() - gone:
-            text = self._leave(workers[rank])
-            if text:
+                worker.pipe.send_bytes(RELEASE)
+        for rank, worker in enumerate(workers):
+            if text := self._leave(worker):
                 outcomes[rank] = Outcome("dead", f"the body had ended; {text}")
-                self._discard([workers[rank]])
+                self._discard([worker])
 
     def _leave(self, worker: _Worker) -> str:
         """Empty if the worker is ready for another job, else what went wrong while it cleaned up."""
@@ -218,8 +218,9 @@ class Pool:
 
     def _discard(self, workers: Iterable[_Worker]) -> None:
         for worker in workers:
-            worker.kill()
-            self._workers[self._workers.index(worker)] = None
+            if worker in self._workers:
+                worker.kill()
+                self._workers[self._workers.index(worker)] = None
 
 
 @contextlib.contextmanager

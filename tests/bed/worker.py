@@ -75,9 +75,9 @@ def serve(pipe: Connection, port: int, dump: str) -> None:
 
 def _answer(pipe: Connection, store: dist.Store, message: bytes) -> None:
     outcome = _run(store, message)
-    if outcome.kind == "error" and (trouble := _clean()):  # at once: closing our sockets wakes ranks that wait
-        outcome = Outcome("error", f"{outcome.detail}\n{trouble}", outcome.when)
     pipe.send_bytes(_pack(outcome))
+    if outcome.kind == "error":
+        _clean()  # at once: closing our sockets wakes ranks that wait for us; then the pool ends this process
     # The others may still be inside their last collective, so we keep our end open until all have finished.
     if pipe.recv_bytes() != RELEASE:
         raise RuntimeError("the pool sent a job before releasing the one before")
