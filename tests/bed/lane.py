@@ -108,16 +108,24 @@ class Ledger:
 
     def enter(self, call: Call, inputs: list[Tensor], outputs: list[Tensor], deliver: Callable[[], None]) -> Transfer:
         number = len(self.log)
+        self._note_moved()
         self.log.append(call)
         transfer = Transfer(number, call.op, inputs, outputs, deliver, lost=number in self.skip_wait)
         self.open[number] = transfer  # holds the memory until somebody waits
         return transfer
 
+    def _note_moved(self) -> None:
+        """A transfer that nobody waits for must keep its memory; whoever comes next looks."""
+        for transfer in [each for each in self.open.values() if each.moved()]:
+            self.errors.append(transfer.moved())
+            del self.open[transfer.number]
+
     def close(self, transfer: Transfer) -> None:
+        if transfer.lost:
+            return  # the wait was forgotten: still under way
         transfer.waited = True
-        if problem := transfer.moved():
+        if self.open.pop(transfer.number, None) and (problem := transfer.moved()):  # else it is noted already
             self.errors.append(problem)
-        del self.open[transfer.number]
         transfer.release()
 
     def problems(self) -> list[str]:

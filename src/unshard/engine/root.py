@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from ..errors import ArgumentError, StateError
 from ..torch_private import inside_backward, on_backward_end
 from .schedule import BackwardOrder, ForwardOrder
@@ -125,9 +127,9 @@ class Root:
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            on_backward_end(self._end_backward)
+            on_backward_end(BackwardEnd(self))
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         for unit in reversed(self.units):
             kept = unit.options.synchronise and unit.gradients.keeps_sums
             if unit.phase is Phase.BACKWARD or unit.gradients.arrived or kept:
@@ -164,6 +166,26 @@ class Root:
         self._ahead.clear()
         self._backward_order.clear()
         self.in_forward = self.in_backward = False
+
+
+class BackwardEnd:
+    """Called at the end of a backward; dropped uncalled by a backward that an exception left."""
+
+    def __init__(self, root: Root):
+        self._root = weakref.ref(root)
+        self._came = False
+
+    def __call__(self) -> None:
+        self._came = True
+        root = self._root()
+        if root is not None:
+            root.end_backward()
+
+    def __del__(self) -> None:
+        root = self._root()
+        # A backward inside another one may be dropped while the outer one still unwinds: see `recover`.
+        if not self._came and root is not None and not inside_backward():
+            root.reset()
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:
