@@ -254,6 +254,9 @@ def test_every_skipped_wait_of_an_engine_is_noticed() -> None:
 def test_on_a_gpu_outputs_are_poison_until_the_wait() -> None:
     with job(4, device="cuda", delay=0.05, skip_wait={1}) as group:
         piece, wholes = torch.arange(3.0, device="cuda"), [torch.zeros(12, device="cuda") for _ in range(2)]
+        warm_up = Loopback(0, 4, "cuda")  # the first launch of a kernel may wait for all that runs
+        warm_up._allgather_base(wholes[0], piece).wait()
+        wholes[0].clone().isnan().all().item()
         works = [gather(whole, piece, async_op=True) for whole in wholes]
         early = [whole.clone() for whole in wholes]
         for work in works:
@@ -269,6 +272,7 @@ def test_on_a_gpu_outputs_are_poison_until_the_wait() -> None:
 def test_on_a_gpu_a_transfer_takes_its_time_and_blocks_nobody() -> None:
     with job(2, device="cuda", delay=0.1):
         piece, whole = torch.ones(2, device="cuda"), torch.empty(4, device="cuda")
+        Loopback(0, 2, "cuda")._allgather_base(whole, piece).wait()
         torch.cuda.synchronize()
         start = time.monotonic()
         work = gather(whole, piece, async_op=True)

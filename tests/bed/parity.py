@@ -63,6 +63,8 @@ def local(tensors: list[Tensor]) -> list[Tensor]:
     return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
 
 
+# Else cuDNN rounds the factors of convolutions and LSTMs to ten bits, each algorithm in its own way.
+@torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 def train(
     model: nn.Module,
     case: Case,

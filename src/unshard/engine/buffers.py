@@ -52,11 +52,10 @@ class Buffer:
 def pieces(
     buffer: Buffer, placement: Placement, regions: Sequence[Region], segments: Segments, role: str
 ) -> list[torch.Tensor]:
-    """One flat tensor per region: what a collective carries. Regions of several dtypes are bytes."""
+    """One flat tensor per region of one segment: what a collective carries."""
     tensors = []
     for region, place in zip(regions, placement.places, strict=True):
-        kinds = {getattr(segments.kinds[run.segment], role) for run in region.runs}
-        dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
+        dtype = getattr(segments.kinds[region.runs[0].segment], role)
         tensors.append(buffer.tensor(dtype, place.offset, (place.piece * place.copies // dtype.itemsize,)))
     return tensors
 

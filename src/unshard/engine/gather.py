@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..comm.interface import Done, Transport, Work
-from ..layout.rows import Grouping, Placement, Region, arrange, place
+from ..layout.rows import Grouping, Place, Region, arrange, place
 from ..torch_private import foreach_copy
-from .buffers import Buffer, pieces
+from .buffers import Buffer
 from .master import Master
 
 
@@ -32,25 +33,26 @@ class Gather:
     """
 
     def __init__(self, master: Master, transport: Transport, device: torch.device, away: bool):
-        self._transport = transport
-        self._master = master
-        world, itemsizes = transport.world, master.segments.itemsizes("compute")
-        singles = tuple(_single(master, index) for index in range(len(master.cuts)))
-        self._singles = [region for region in singles if region is not None]
-        own_places = place(self._singles, itemsizes, world)
-        self.full = Buffer(own_places.nbytes, device)
+        self._transport, self._master = transport, master
+        itemsizes = master.segments.itemsizes("compute")
+        singles = [region for index in range(len(master.cuts)) for region in _single(master, index)]
         packed = [region for region in master.regions if region.packed]
-        staged = place(packed, itemsizes, world, transport.piece_alignment)
+        whole = place(singles, itemsizes, transport.world)
+        staged = place(packed, itemsizes, transport.world, transport.piece_alignment)
+        self.full = Buffer(whole.nbytes, device)
         self.staging = Buffer(staged.nbytes, device)
-        self._full_offset = {
-            region.members[0]: spot.offset for region, spot in zip(self._singles, own_places.places, strict=True)
-        }
+        self._full_places = {r.members[0]: spot for r, spot in zip(singles, whole.places, strict=True)}
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
         self._cast_from: list[torch.Tensor] = []
         self._cast_to: list[torch.Tensor] = []
-        self._connect(packed, staged, away)
-        self._copies = [self._copy_out(r, s, staged) for s, r in enumerate(packed)]
+        spots = iter(staged.places)
+        for number, region in enumerate(master.regions):
+            if region.packed:
+                self._connect(number, region, self.staging, next(spots), away)
+            else:
+                self._connect(number, region, self.full, self._full_places[region.members[0]], away)
+        self._copies = [self._copy_out(r, spot) for r, spot in zip(packed, staged.places, strict=True)]
         self.release()
 
     def start(self) -> Work:
@@ -77,66 +79,51 @@ class Gather:
         self.full.take()
         faces = []
         for index, cut in enumerate(self._master.cuts):
-            dtype = self._master.segments.dtypes(index).compute
-            tensor = self.full.tensor(dtype, self._full_offset.get(index, 0), cut.shape)
+            offset = self._full_places[index].offset if cut.numel else 0
+            tensor = self.full.tensor(self._master.segments.dtypes(index).compute, offset, cut.shape)
             faces.append(nn.Parameter(tensor, requires_grad=False))
         self.full.release()
         return faces
 
-    def _connect(self, packed: list[Region], staged: Placement, away: bool) -> None:
-        """Inputs, outputs and casts of every region, in the order of the master's regions."""
-        outputs = iter(pieces(self.staging, staged, packed, self._master.segments, "compute"))
-        runs = self._master.run_tensors()
-        staged_places = iter(staged.places)
-        for number, region in enumerate(self._master.regions):
-            if region.packed:
-                spot = next(staged_places)
-                output, buffer, offset, piece = next(outputs), self.staging, spot.offset, spot.piece
-                starts = spot.runs
-            else:
-                index = region.members[0]
-                dtype = self._master.segments.dtypes(index).compute
-                offset, piece = self._full_offset[index], region.runs[0].numel * dtype.itemsize
-                output = self.full.tensor(dtype, offset, (piece // dtype.itemsize * self._transport.world,))
-                buffer, starts = self.full, (0,)
-            carrier = self._transport.carrier(output.dtype)
-            output = output.view(carrier)
-            mine = offset + self._transport.rank * piece
-            same = all(
-                self._master.segments.kinds[run.segment].original == self._master.segments.kinds[run.segment].compute
-                for run in region.runs
-            )
-            if same and not away and not self._transport.in_place_only:
-                self._inputs.append(self._master.piece_bytes(number).view(carrier))
-            else:
-                self._inputs.append(buffer.tensor(carrier, mine, (piece // carrier.itemsize,)))
-                self._cast_from += runs[number]
-                self._cast_to += [
-                    buffer.tensor(self._master.segments.kinds[run.segment].compute, mine + start, (run.numel,))
-                    for run, start in zip(region.runs, starts, strict=True)
-                ]
-            self._outputs.append(output)
+    def _connect(self, number: int, region: Region, buffer: Buffer, spot: Place, away: bool) -> None:
+        """Input and output of one region, and the casts into this rank's place where the input is not the master."""
+        kinds = [self._master.segments.kinds[run.segment] for run in region.runs]
+        carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
+        self._outputs.append(buffer.tensor(carrier, spot.offset, (spot.piece * spot.copies // carrier.itemsize,)))
+        if all(kind.original == kind.compute for kind in kinds) and not away and not self._transport.in_place_only:
+            self._inputs.append(self._master.piece_bytes(number).view(carrier))
+            return
+        mine = spot.offset + self._transport.rank * spot.piece
+        self._inputs.append(buffer.tensor(carrier, mine, (spot.piece // carrier.itemsize,)))
+        self._cast_from += self._master.run_tensors(number)
+        self._cast_to += [
+            buffer.tensor(kind.compute, mine + start, (run.numel,))
+            for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True)
+        ]
 
-    def _copy_out(self, region: Region, number: int, staged: Placement) -> CopyOut:
+    def _copy_out(self, region: Region, spot: Place) -> CopyOut:
         """Columns of a packed region, in its elements or, for several dtypes, in bytes."""
-        world, spot = self._transport.world, staged.places[number]
-        kinds = {self._master.segments.kinds[run.segment].compute for run in region.runs}
-        dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
+        kinds = [self._master.segments.kinds[run.segment] for run in region.runs]
+        dtype = _common_dtype(kind.compute for kind in kinds)
         sizes, targets, column = [], [], 0
-        for run, start in zip(region.runs, spot.runs, strict=True):
-            itemsize = self._master.segments.kinds[run.segment].compute.itemsize
+        for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True):
             if start != column:
                 raise AssertionError("runs of a packed region are not end to end")
             for index in run.members:
-                nbytes = self._master.cuts[index].piece * itemsize
+                nbytes = self._master.cuts[index].piece * kind.compute.itemsize
                 sizes.append(nbytes // dtype.itemsize)
-                targets.append(self.full.tensor(dtype, self._full_offset[index], (world, sizes[-1])))
+                targets.append(self.full.tensor(dtype, self._full_places[index].offset, (spot.copies, sizes[-1])))
                 column += nbytes
-        source = self.staging.tensor(dtype, spot.offset, (world, spot.piece // dtype.itemsize))
+        source = self.staging.tensor(dtype, spot.offset, (spot.copies, spot.piece // dtype.itemsize))
         return CopyOut(source[:, : sum(sizes)], sizes, targets)
 
 
-def _single(master: Master, index: int) -> Region | None:
-    """The parameter in a region of its own: where its full face lies."""
-    regions = arrange(master.items, (index,), Grouping.BY_SEGMENT)
-    return Region(regions[0].runs, packed=False) if regions else None
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype they share, or bytes."""
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else torch.uint8
+
+
+def _single(master: Master, index: int) -> list[Region]:
+    """The parameter in a region of its own, where its full face lies; none if it has no elements."""
+    return [Region(region.runs, packed=False) for region in arrange(master.items, (index,), Grouping.BY_SEGMENT)]

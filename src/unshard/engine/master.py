@@ -60,14 +60,12 @@ class Master:
                         tensors[index].set_(slice_, 0, shape, contiguous_stride(shape))
         return tensors
 
-    def run_tensors(self) -> list[list[torch.Tensor]]:
-        """For each region its runs as flat tensors of their original dtype."""
+    def run_tensors(self, region: int) -> list[torch.Tensor]:
+        """A region's runs as flat tensors of their original dtypes."""
+        spot, runs = self.placement.places[region], self.regions[region].runs
         return [
-            [
-                self._tensor(self.segments.kinds[run.segment].original, spot.offset + start, run.numel)
-                for run, start in zip(region.runs, spot.runs, strict=True)
-            ]
-            for region, spot in zip(self.regions, self.placement.places, strict=True)
+            self._tensor(self.segments.kinds[run.segment].original, spot.offset + start, run.numel)
+            for run, start in zip(runs, spot.runs, strict=True)
         ]
 
     def piece_bytes(self, region: int) -> torch.Tensor:

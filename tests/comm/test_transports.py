@@ -1,0 +1,79 @@
+"""One conformance test, run against every transport there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import loopback, world
+
+from unshard.comm.process_group import ProcessGroupTransport, transport_for
+from unshard.comm.solo import SoloTransport
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def conforms(transport, rank: int, size: int, equal_ranks: bool = False) -> None:
+    """A gather and a reduce-scatter of several tensors of several dtypes, out of place and in place."""
+    value = (lambda r: rank) if equal_ranks else (lambda r: r)
+    for in_place in (True, False):
+        if transport.in_place_only and not in_place:
+            continue
+        outputs = [torch.zeros(3 * size, dtype=dtype) for dtype in DTYPES]
+        places = [output[rank * 3 : rank * 3 + 3] for output in outputs]
+        inputs = places if in_place else [torch.empty_like(place) for place in places]
+        for number, each in enumerate(inputs):
+            each.fill_(10 * rank + number)
+        transport.gather(outputs, inputs).wait()
+        for number, output in enumerate(outputs):
+            assert output.view(size, 3)[:, 0].tolist() == [10 * value(r) + number for r in range(size)]
+    for average in (True, False):
+        inputs = [torch.arange(2.0 * size) + value(rank), torch.full((size,), 1.0 + value(rank)).bfloat16()]
+        results = [torch.empty(2), torch.empty(1, dtype=torch.bfloat16)]
+        before = [each.clone() for each in inputs]
+        transport.reduce_scatter(results, inputs, average=average).wait()
+        mean = sum(value(r) for r in range(size)) / size
+        scale = 1 if average else size
+        assert results[0].tolist() == pytest.approx([scale * (2 * rank + mean), scale * (2 * rank + 1 + mean)])
+        assert results[1].item() == pytest.approx(scale * (1 + mean), rel=0.01)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_solo_conforms() -> None:
+    conforms(SoloTransport(), 0, 1)
+
+
+@world(1, 2, 3, 4)
+def test_process_groups_conform() -> None:
+    transport = transport_for(dist.group.WORLD, CPU)
+    assert isinstance(transport, SoloTransport) == (dist.get_world_size() == 1)
+    conforms(transport, dist.get_rank(), dist.get_world_size())
+
+
+@world(2)
+def test_a_group_that_cannot_group_conforms() -> None:
+    transport = ProcessGroupTransport(dist.group.WORLD, CPU)
+    assert transport.gathers_groups and transport.reduces_groups
+    transport.gathers_groups = transport.reduces_groups = False
+    conforms(transport, dist.get_rank(), dist.get_world_size())
+
+
+def test_the_loopback_group_conforms() -> None:
+    with loopback.job(3, rank=1) as group:
+        transport = transport_for(group, CPU)
+        assert transport.gathers_groups and transport.reduces_groups
+        conforms(transport, 1, 3, equal_ranks=True)
+
+
+@world(2)
+def test_dtypes_that_gloo_does_not_know_travel_as_bytes() -> None:
+    transport = transport_for(dist.group.WORLD, CPU)
+    assert transport.carrier(torch.bfloat16) == torch.bfloat16
+    for dtype in (torch.float8_e4m3fn, torch.int16):
+        carrier = transport.carrier(dtype)
+        assert carrier == torch.uint8
+        piece = torch.full((4,), 1 + dist.get_rank(), dtype=torch.float32).to(dtype)
+        output = torch.empty(8, dtype=dtype)
+        transport.gather([output.view(carrier)], [piece.view(carrier)]).wait()
+        assert output.float().tolist() == [1.0] * 4 + [2.0] * 4
