@@ -4,8 +4,11 @@ pool        worker processes, started once and used by every test
 world       `@world(1, 2, 4)`: run a test body on that many ranks
 models      five small models that between them hold every awkward parameter
 parity      sharded training against the same model unsharded
+peer        PyTorch's own fully_shard, to compare with
 recorders   which collectives and which operations ran
 loopback    one rank of a job whose other ranks do not exist
+lane        when its collectives read and write: at the worst moments allowed
+silent      a job whose collectives do nothing
 """
 
 from bed.world import world

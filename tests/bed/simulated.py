@@ -23,6 +23,7 @@ class Boom(Exception):
     """The exception of a user's module."""
 
 
+@torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)  # as in `parity.train`
 def _steps(model: nn.Module, case: Case, device: str, steps: int, after: Callable[[], None]) -> Record:
     record, optimizer = Record(), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):

@@ -241,6 +241,30 @@ def test_lstm_weights_follow_the_faces() -> None:
         assert isinstance(weight, DTensor)
 
 
+@world(1, 2)
+def test_full_faces_that_were_moved_away_come_back() -> None:
+    """What cuDNN does to the weights of an LSTM at its first forward, done here by hand."""
+    recurrent = case("recurrent")
+    model, reference = recurrent.build(), recurrent.build()
+    each_unit(recurrent, fully_shard)(model)
+
+    def compact(module: nn.Module, args: object) -> None:
+        for weight in module._flat_weights:
+            weight.data = weight.data.clone()
+
+    model.lstm.register_forward_pre_hook(compact)
+    batch = recurrent.batch(0)
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = recurrent.loss(each, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        each.last_loss = loss.item()
+    assert model.last_loss == pytest.approx(reference.last_loss, rel=1e-5)
+
+
 # --- gradients ---------------------------------------------------------------------------------------------------
 
 

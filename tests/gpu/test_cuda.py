@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -22,24 +20,9 @@ from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from unshard.layout import rows
 
 
-@contextmanager
-def exact(way: str = "packed"):
-    """Full fp32 arithmetic; "rows" sends even small parameters in regions of their own."""
-    old = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with mock.patch.object(rows, "PACK_BELOW", 0 if way == "rows" else rows.PACK_BELOW):
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = old
-
-
-def on_cuda(each: Case) -> Case:
-    return dataclasses.replace(
-        each,
-        build=lambda: each.build().cuda(),
-        batch=lambda *args: tuple(part.cuda() for part in each.batch(*args)),
-    )
+def path(way: str):
+    """ "rows" sends even small parameters in regions of their own, as large ones are."""
+    return mock.patch.object(rows, "PACK_BELOW", 0 if way == "rows" else rows.PACK_BELOW)
 
 
 def whole_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,11 +41,11 @@ def whole_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check(each: Case, steps: int = 10, **options: object) -> nn.Module:
-    each = on_cuda(each)
-    reference = train(each.build(), each, steps, read=whole_on_host)
-    model = each.build()
+    reference = train(each.build().cuda(), each, steps, read=whole_on_host, device="cuda")
+    model = each.build().cuda()
     each_unit(each, fully_shard, **options)(model)
-    record = train(model, each, steps, rank=dist.get_rank(), size=dist.get_world_size(), read=whole_on_host)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    record = train(model, each, steps, rank=rank, size=size, read=whole_on_host, device="cuda")
     assert_close(record, reference)
     return model
 
@@ -71,7 +54,7 @@ def check(each: Case, steps: int = 10, **options: object) -> nn.Module:
 @pytest.mark.parametrize("each", CASES, ids=str)
 @world(1, backend="nccl")
 def test_parity_on_nccl(each: Case, way: str) -> None:
-    with exact(way):
+    with path(way):
         check(each)
 
 
@@ -79,15 +62,14 @@ def test_parity_on_nccl(each: Case, way: str) -> None:
 @world(2, 3)
 def test_parity_of_ranks_that_share_the_device(each: Case) -> None:
     """Gloo with CUDA tensors cannot gather groups: every unit is packed."""
-    with exact():
-        check(each)
+    check(each)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("way", ["rows", "packed"])
 @pytest.mark.parametrize("each", CASES, ids=str)
 def test_parity_of_the_grouped_path(each: Case, way: str, reshard: bool | None) -> None:
-    with exact(way):
+    with path(way):
         shard = each_unit(each, fully_shard, reshard_after_forward=reshard)
         record, _ = simulated.run(each, shard, world=2, device="cuda", delay=1e-4)
         assert_close(record, simulated.reference(each, 2, "cuda"))
@@ -100,7 +82,7 @@ def test_ordering_on_a_stream_of_its_own(way: str, failures: bool) -> None:
     transformer = case("transformer")
     fail = simulated.failing_steps(transformer, lambda model: model.blocks[1].mlp, "cuda") if failures else None
     shard = each_unit(transformer, fully_shard)
-    with exact(way):
+    with path(way):
         expected = simulated.reference(transformer, 2, "cuda", steps=2)
         options = {"world": 2, "device": "cuda", "steps": 2, "fail": fail, "delay": 1e-4}
         record, collectives = simulated.run(transformer, shard, **options)
@@ -122,8 +104,7 @@ def test_offload(size: int, pin: bool) -> None:
 
 
 def offloaded(pin: bool) -> None:
-    with exact():
-        model = check(case("transformer"), steps=4, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+    model = check(case("transformer"), steps=4, offload_policy=CPUOffloadPolicy(pin_memory=pin))
     for parameter in model.parameters():
         assert parameter.to_local().device.type == "cpu" and parameter.device_mesh.device_type == "cuda"
         assert parameter.to_local().is_pinned() == pin or not parameter.to_local().numel()
@@ -185,7 +166,7 @@ def test_memory_of_one_rank_of_eight() -> None:
             model.zero_grad()
             model(x.clone())
             assert torch.cuda.memory_allocated() - base <= shard + slack + 4 * x.nbytes
-        del model, x
+        del model, block, x
         gc.collect()
         assert torch.cuda.memory_allocated() - base <= 1024
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -51,7 +51,8 @@ class Slot:
     """One parameter of a unit: its names, how it is cut, and its faces.
 
     `local` is the piece of the master shard that the sharded face was last given: a face that holds another
-    tensor was rebound from outside. `origin` tells whether two units were given the same parameter.
+    tensor was rebound from outside. `anchor` is the full face's place in the full buffer. `origin` tells whether
+    two units were given the same parameter.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Slot:
     sharded: nn.Parameter
     local: torch.Tensor
     full: nn.Parameter | None = None
+    anchor: torch.Tensor | None = None
 
 
 class Faces:
@@ -81,11 +83,24 @@ class Faces:
         for parameters, name, slot in self._plain:
             parameters[name] = slot.full
         for home, slot in self._special:
-            assert slot.full is not None
-            home.put(slot.full)
+            home.put(_anchored(slot))
 
     def show_sharded(self) -> None:
         for parameters, name, slot in self._plain:
             parameters[name] = slot.sharded
         for home, slot in self._special:
+            _anchored(slot)
             home.put(slot.sharded)
+
+
+def _anchored(slot: Slot) -> nn.Parameter:
+    """The full face, back at its place in the full buffer.
+
+    cuDNN moves the weights of a recurrent layer into a chunk of its own when it first sees them; later gathers
+    would fill memory that nobody reads, and the layer would silently compute with the weights of the first step.
+    """
+    full, anchor = slot.full, slot.anchor
+    assert full is not None and anchor is not None
+    if full.data_ptr() != anchor.data_ptr():
+        full.data = anchor
+    return full

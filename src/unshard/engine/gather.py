@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..comm.interface import Done, Transport, Work
 from ..layout.rows import Grouping, Place, Region, arrange, place
@@ -74,16 +73,15 @@ class Gather:
         self.full.release()
         self.staging.release()
 
-    def full_faces(self) -> list[nn.Parameter]:
-        """Parameters over the full buffer, the same objects for the life of the unit."""
+    def places(self) -> list[torch.Tensor]:
+        """Each parameter's place in the full buffer."""
         self.full.take()
-        faces = []
+        tensors = []
         for index, cut in enumerate(self._master.cuts):
             offset = self._full_places[index].offset if cut.numel else 0
-            tensor = self.full.tensor(self._master.segments.dtypes(index).compute, offset, cut.shape)
-            faces.append(nn.Parameter(tensor, requires_grad=False))
+            tensors.append(self.full.tensor(self._master.segments.dtypes(index).compute, offset, cut.shape))
         self.full.release()
-        return faces
+        return tensors
 
     def _connect(self, number: int, region: Region, buffer: Buffer, spot: Place, away: bool) -> None:
         """Input and output of one region, and the casts into this rank's place where the input is not the master."""

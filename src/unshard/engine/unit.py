@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..comm.interface import Transport, Work
 from ..errors import StateError
@@ -122,8 +123,8 @@ class Unit:
                 raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
         with torch.no_grad(), torch.inference_mode(False):
             gather = Gather(self.sharded.master, self._transport, self.device, self.sharded.residence.away)
-            for slot, face in zip(self.slots, gather.full_faces(), strict=True):
-                slot.full = face
+            for slot, anchor in zip(self.slots, gather.places(), strict=True):
+                slot.anchor, slot.full = anchor, nn.Parameter(anchor, requires_grad=False)
         return gather
 
     def _finish_gather(self) -> None:
