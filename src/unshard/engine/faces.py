@@ -96,8 +96,9 @@ class Faces:
 def _anchored(slot: Slot) -> nn.Parameter:
     """The full face, back at its place in the full buffer.
 
-    cuDNN moves the weights of a recurrent layer into a chunk of its own when it first sees them; later gathers
-    would fill memory that nobody reads, and the layer would silently compute with the weights of the first step.
+    A recurrent layer on a GPU moves weights it has not seen before into one chunk for cuDNN; later gathers would
+    fill memory that nobody reads, and the layer would silently compute with the weights of the first step. Back at
+    their places cuDNN compacts them at every call, and torch says so in a warning.
     """
     full, anchor = slot.full, slot.anchor
     assert full is not None and anchor is not None
