@@ -242,17 +242,23 @@ def test_lstm_weights_follow_the_faces() -> None:
 
 
 @world(1, 2)
-def test_full_faces_that_were_moved_away_come_back() -> None:
-    """What cuDNN does to the weights of an LSTM at its first forward, done here by hand."""
+def test_full_faces_in_a_chunk_of_their_own() -> None:
+    """What an LSTM on a GPU does to its weights at its first forward, done here by hand."""
     recurrent = case("recurrent")
     model, reference = recurrent.build(), recurrent.build()
     each_unit(recurrent, fully_shard)(model)
 
     def compact(module: nn.Module, args: object) -> None:
-        for weight in module._flat_weights:
-            weight.data = weight.data.clone()
+        chunk = torch.cat([weight.detach().flatten() for weight in module._flat_weights])
+        for weight, piece in zip(
+            module._flat_weights, chunk.split([w.numel() for w in module._flat_weights]), strict=True
+        ):
+            weight.data = piece.view_as(weight)
+        chunks.append(chunk.untyped_storage())
+        handle.remove()
 
-    model.lstm.register_forward_pre_hook(compact)
+    chunks: list[torch.UntypedStorage] = []
+    handle = model.lstm.register_forward_pre_hook(compact)
     batch = recurrent.batch(0)
     for each in (model, reference):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -263,6 +269,7 @@ def test_full_faces_that_were_moved_away_come_back() -> None:
             optimizer.zero_grad()
         each.last_loss = loss.item()
     assert model.last_loss == pytest.approx(reference.last_loss, rel=1e-5)
+    assert len(chunks) == 1 and chunks[0].nbytes() == 0
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------

@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from unshard.layout import rows
 
-# The weights of a sharded LSTM lie where they are gathered, not in cuDNN's order.
-pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-
 
 def path(way: str):
     """ "rows" sends even small parameters in regions of their own, as large ones are."""

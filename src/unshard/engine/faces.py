@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layout.rows import Cut
-from ..torch_private import own_parameters
+from ..torch_private import foreach_copy, own_parameters
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,10 @@ class Faces:
 
     def __init__(self, slots: Iterable[Slot]):
         self._slots = list(slots)
-        self._plain = [(home.parameters, home.name, slot) for slot in self._slots for home in slot.homes if home.plain]
-        self._special = [(home, slot) for slot in self._slots for home in slot.homes if not home.plain]
+        homes = [(home, slot) for slot in self._slots for home in slot.homes]
+        self._plain = [(home.parameters, home.name, slot) for home, slot in homes if home.plain]
+        self._special = [(home, slot) for home, slot in homes if not home.plain]
+        self._chunks = Chunks(slot for _, slot in self._special)
 
     def show_full(self) -> None:
         for slot in self._slots:
@@ -82,26 +84,48 @@ class Faces:
                 full.requires_grad_(sharded.requires_grad)
         for parameters, name, slot in self._plain:
             parameters[name] = slot.full
-        for home, slot in self._special:
-            home.put(_anchored(slot))
+        if self._special:
+            self._chunks.fill()
+            for home, slot in self._special:
+                assert slot.full is not None
+                home.put(slot.full)
 
     def show_sharded(self) -> None:
         for parameters, name, slot in self._plain:
             parameters[name] = slot.sharded
-        for home, slot in self._special:
-            _anchored(slot)
-            home.put(slot.sharded)
+        if self._special:
+            self._chunks.empty()
+            for home, slot in self._special:
+                home.put(slot.sharded)
 
 
-def _anchored(slot: Slot) -> nn.Parameter:
-    """The full face, back at its place in the full buffer.
+class Chunks:
+    """Memory that recurrent layers keep their full faces in.
 
-    A recurrent layer on a GPU moves weights it has not seen before into one chunk for cuDNN; later gathers would
-    fill memory that nobody reads, and the layer would silently compute with the weights of the first step. Back at
-    their places cuDNN compacts them at every call, and torch says so in a warning.
+    On a GPU such a layer moves weights it has not seen before into one chunk, in cuDNN's order. Later gathers would
+    fill memory that nobody reads, and the layer would silently compute with the weights of the first step. So what is
+    gathered is copied into the chunk, and the chunk is emptied with the full buffer.
     """
-    full, anchor = slot.full, slot.anchor
-    assert full is not None and anchor is not None
-    if full.data_ptr() != anchor.data_ptr():
-        full.data = anchor
-    return full
+
+    def __init__(self, slots: Iterable[Slot]):
+        self._slots = list(slots)
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+
+    def fill(self) -> None:
+        for storage, nbytes in self._emptied:
+            storage.resize_(nbytes)
+        self._emptied = []
+        moved = self._moved()
+        if moved:
+            foreach_copy([full.data for full, _ in moved], [anchor for _, anchor in moved])
+
+    def empty(self) -> None:
+        storages = {full.untyped_storage().data_ptr(): full.untyped_storage() for full, _ in self._moved()}
+        self._emptied = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage in storages.values():
+            storage.resize_(0)
+
+    def _moved(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Full faces that no longer lie at their places; only while the full buffer is held."""
+        pairs = [(slot.full, slot.anchor) for slot in self._slots]
+        return [(f, a) for f, a in pairs if f is not None and a is not None and f.data_ptr() != a.data_ptr()]
