@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from unshard.comm import process_group
 from unshard.engine.states import GradState, ParamState, Phase
 from unshard.errors import ArgumentError, StateError
 
@@ -239,6 +241,38 @@ def test_inputs_of_every_shape() -> None:
     assert_at_rest(model)
 
 
+@world(2)
+def test_a_unit_is_closed_as_soon_as_its_inputs_are_done() -> None:
+    """Contract RUN-08, with several inputs, and again when a retained graph is run through a second time."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.linear(x * y)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Sum()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = x * 2
+            before.register_hook(lambda gradient: phases.append(fully_shard.state(self.inner).unit.phase))
+            return self.inner(before, y=x)
+
+    phases: list[Phase] = []
+    model = Outer()
+    fully_shard(model.inner)
+    fully_shard(model)
+    loss = model(batch(requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert phases == [Phase.IDLE, Phase.IDLE]
+
+
 # --- gradients over several backwards ----------------------------------------------------------------------------
 
 
@@ -297,9 +331,18 @@ def test_freezing_and_unfreezing_while_training() -> None:
         assert_gradients(model, reference32, rtol=1e-4)
 
 
+@pytest.mark.parametrize("grouped", [True, False])
 @world(2, 3)
-def test_several_dtypes_in_one_unit() -> None:
-    """Contract SEL-12 and MP-30 improved: trainable parameters of several dtypes, an integer one, one group."""
+def test_several_dtypes_in_one_unit(grouped: bool) -> None:
+    """Contract SEL-12, MP-30 and MP-32 improved: trainable parameters of several dtypes, an integer one.
+
+    One group; or, for a backend that takes one tensor at a time, one gather of bytes and a reduction per dtype.
+    """
+    with mock.patch.object(process_group, "_grouping", lambda *unused: (grouped, grouped)):
+        _check_several_dtypes(grouped)
+
+
+def _check_several_dtypes(grouped: bool) -> None:
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -309,16 +352,17 @@ def test_several_dtypes_in_one_unit() -> None:
             self.high = nn.LayerNorm(WIDTH)
             self.wide = nn.Parameter(torch.randn(7, WIDTH).double())
             self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+            self.flags = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.high(self.low(x.bfloat16()).float()).double() + self.wide.sum(0)
-            return y * (1 + self.table[3])
+            return y * (1 + self.table[3]) * self.flags[2]
 
     model, reference = fully_shard(Mixed()), Mixed()
     with Collectives() as calls:
         out = model(batch())
         out.square().mean().backward()
-    assert [call.kind for call in calls.calls] == ["gather", "reduce_scatter"]
+    assert [call.kind for call in calls.calls] == ["gather"] + ["reduce_scatter"] * (1 if grouped else 3)
     expected = reference(batch())
     expected.square().mean().backward()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)

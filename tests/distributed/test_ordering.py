@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from bed import simulated
+from bed import loopback, simulated
 from bed.models import CASES, Case, case
 from bed.parity import assert_close, each_unit
 
@@ -54,3 +54,29 @@ def test_without_any_one_wait_it_fails(way: str, failures: bool) -> None:
             with pytest.raises((AssertionError, RuntimeError)):
                 wrong, _ = simulated.run(transformer, shard, 2, steps=2, fail=fail, skip_wait={number})
                 assert_close(wrong, expected)
+
+
+def test_the_next_gather_is_under_way_while_a_unit_computes() -> None:
+    """From the second step on: root and three blocks, one ahead in forward and in backward."""
+    transformer = case("transformer")
+    with loopback.job(2) as group:
+        model = transformer.build()
+        each_unit(transformer, fully_shard, reshard_after_forward=True)(model)
+        issued: list[int] = []
+
+        def note(*unused: object) -> None:
+            issued.append(sum(call.kind == "gather" for call in group.log))
+
+        for block in model.blocks:
+            block.norm1.register_forward_pre_hook(note)
+            block.mlp.register_full_backward_pre_hook(note)
+        for expected in ([2, 3, 4], [3, 4, 4]):
+            group.log.clear()
+            issued.clear()
+            loss = transformer.loss(model, transformer.batch(0))
+            assert issued == expected
+            issued.clear()
+            loss.backward()
+            # The root's own gather and that of the last block are the fifth and sixth; then one ahead.
+            assert issued == [7, 8, 8]
+            assert len(group.log) == 12

@@ -12,15 +12,21 @@ from bed.parity import check_parity, each_unit
 from torch import nn
 
 from unshard import fully_shard
+from unshard.comm import process_group
 from unshard.layout import rows
 
 
 def path(name: str):
-    """The test models are small: "rows" makes each parameter travel in a region of its own, as large ones do."""
+    """The test models are small: "rows" makes each parameter travel in a region of its own, as large ones do.
+
+    "ungrouped" is what a backend gets that takes one tensor per collective.
+    """
+    if name == "ungrouped":
+        return mock.patch.object(process_group, "_grouping", lambda *unused: (False, False))
     return mock.patch.object(rows, "PACK_BELOW", 0 if name == "rows" else rows.PACK_BELOW)
 
 
-@pytest.mark.parametrize("way", ["rows", "packed"])
+@pytest.mark.parametrize("way", ["rows", "packed", "ungrouped"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @world(1, 2, 3, 4)
 def test_ten_steps_match_the_unsharded_model(case: Case, way: str) -> None:
