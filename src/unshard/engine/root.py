@@ -119,10 +119,10 @@ class Root:
         if self._reducing is not None:
             # One reduce buffer alive at a time: the last reduction had this unit's backward to complete in.
             self._reducing.finish_reduce()
+        if unit.options.reshard_after_backward:
+            unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
         unit.reduce(last)
         self._reducing = unit
-        if unit.options.reshard_after_backward:
-            unit.reshard()
 
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:
