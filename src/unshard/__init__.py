@@ -2,7 +2,7 @@
 
 from .errors import UnshardError
 from .frontends.fully_shard import fully_shard
-from .frontends.module import FSDPModule, UnshardHandle
+from .frontends.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "UnshardError",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 __version__ = "0.1.0"

@@ -66,6 +66,12 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What users registered with `register_post_accumulate_grad_hook`; autograd calls them itself. All versions."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors (and Python objects) share a storage; there is no public way. All versions."""
     return torch._C._storage_Use_Count(storage._cdata)

@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
 from ..layout.rows import Placement, Region, place
-from ..torch_private import foreach_add, foreach_zero, local_of, make_dtensor, spec_of, storage_uses
+from ..torch_private import (
+    foreach_add,
+    foreach_zero,
+    local_of,
+    make_dtensor,
+    post_accumulate_hooks,
+    spec_of,
+    storage_uses,
+)
 from .buffers import Buffer, bodies, pieces
 from .faces import Slot
 from .master import Master
@@ -98,7 +106,7 @@ class GradShard:
         self._buffer.release()
 
     def deliver(self) -> None:
-        """Become each parameter's `.grad`, or be added to the one it has."""
+        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
         existing, new, attached = [], [], False
         for slot, face, local in zip(self._slots, self.faces, self.locals, strict=True):
             grad = slot.sharded.grad
@@ -112,3 +120,6 @@ class GradShard:
             foreach_add(existing, new)
         if not attached:
             self.release()
+        for slot in self._slots:
+            for hook in post_accumulate_hooks(slot.sharded):
+                hook(slot.sharded)

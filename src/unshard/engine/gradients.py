@@ -7,6 +7,7 @@ import torch
 from ..comm.interface import Transport
 from .accumulate import LocalGradients
 from .faces import Slot
+from .options import Options
 from .reduce import Pending, Reduction
 from .sharded import Sharded
 from .states import GRAD_MOVES, GradState, moved
@@ -36,13 +37,15 @@ class Gradients:
         """Whether unsynchronised backwards left sums that are still to be reduced."""
         return self.state is GradState.LOCAL
 
-    def reduce(self, unit: object, synchronise: bool, last: bool) -> None:
+    def reduce(self, unit: object, options: Options, last: bool) -> None:
         """Issue the reduction of what autograd left, or keep it for a later one.
 
         `last`: the backward is over, so sums kept by earlier backwards are reduced even if nothing was added.
         """
         gradients = self._take()
-        kept = self.state is GradState.LOCAL
+        kept, synchronise = self.state is GradState.LOCAL, options.synchronise
+        if options.reduce_unused and synchronise:
+            self._add_unused(gradients)
         if not gradients and not (kept and last and synchronise):
             return
         with torch.no_grad():
@@ -61,6 +64,23 @@ class Gradients:
                     gradients[index] = grad
                 full.grad = None
         return gradients
+
+    def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Zeros for trainable parameters that this rank did not use and another one may have."""
+        kept = self._local.sums() if self._local is not None else {}
+        for index, slot in enumerate(self._slots):
+            full = slot.full
+            if (
+                index not in gradients
+                and index not in kept
+                and slot.cut.numel
+                and full is not None
+                and full.requires_grad
+            ):
+                gradients[index] = torch.zeros(full.shape, dtype=full.dtype, device=full.device)
+        ordered = sorted(gradients.items())
+        gradients.clear()
+        gradients.update(ordered)  # the order of members must be the same on every rank
 
     def _keep(self, unit: object, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         if self._local is None:

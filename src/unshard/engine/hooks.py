@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..errors import StateError
 from ..torch_private import current_backward
+from .options import Options
 from .precision import cast_floats
 from .root import Root, refuse_second_root
 from .states import Phase
@@ -81,6 +83,16 @@ class ShardState:
             root.after_forward(unit, graph)
         return cast_floats(output, unit.policy.output_dtype)
 
+    def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`function` as if it were the module's forward."""
+        try:
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            output = function(*args, **kwargs)
+        except Exception:
+            self.post_forward(module, args, kwargs, None)
+            raise
+        return self.post_forward(module, args, kwargs, output)
+
     # -- backward -------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, output: Any) -> None:
@@ -133,6 +145,20 @@ class ShardState:
 
     def _live_root(self) -> Root | None:
         return None if self._root is None else self._root()
+
+    def root_options(self) -> Options:
+        """The options that count for the whole model."""
+        root = self._live_root()
+        return self.unit.options if root is None else root.own.options
+
+    def reset(self) -> None:
+        root = self._live_root()
+        if root is None:
+            self.unit.reset()
+        elif root.own is not self.unit:
+            raise StateError(f"{self.unit} is not the root; call reset_iter_state on the outermost sharded module.")
+        else:
+            root.reset()
 
     def find_root(self, module: nn.Module) -> Root:
         """The root, which is the first module to run: then all units below it are known."""

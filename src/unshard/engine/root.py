@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 from ..errors import ArgumentError, StateError
 from ..torch_private import inside_backward, on_backward_end
@@ -21,7 +22,8 @@ class Root:
         self._backward_order = BackwardOrder(limit=8 * len(units))
         self._waiting_before = 0
         self._ahead: set[Unit] = set()
-        self._reducing: Unit | None = None
+        self._reducing: deque[Unit] = deque()
+        self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
         self.in_forward = False
         self.in_backward = False
         _refuse_shared_parameters(units)
@@ -51,9 +53,10 @@ class Root:
             unit.reshard()
         unit.gather()
         if recomputing:
-            self._prefetch(self._backward_order.visit(self._number[unit]))
-        elif self.in_forward:
-            self._prefetch(self._forward_order.visit(self._number[unit]))
+            self._prefetch(unit.options.backward_prefetch, self._backward_order.visit(self._number[unit]))
+        else:
+            expected = self._forward_order.visit(self._number[unit]) if self.in_forward else None
+            self._prefetch(unit.options.forward_prefetch, expected)
         self._use(unit)
         unit.phase = Phase.FORWARD
         if recomputing:
@@ -102,11 +105,13 @@ class Root:
     def before_backward(self, unit: Unit) -> None:
         """The first gradient reached an output of `unit`."""
         self._expect_end_of_backward()
-        if unit.phase is Phase.BACKWARD and unit.params is ParamState.FULL:
+        if unit.phase is Phase.BACKWARD and (unit.params is ParamState.FULL or not unit.options.unshard_in_backward):
             return
-        unit.gather()
-        self._prefetch(self._backward_order.visit(self._number[unit]))
-        self._use(unit)
+        if unit.options.unshard_in_backward:
+            unit.gather()
+        self._prefetch(unit.options.backward_prefetch, self._backward_order.visit(self._number[unit]))
+        if unit.options.unshard_in_backward:
+            self._use(unit)
         unit.phase = Phase.BACKWARD
 
     def after_backward(self, unit: Unit) -> None:
@@ -116,13 +121,13 @@ class Root:
 
     def _close(self, unit: Unit, last: bool) -> None:
         unit.phase = Phase.IDLE
-        if self._reducing is not None:
-            # One reduce buffer alive at a time: the last reduction had this unit's backward to complete in.
-            self._reducing.finish_reduce()
+        # Few reduce buffers alive at a time: the last reduction had this unit's backward to complete in.
+        while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
+            self._reducing.popleft().finish_reduce()
         if unit.options.reshard_after_backward:
             unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
         unit.reduce(last)
-        self._reducing = unit
+        self._reducing.append(unit)
 
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:
@@ -134,19 +139,26 @@ class Root:
             kept = unit.options.synchronise and unit.gradients.keeps_sums
             if unit.phase is Phase.BACKWARD or unit.gradients.arrived or kept:
                 self._close(unit, last=True)
-        if self._reducing is not None:
-            self._reducing.finish_reduce()
-            self._reducing = None
-        self._drop_ahead()
-        self._backward_order.clear()
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+        if self.own.options.last_backward:
+            self._drop_ahead()
+            self._backward_order.clear()
         self.in_backward = False
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
-    def _prefetch(self, number: int | None) -> None:
-        if number is not None and self.units[number].params is ParamState.SHARDED:
-            self.units[number].gather()
-            self._ahead.add(self.units[number])
+    def _prefetch(self, chosen: list[weakref.ref[Unit]] | None, expected: int | None) -> None:
+        """Issue the gathers of the units a user chose, or of the one that the learned order expects next."""
+        if chosen is not None:
+            units = [unit for ref in chosen if (unit := ref()) is not None]
+        else:
+            units = [] if expected is None else [self.units[expected]]
+        for unit in units:
+            skipped = inside_backward() and not unit.options.unshard_in_backward
+            if unit.params is ParamState.SHARDED and not skipped:
+                unit.gather()
+                self._ahead.add(unit)
 
     def _use(self, unit: Unit) -> None:
         unit.use()
@@ -162,7 +174,7 @@ class Root:
         """Return every unit to rest, waiting for what is in flight."""
         for unit in self.units:
             unit.reset()
-        self._reducing = None
+        self._reducing.clear()
         self._ahead.clear()
         self._backward_order.clear()
         self.in_forward = self.in_backward = False

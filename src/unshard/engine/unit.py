@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -13,18 +11,10 @@ from ..policies import MixedPrecisionPolicy
 from .faces import Faces, Slot
 from .gather import Gather
 from .gradients import Gradients
+from .options import Options
 from .residence import Residence
 from .sharded import Sharded
 from .states import PARAM_MOVES, ParamState, Phase, moved
-
-
-@dataclass
-class Options:
-    """What a user may change while the model trains. `None` lets the root decide at the first forward."""
-
-    reshard_after_forward: bool | None = None
-    reshard_after_backward: bool = True
-    synchronise: bool = True
 
 
 class Unit:
@@ -106,7 +96,7 @@ class Unit:
         self.gradients.forget_buffers(self)
 
     def reduce(self, last: bool = False) -> None:
-        self.gradients.reduce(self, self.options.synchronise, last)
+        self.gradients.reduce(self, self.options, last)
 
     def finish_reduce(self) -> None:
         self.gradients.finish(self)

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..comm.process_group import transport_for
 from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
+from ..engine.options import Options
 from ..engine.residence import residence_for
-from ..engine.unit import Options, Unit
+from ..engine.unit import Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
@@ -32,12 +33,14 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> _Module:
     """Shard the parameters of `module` that no earlier call took, as one unit. Changes the module and returns it.
 
     Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
     become DTensors, sharded on dim 0 over `mesh` (default: all ranks). `reshard_after_forward` frees the gathered
-    parameters between forward and backward; `None` does so everywhere except on the root.
+    parameters between forward and backward; `None` does so everywhere except on the root. `ignored_params` are left
+    as they are: whole, on their device, their gradients not reduced.
     """
     _check_arguments(module, reshard_after_forward)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
@@ -47,7 +50,7 @@ def fully_shard(
     residence = residence_for(offload_policy, device)
     transport = transport_for(mesh.get_group(), device)
     modules = _managed_modules(module)
-    parameters = _managed_parameters(module, modules)
+    parameters = _managed_parameters(module, modules, ignored_params or set())
     for parameter, names in parameters.items():
         _check_parameter(names[0][0], parameter)
     _move_buffers(modules, device)
@@ -140,13 +143,15 @@ def _managed_modules(module: nn.Module) -> list[nn.Module]:
     return list(managed)
 
 
-def _managed_parameters(module: nn.Module, modules: list[nn.Module]) -> dict[nn.Parameter, list[tuple[str, Home]]]:
+def _managed_parameters(
+    module: nn.Module, modules: list[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, list[tuple[str, Home]]]:
     """Each distinct parameter with all names under which it is registered, children's first."""
     prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
     found: dict[nn.Parameter, list[tuple[str, Home]]] = {}
     for owner in modules:
         for name, parameter in own_parameters(owner).items():
-            if parameter is not None:
+            if parameter is not None and parameter not in ignored:
                 found.setdefault(parameter, []).append((prefixes[owner] + name, home_of(owner, name)))
     return found
 

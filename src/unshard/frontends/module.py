@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 from torch import nn
 
 from ..engine.hooks import ShardState, state_of
 from ..engine.states import ParamState
-from ..errors import ArgumentError, UnsupportedError
+from ..engine.unit import Unit
+from ..errors import ArgumentError, PolicyError, UnsupportedError
 
 _MIXED: dict[type, type] = {}
 
@@ -40,15 +43,63 @@ class FSDPModule:
         """Free the gathered parameters; the module holds the sharded ones again."""
         _state(self).unit.reshard()
 
+    def reset_iter_state(self) -> None:
+        """Return the whole model to rest and drop what an unfinished iteration left. Only on the root.
+
+        Never needed after an exception, from which the model recovers by itself; it also drops the sums of
+        backwards that did not synchronise.
+        """
+        _state(self).reset()
+
+    # -- what the following forwards and backwards do -------------------------------------------------------
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the following backwards reduce gradients. If not, they are summed up, whole, on each rank."""
-        if not isinstance(requires_gradient_sync, bool):
-            raise ArgumentError(f"requires_gradient_sync must be a bool, got {requires_gradient_sync!r}.")
+        """Whether backward reduces gradients. If not, they are summed up, whole, on each rank."""
+        self._set("synchronise", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the gathered parameters. Overrides the argument and the rule for the root."""
+        self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the gathered parameters."""
+        self._set("reshard_after_backward", _bool("reshard_after_backward", reshard_after_backward), recurse)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module. False only if no gradient needs its weights, as in an embedding."""
+        self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: other forwards of the same iteration still wait for their backward (pipeline schedules)."""
+        _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
+
+    def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
+        """Let trainable parameters without gradient take part with zeros, so that ranks may use different ones."""
+        self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once. The largest value in the model counts, at its first forward."""
+        if isinstance(buffers, bool) or not isinstance(buffers, int):
+            raise PolicyError(f"buffers must be an int, got {buffers!r}.")
+        if buffers < 1:
+            raise ArgumentError(f"At least one reduce buffer is needed, got {buffers}.")
+        self._set("reduce_buffers", buffers, recurse)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules along with this one in forward, instead of the next one in the learned order."""
+        _state(self).unit.options.forward_prefetch = _units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules along with this one in backward, instead of the one used before it."""
+        _state(self).unit.options.backward_prefetch = _units(modules)
+
+    def _set(self, option: str, value: Any, recurse: bool) -> None:
         assert isinstance(self, nn.Module)
         for module in self.modules() if recurse else (self,):
             state = state_of(module)
             if state is not None:
-                state.unit.options.synchronise = requires_gradient_sync
+                setattr(state.unit.options, option, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()`, `to_empty()`: they convert the sharded parameters."""
@@ -76,6 +127,55 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None and state.unit.params is not ParamState.SHARDED:
             state.unit.use()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than forward gather the module's parameters: `model.generate`, `model.encode`."""
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentError(f"{type(module).__name__} has no method {method_name!r}.")
+    # The plain function: a bound method kept on the module would keep the module alive.
+    function = getattr(method, "__func__", method)
+    is_bound, owner = function is not method, weakref.ref(module)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = owner()
+        assert here is not None
+        call = functools.partial(function, here) if is_bound else function
+        return state.run(here, call, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots in one process (the stages of a pipeline) share their communication.
+
+    Collectives are issued from the compute stream and queued by the process group, so there is nothing to share; the
+    call is there for programs that make it.
+    """
+    for module in modules:
+        _sharded(module)
+
+
+def _sharded(module: Any) -> ShardState:
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ArgumentError(f"Expected a module that fully_shard was applied to, got {type(module).__name__}.")
+    return state
+
+
+def _units(modules: list[Any]) -> list[weakref.ref[Unit]]:
+    return [weakref.ref(_sharded(module).unit) for module in modules]
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+    return value
 
 
 def _state(module: Any) -> ShardState:

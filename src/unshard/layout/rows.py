@@ -115,17 +115,21 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -
     """Regions for the parameters `members` of a unit; parameters without elements need none."""
     members = [index for index in members if items[index].cut.numel]
     alone = _alone(items, members) if grouping is Grouping.GROUPED else set()
-    regions = [Region((_run(items, (index,)),), packed=False) for index in members if index in alone]
-    runs: dict[int, list[int]] = {}
+    by_segment: dict[int, list[int]] = {}
     for index in members:
-        if index not in alone:
-            runs.setdefault(items[index].segment, []).append(index)
+        by_segment.setdefault(items[index].segment, []).append(index)
     # Wide elements first: then every run starts at a multiple of its element size without padding.
-    ordered = sorted(runs.values(), key=lambda run: -items[run[0]].itemsize)
-    packed = [_run(items, tuple(run)) for run in ordered]
-    if grouping is Grouping.WHOLE and packed:
-        return (*regions, Region(tuple(packed), packed=True))
-    return (*regions, *(Region((run,), packed=True) for run in packed))
+    segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
+    if grouping is Grouping.WHOLE:
+        runs = tuple(_run(items, tuple(segment)) for segment in segments)
+        return (Region(runs, packed=True),) if runs else ()
+    regions = []
+    for segment in segments:  # a segment is a contiguous range of every buffer
+        regions += [Region((_run(items, (index,)),), packed=False) for index in segment if index in alone]
+        small = tuple(index for index in segment if index not in alone)
+        if small:
+            regions.append(Region((_run(items, small),), packed=True))
+    return tuple(regions)
 
 
 def _alone(items: Sequence[Item], members: Sequence[int]) -> set[int]:

@@ -1,0 +1,43 @@
+"""What a user may change on a unit while the model trains."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+@dataclass
+class Options:
+    """Read anew at every use, so a change takes effect at once."""
+
+    reshard_after_forward: bool | None = None
+    """`None` lets the root decide at the first forward."""
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    """False where no gradient depends on the parameters' values: an embedding."""
+    synchronise: bool = True
+    """Whether backward reduces gradients, or keeps them whole on this rank."""
+    all_reduce: bool = True
+    """Whether gradients are also reduced over replicas, or kept as partial sums."""
+    reduce_unused: bool = False
+    """Whether trainable parameters without gradient take part with zeros, so that ranks may use different ones."""
+    reduce_buffers: int = 1
+    """How many reduce buffers may be alive at once in the whole model."""
+    divide_factor: float | None = None
+    """What the sum of gradients is divided by, instead of the number of ranks."""
+    force_sum: bool = False
+    """Sum in the collectives and divide afterwards, instead of averaging in them."""
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    """Called with the reduced gradients of the unit before they are divided and cast."""
+    last_backward: bool = True
+    """On the root: whether the end of the next backward ends the iteration."""
+    forward_prefetch: list[weakref.ref[Unit]] | None = None
+    """Units to gather with this one, instead of the next one in the learned order."""
+    backward_prefetch: list[weakref.ref[Unit]] | None = None

@@ -1,0 +1,260 @@
+"""The methods of a sharded module, each by what it changes: collectives, memory, gradients."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import world
+from bed.recorders import Collectives
+from distributed.test_fully_shard import WIDTH, Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded, units
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from unshard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+
+
+def count(kind: str, function) -> int:
+    with Collectives() as calls:
+        function()
+    return len(calls.of(kind))
+
+
+@world(2)
+def test_reshard_after_forward_can_be_switched() -> None:
+    """Contract API-07, RAF-15, RAF-16."""
+    model, reference = sharded(), Stack()
+    for reshard, gathers in ((True, 8), (False, 4), (True, 8)):
+        model.set_reshard_after_forward(reshard)
+        assert count("gather", lambda: loss_of(model).backward()) == gathers
+        loss_of(reference).backward()
+        assert_gradients(model, reference)
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        model.set_reshard_after_forward(2)
+
+
+@world(2)
+def test_one_gather_for_a_whole_accumulation() -> None:
+    """Contract API-08, ACC-10, CM-27: parameters stay whole between the backwards of one iteration."""
+    model, reference = sharded(reshard_after_forward=False), Stack()
+    for _ in range(2):
+        gathers = 0
+        for seed in range(3):
+            model.set_requires_gradient_sync(seed == 2)
+            model.set_reshard_after_backward(seed == 2)
+            gathers += count("gather", lambda seed=seed: loss_of(model, seed).backward())
+            loss_of(reference, seed).backward()
+        assert gathers == 4
+        assert_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@world(2)
+def test_pipeline_like_order_of_backwards() -> None:
+    """Contract API-04, ACC-11: several forwards, then their backwards, only the last of which synchronises."""
+    model, reference = sharded(), Stack()
+    for _ in range(2):
+        losses = [loss_of(model, seed) for seed in range(3)]
+        for number, loss in enumerate(losses):
+            last = number == 2
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(last)
+            loss.backward()
+            loss_of(reference, number).backward()
+        assert_gradients(model, reference)
+        assert_at_rest(model)
+
+
+@world(2)
+def test_an_embedding_needs_no_weights_in_backward() -> None:
+    """Contract API-21, CM-21."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 6), nn.Linear(6, 2))
+    reference = nn.Sequential(nn.Embedding(50, 6), nn.Linear(6, 2))
+    reference.load_state_dict(model.state_dict())
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    model[0].set_unshard_in_backward(False)
+    tokens = torch.arange(12)
+    for step in range(2):
+        loss = model(tokens).square().mean()
+        assert count("gather", loss.backward) == 1, step
+        reference(tokens).square().mean().backward()
+        assert_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@world(2)
+def test_chosen_prefetches() -> None:
+    """Contract API-09, API-10, CM-32, CM-38: in the order of the list, with unchanged counts and numbers."""
+    model, reference = sharded(reshard_after_forward=True), Stack()
+    blocks = list(model.blocks)
+    model.set_modules_to_forward_prefetch(blocks[:2])
+    blocks[0].set_modules_to_forward_prefetch([blocks[2]])
+    blocks[1].set_modules_to_forward_prefetch([])
+    blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    seen: list[str] = []
+    blocks[0].register_forward_pre_hook(lambda *unused: seen.append(str([u.params.value for u in units(model)])))
+    for _ in range(2):
+        with Collectives() as calls:
+            loss_of(model).backward()
+        assert len(calls.of("gather")) == 8
+        loss_of(reference).backward()
+        assert_gradients(model, reference)
+    # While block 0 computes: the root and itself whole, block 1 gathered by the root, block 2 by block 0.
+    assert seen == [str(["full", "full", "gathering", "gathering"])] * 2
+    with pytest.raises(ValueError, match="fully_shard was applied"):
+        model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+@world(2)
+def test_several_reduce_buffers(buffers: int) -> None:
+    """Contract API-19: numbers do not change."""
+    model, reference = Stack(), Stack()
+    sharded(model)
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    for _ in range(2):
+        loss_of(model).backward()
+        loss_of(reference).backward()
+    assert_gradients(model, reference)
+    assert_at_rest(model)
+    for wrong, error in ((True, TypeError), (1.5, TypeError), (0, ValueError)):
+        with pytest.raises(error):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+
+
+class Experts(nn.Module):
+    """Each rank may use another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](x)
+
+
+@world(2)
+def test_ranks_that_use_different_parameters() -> None:
+    """Contract API-18, FRZ-09: zeros where a rank has no gradient; the mean over both."""
+    model, references = fully_shard(Experts()), [Experts(), Experts()]
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        model(batch(), dist.get_rank()).square().mean().backward()
+        for expert, reference in enumerate(references):
+            (reference(batch(), expert).square().mean() / 2).backward()
+    for index, mine in enumerate(model.parameters()):
+        used = list(references[index // 2].parameters())[index]
+        torch.testing.assert_close(mine.grad.full_tensor(), used.grad, rtol=1e-5, atol=1e-7)
+
+
+@world(2)
+def test_an_optimizer_inside_backward() -> None:
+    """Contract RUN-21, INT-05: hooks on sharded parameters run when their gradient is there."""
+    model, reference = sharded(), Stack()
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    called: list[DTensor] = []
+
+    def step(parameter: torch.Tensor) -> None:
+        called.append(parameter)
+        assert isinstance(parameter.grad, DTensor)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        assert len(called) == len(optimizers) * (seed + 1)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(reference, seed).backward()
+        theirs.step()
+        theirs.zero_grad()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), other.detach(), rtol=1e-5, atol=1e-7)
+
+
+@world(2)
+def test_another_method_as_forward() -> None:
+    """Contract API-34, API-35."""
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def encode(self, x: torch.Tensor, fail: bool = False) -> torch.Tensor:
+            """Documented."""
+            if fail:
+                raise KeyError("on purpose")
+            return self.linear(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.encode(x))
+
+    model, reference = fully_shard(Coder()), Coder()
+    register_fsdp_forward_method(model, "encode")
+    assert model.encode.__doc__ == "Documented." and model.encode.__name__ == "encode"
+    model.encode(batch()).square().mean().backward()
+    reference.encode(batch()).square().mean().backward()
+    assert_gradients(model, reference)
+    with pytest.raises(KeyError):
+        model.encode(batch(), fail=True)
+    assert_at_rest(model)
+    with pytest.raises(ValueError, match="'decode'"):
+        register_fsdp_forward_method(model, "decode")
+    register_fsdp_forward_method(reference, "decode")
+    gone = weakref.ref(model)
+    gc.collect()
+    del model
+    assert gone() is None
+
+
+@world(2)
+def test_reset_and_shared_contexts() -> None:
+    """Contract API-03, API-36, LZY-05."""
+    model, reference = sharded(), Stack()
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 7).backward()
+    with pytest.raises(RuntimeError, match="not the root"):
+        model.blocks[0].reset_iter_state()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_gradients(model, reference)
+    other = sharded()
+    share_comm_ctx([model, other])
+    share_comm_ctx([])
+    loss_of(other).backward()
+    assert_gradients(other, reference)
+    with pytest.raises(ValueError, match="fully_shard was applied"):
+        share_comm_ctx([reference])
+
+
+@world(2)
+def test_ignored_parameters_are_left_alone() -> None:
+    """Contract SEL-06, SEL-09, SDT-09: whole, unreduced, plain in the state dict."""
+    model = Stack()
+    model.register_buffer("statistics", torch.ones(3))
+    bias = model.blocks[0].first.bias
+    for block in model.blocks:
+        fully_shard(block, ignored_params={bias})
+    fully_shard(model, ignored_params={bias})
+    assert model.blocks[0].first.bias is bias and not isinstance(bias, DTensor)
+    assert not isinstance(model.state_dict()["blocks.0.first.bias"], DTensor)
+    assert not isinstance(model.state_dict()["statistics"], DTensor)
+    loss_of(model, dist.get_rank()).backward()
+    reference = Stack()
+    loss_of(reference, dist.get_rank()).backward()
+    torch.testing.assert_close(bias.grad, reference.blocks[0].first.bias.grad, rtol=1e-5, atol=1e-7)
+    assert isinstance(model.blocks[0].first.weight.grad, DTensor)
