@@ -22,6 +22,10 @@ class AppliedTwiceError(UnshardError, AssertionError):
     """The front-end was applied to a module that already has it."""
 
 
+class UnnamedMeshError(UnshardError, AssertionError):
+    """A mesh of several dimensions does not say which is which."""
+
+
 class UnsupportedError(UnshardError, NotImplementedError):
     """The request is understood and not supported."""
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

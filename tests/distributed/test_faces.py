@@ -365,7 +365,7 @@ def test_gradient_objects_are_reused_and_their_memory_released() -> None:
     optimizer.zero_grad()
     loss = model(batch()).sum()
     shards = [s for r in fully_shard.state(model).unit.gradients._reductions.values() for s in r._shards]
-    assert shards and all(shard.pieces[0].untyped_storage().nbytes() == 0 for shard in shards)
+    assert shards and all(shard.buffer.storage.nbytes() == 0 for shard in shards)
     loss.backward()
     assert [id(parameter.grad) for parameter in model.parameters()] == objects
 
@@ -384,7 +384,7 @@ def test_padding_and_gaps_stay_zero() -> None:
         checked += _assert_zero_outside(unit.sharded.master._flat, [slot.local for slot in unit.slots])
         for reduction in unit.gradients._reductions.values():
             for shard in (shard for shard in reduction._shards if shard.attached):
-                flat = torch.empty(0, dtype=torch.uint8).set_(shard.pieces[0].untyped_storage())
+                flat = torch.empty(0, dtype=torch.uint8).set_(shard.buffer.storage)
                 checked += _assert_zero_outside(flat, shard.locals)
     dist.all_reduce(checked)
     assert checked.item() > 0  # the last rank has padding

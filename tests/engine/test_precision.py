@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unshard import MixedPrecisionPolicy
-from unshard.engine.precision import Segments, division, dtypes_for
+from unshard.engine.precision import Division, Segments, division, dtypes_for
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -49,6 +49,18 @@ def test_segments_gather_parameters_of_equal_dtypes() -> None:
 )
 def test_division(world: int, before: float, after: float) -> None:
     """Contract DIV-01 to DIV-03."""
-    assert division(world, {F16}) == (False, before, after)
-    assert division(world, {F32, F64}) == (False, before, after)
-    assert division(world, {F32, B16}) == (True, 1.0, 1.0)
+    for dtypes in (frozenset({F16}), frozenset({F32, F64})):
+        assert division(world, 1, dtypes, None, False) == Division(False, False, before, after)
+        assert division(1, world, dtypes, None, False) == Division(False, False, before, after)
+        assert division(2, 2, dtypes, world, False) == Division(False, False, before, after)
+    assert division(world, 2, frozenset({F32, B16}), None, False) == Division(True, True, 1.0, 1.0)
+
+
+def test_division_by_another_factor() -> None:
+    """Contract DIV-06, DIV-07, DIV-09, DIV-12."""
+    both = frozenset({F32, B16})
+    assert division(4, 2, both, 4, False) == Division(True, False, 1.0, 1.0)
+    assert division(4, 2, both, 3, False) == Division(False, False, 1.0, 3)
+    assert division(4, 2, both, None, True) == Division(False, False, 1.0, 8)
+    assert division(4, 2, both, 3, True) == Division(False, False, 1.0, 3)
+    assert division(4, 1, frozenset({F16}), 0.5, False) == Division(False, False, 1.0, 0.5)

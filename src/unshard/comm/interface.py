@@ -17,7 +17,7 @@ class Work(Protocol):
 class Transport(ABC):
     """Moves the pieces of a unit between the ranks that shard it.
 
-    The traits say what layout the engine must choose; the two verbs issue one collective, or one group of
+    The traits say what layout the engine must choose; the verbs issue one collective, or one group of
     them, from the current stream and return at once.
     """
 
@@ -39,6 +39,10 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
         """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks."""
+
+    @abstractmethod
+    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+        """Each tensor <- its sum (or mean) over the ranks."""
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype a gather of `dtype` is sent as: itself, or bytes where the backend does not know it."""

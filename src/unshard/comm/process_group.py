@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..torch_private import (
     AllgatherOptions,
+    AllreduceOptions,
     ReduceScatterOptions,
     backend_name,
     gather_one,
@@ -43,8 +44,9 @@ class ProcessGroupTransport(Transport):
         self.piece_alignment = 16 if self._backend == "nccl" else 1
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
-        self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        self._sum_all, self._mean_all = AllreduceOptions(), AllreduceOptions()
+        self._sum.reduceOp = self._sum_all.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._mean.reduceOp = self._mean_all.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if self._backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
@@ -61,6 +63,10 @@ class ProcessGroupTransport(Transport):
             return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
         pairs = zip(outputs, inputs, strict=True)
         return _joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs])
+
+    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+        options = self._mean_all if average else self._sum_all
+        return _joined([self._group.allreduce([tensor], options) for tensor in tensors])
 
 
 def _joined(works: list[Work]) -> Work:

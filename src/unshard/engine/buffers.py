@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..layout.rows import Placement, Region
-from ..torch_private import contiguous_stride
+from ..layout.rows import Placement, Region, place
+from ..torch_private import contiguous_stride, foreach_zero
 from .precision import Segments
 
 
@@ -54,12 +54,52 @@ def pieces(
 ) -> list[torch.Tensor]:
     """One flat tensor per region of one segment: what a collective carries."""
     tensors = []
-    for region, place in zip(regions, placement.places, strict=True):
+    for region, spot in zip(regions, placement.places, strict=True):
         dtype = getattr(segments.kinds[region.runs[0].segment], role)
-        tensors.append(buffer.tensor(dtype, place.offset, (place.piece * place.copies // dtype.itemsize,)))
+        tensors.append(buffer.tensor(dtype, spot.offset, (spot.piece * spot.copies // dtype.itemsize,)))
     return tensors
 
 
-def bodies(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> list[torch.Tensor]:
-    """The pieces of regions of one dtype without the padding at their end; while memory is held."""
-    return [piece[: region.runs[0].numel] for piece, region in zip(tensors, regions, strict=True)]
+class ShardBuffer(Buffer):
+    """A buffer of this rank's pieces: one per region, padding included; `bodies` are the same without padding.
+
+    `flats` are whole segments, gaps included. Padding and gaps are zero: flat code reads them.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        segments: Segments,
+        role: str,
+        piece_alignment: int,
+        device: torch.device,
+    ):
+        self.placement = place(regions, segments.itemsizes(role), 1, piece_alignment)
+        super().__init__(self.placement.nbytes, device)
+        self.pieces = pieces(self, self.placement, regions, segments, role)
+        self.bodies = [piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)]
+        self.flats = self._segments(regions)
+        self._gaps = self._unwritten()
+        self.release()
+
+    def take(self) -> None:
+        if not self.held:
+            super().take()
+            if self._gaps:
+                foreach_zero(self._gaps)
+
+    def _segments(self, regions: Sequence[Region]) -> list[torch.Tensor]:
+        extents: dict[int, tuple[torch.dtype, int, int]] = {}
+        for region, spot, piece in zip(regions, self.placement.places, self.pieces, strict=True):
+            segment = region.runs[0].segment
+            _, first, _ = extents.get(segment, (piece.dtype, spot.offset, 0))
+            extents[segment] = (piece.dtype, first, spot.end)
+        return [self.tensor(dtype, first, ((end - first) // dtype.itemsize,)) for dtype, first, end in extents.values()]
+
+    def _unwritten(self) -> list[torch.Tensor]:
+        """The bytes behind each body, up to the next region."""
+        places = self.placement.places
+        ends = [spot.offset for spot in places[1:]] + [self.placement.nbytes]
+        sizes = [body.numel() * body.element_size() for body in self.bodies]
+        starts = [spot.offset + size for spot, size in zip(places, sizes, strict=True)]
+        return [self.tensor(torch.uint8, a, (b - a,)) for a, b in zip(starts, ends, strict=True) if b > a]

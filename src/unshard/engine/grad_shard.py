@@ -9,17 +9,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
-from ..layout.rows import Placement, Region, place
+from ..layout.rows import Region
 from ..torch_private import (
     foreach_add,
-    foreach_zero,
     local_of,
     make_dtensor,
     post_accumulate_hooks,
     spec_of,
     storage_uses,
 )
-from .buffers import Buffer, bodies, pieces
+from .buffers import ShardBuffer
 from .faces import Slot
 from .master import Master
 from .residence import Residence
@@ -28,10 +27,8 @@ from .residence import Residence
 class GradShard:
     """A flat buffer in the original dtypes with one gradient face per parameter.
 
-    `pieces` are what a reduce-scatter may write into, padding included; `bodies` are the same without padding.
-
     The faces' local tensors lie at offsets of one storage that can be emptied; the DTensors around them were
-    made at offset 0, where saving and copying work. Padding and gaps are zero: flat optimizers read them.
+    made at offset 0, where saving and copying work.
     """
 
     def __init__(
@@ -43,39 +40,26 @@ class GradShard:
         residence: Residence,
     ):
         segments = master.segments
-        placement = place(regions, segments.itemsizes("original"), 1, transport.piece_alignment)
-        self._buffer = Buffer(placement.nbytes, residence.device)
-        self.pieces = pieces(self._buffer, placement, regions, segments, "original")
-        self.bodies = bodies(self.pieces, regions)
-        self._gaps = self._unwritten(placement)
+        self.buffer = ShardBuffer(regions, segments, "original", transport.piece_alignment, residence.device)
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
-        for region, spot in zip(regions, placement.places, strict=True):
+        self.buffer.take()
+        for region, spot in zip(regions, self.buffer.placement.places, strict=True):
             run = region.runs[0]
             dtype = segments.kinds[run.segment].original
             for index, start in zip(run.members, run.starts, strict=True):
                 offset = spot.offset + start * dtype.itemsize
                 self._add_face(slots[index], dtype, offset, transport.rank)
-        self._buffer.release()
+        self.buffer.release()
         self._idle_uses = self._uses()
-
-    def _unwritten(self, placement: Placement) -> list[torch.Tensor]:
-        """The bytes behind each body, up to the next region."""
-        ends = [place.offset for place in placement.places[1:]] + [placement.nbytes]
-        starts = [
-            place.offset + body.numel() * body.element_size()
-            for place, body in zip(placement.places, self.bodies, strict=True)
-        ]
-        pairs = zip(starts, ends, strict=True)
-        return [self._buffer.tensor(torch.uint8, a, (b - a,)) for a, b in pairs if b > a]
 
     def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
         spec = spec_of(slot.sharded)
-        local = torch.empty(slot.cut.local_shape(rank), dtype=dtype, device=self._buffer.device)
+        local = torch.empty(slot.cut.local_shape(rank), dtype=dtype, device=self.buffer.device)
         face = make_dtensor(local, spec.mesh, spec.placements, torch.Size(slot.cut.shape))
         if local.numel():
-            moved = self._buffer.tensor(dtype, offset, local.shape)
+            moved = self.buffer.tensor(dtype, offset, local.shape)
             local.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())
         self._slots.append(slot)
         self.faces.append(face)
@@ -84,7 +68,7 @@ class GradShard:
     def _uses(self) -> int:
         """Grows by one for whoever holds a face, its local tensor or any view of either."""
         held = sum(map(sys.getrefcount, self.faces)) + sum(map(sys.getrefcount, self.locals))
-        return held + storage_uses(self._buffer.storage)
+        return held + storage_uses(self.buffer.storage)
 
     @property
     def attached(self) -> bool:
@@ -95,15 +79,6 @@ class GradShard:
     def idle(self) -> bool:
         """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`."""
         return not self.attached and self._uses() == self._idle_uses
-
-    def take(self) -> None:
-        if not self._buffer.held:
-            self._buffer.take()
-            if self._gaps:
-                foreach_zero(self._gaps)
-
-    def release(self) -> None:
-        self._buffer.release()
 
     def deliver(self) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
@@ -119,7 +94,7 @@ class GradShard:
         if existing:
             foreach_add(existing, new)
         if not attached:
-            self.release()
+            self.buffer.release()
         for slot in self._slots:
             for hook in post_accumulate_hooks(slot.sharded):
                 hook(slot.sharded)

@@ -8,20 +8,20 @@ from ..comm.interface import Transport
 from .accumulate import LocalGradients
 from .faces import Slot
 from .options import Options
-from .reduce import Pending, Reduction
+from .reduce import Outcome, Pending, Reduction
 from .sharded import Sharded
 from .states import GRAD_MOVES, GradState, moved
 
 
 class Gradients:
-    def __init__(self, sharded: Sharded, transport: Transport, device: torch.device):
+    def __init__(self, sharded: Sharded, shards: Transport, replicas: Transport, device: torch.device):
         self.state = GradState.EMPTY
         self._sharded = sharded
-        self._transport = transport
+        self._transport, self._replicas = shards, replicas
         self._device = device
         self._reductions: dict[tuple[int, ...], Reduction] = {}
         self._local: LocalGradients | None = None
-        self._pending: Pending | None = None
+        self._pending: list[Pending] = []
 
     @property
     def _slots(self) -> list[Slot]:
@@ -32,10 +32,14 @@ class Gradients:
         """Whether autograd left a gradient that was not taken yet."""
         return any(slot.full is not None and slot.full.grad is not None for slot in self._slots)
 
+    def waits(self, options: Options) -> bool:
+        """Whether earlier backwards left sums that the end of this one has to reduce."""
+        kept = self.state is GradState.LOCAL and options.synchronise
+        return kept or (self._has_partial and options.synchronise and options.all_reduce)
+
     @property
-    def keeps_sums(self) -> bool:
-        """Whether unsynchronised backwards left sums that are still to be reduced."""
-        return self.state is GradState.LOCAL
+    def _has_partial(self) -> bool:
+        return any(reduction.has_partial for reduction in self._reductions.values())
 
     def reduce(self, unit: object, options: Options, last: bool) -> None:
         """Issue the reduction of what autograd left, or keep it for a later one.
@@ -46,13 +50,13 @@ class Gradients:
         kept, synchronise = self.state is GradState.LOCAL, options.synchronise
         if options.reduce_unused and synchronise:
             self._add_unused(gradients)
-        if not gradients and not (kept and last and synchronise):
+        if not gradients and not (last and self.waits(options)):
             return
         with torch.no_grad():
-            if kept or not synchronise:
+            if kept or (gradients and not synchronise):
                 gradients = self._keep(unit, gradients)
             if synchronise:
-                self._start(unit, gradients)
+                self._start(unit, gradients, options, last)
 
     def _take(self) -> dict[int, torch.Tensor]:
         """Gradients by parameter; the full faces are cleared."""
@@ -89,30 +93,43 @@ class Gradients:
         self.state = moved(unit, self.state, GradState.LOCAL, GRAD_MOVES)
         return self._local.sums()
 
-    def _start(self, unit: object, gradients: dict[int, torch.Tensor]) -> None:
+    def _start(self, unit: object, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
+        self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
         members = tuple(gradients)
+        if members:
+            self._pending.append(self._reduction(members).start(gradients, options))
+        if last and options.all_reduce:
+            others = [each for key, each in self._reductions.items() if key != members and each.has_partial]
+            self._pending += [each.resume(options) for each in others]
+        if self._local is not None:
+            self._local.clear()
+
+    def _reduction(self, members: tuple[int, ...]) -> Reduction:
+        """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
         if members not in self._reductions:
             self._reductions[members] = Reduction(
                 self._sharded.master,
                 members,
                 self._slots,
                 self._transport,
+                self._replicas,
                 self._device,
                 self._sharded.residence,
             )
-        self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
-        self._pending = self._reductions[members].start(gradients)
-        if self._local is not None:
-            self._local.clear()
+        return self._reductions[members]
 
-    def finish(self, unit: object) -> None:
-        """Wait for the reduction under way and hand out the gradients."""
-        if self.state is GradState.REDUCING:
-            pending, self._pending = self._pending, None
-            assert pending is not None
-            with torch.no_grad():
-                pending.reduction.finish(pending)
-            self.state = moved(unit, self.state, GradState.REDUCED, GRAD_MOVES)
+    def advance(self, unit: object) -> bool:
+        """Wait for the collectives under way and take the next step; true when nothing is left to do."""
+        if self.state is not GradState.REDUCING:
+            return True
+        with torch.no_grad():
+            outcomes = [(pending, pending.reduction.advance(pending)) for pending in self._pending]
+        self._pending = [pending for pending, outcome in outcomes if outcome is Outcome.GOES_ON]
+        if self._pending:
+            return False
+        partial = any(outcome is Outcome.PARTIAL for _, outcome in outcomes)
+        self.state = moved(unit, self.state, GradState.PARTIAL if partial else GradState.REDUCED, GRAD_MOVES)
+        return True
 
     def release_idle(self) -> None:
         """Give back the memory of gradients that `zero_grad` cleared."""
@@ -122,14 +139,14 @@ class Gradients:
 
     def drop(self, unit: object) -> None:
         """Forget everything that was not handed out."""
-        if self.state is GradState.REDUCING:
-            pending, self._pending = self._pending, None
-            assert pending is not None
+        for pending in self._pending:
             pending.reduction.drop(pending)
-            self.state = moved(unit, self.state, GradState.EMPTY, GRAD_MOVES)
-        if self.state is GradState.LOCAL:
-            assert self._local is not None
+        self._pending = []
+        for reduction in self._reductions.values():
+            reduction.drop_partial()
+        if self._local is not None:
             self._local.clear()
+        if self.state not in (GradState.EMPTY, GradState.REDUCED):
             self.state = moved(unit, self.state, GradState.EMPTY, GRAD_MOVES)
         for slot in self._slots:
             if slot.full is not None:

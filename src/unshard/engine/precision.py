@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,15 +59,34 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     return value if dtype is None else map_tensors(partial(_cast, dtype), value)
 
 
-def division(world: int, reduce_dtypes: set[torch.dtype]) -> tuple[bool, float, float]:
-    """How the mean over `world` ranks is taken: (average in the collective, divide before, divide after).
+@dataclass(frozen=True)
+class Division:
+    """How a sum over the ranks becomes a mean: in the collectives, or by dividing before and after them."""
 
-    By hand the divisor is split in two factors, near its square root, so that neither the summands vanish nor
-    the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    scatter_average: bool
+    all_reduce_average: bool
+    before: float
+    after: float
+
+
+@cache
+def division(
+    shards: int, replicas: int, reduce_dtypes: frozenset[torch.dtype], factor: float | None, force_sum: bool
+) -> Division:
+    """The division for gradients that are reduced over `shards` x `replicas` ranks.
+
+    `factor` replaces the number of ranks. By hand the divisor is split in two factors, near its square root, so that
+    neither the summands vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
     """
+    total = factor or shards * replicas
     if reduce_dtypes <= AVERAGED:
-        return True, 1.0, 1.0
+        if force_sum:
+            return Division(False, False, 1.0, total)
+        if factor is None:
+            return Division(True, True, 1.0, 1.0)
+        # Averaging over the shards is a division by their number; any other factor divides the result.
+        return Division(True, False, 1.0, 1.0) if factor == shards else Division(False, False, 1.0, factor)
     before = 1
-    while world % before == 0 and world / before > before:
+    while total % before == 0 and total / before > before:
         before *= 2
-    return False, float(before), world / before
+    return Division(False, False, float(before), total / before)

@@ -1,20 +1,50 @@
-"""Reduces a unit's gradients: pack and cast, reduce-scatter, then what is left to do on the shard."""
+"""Reduces a unit's gradients: pack and cast, reduce-scatter, all-reduce over replicas, the rest on the shard."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
-from ..comm.interface import Transport, Work
+from ..comm.interface import Done, Transport, Work
 from ..layout.rows import Grouping, Item, Region, arrange, place
-from ..torch_private import chunk_cat_into, foreach_copy, foreach_div, foreach_zero
-from .buffers import Buffer, bodies, pieces
+from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
+from .buffers import Buffer, ShardBuffer, pieces
 from .faces import Slot
 from .grad_shard import GradShard
 from .master import Master
-from .precision import division
+from .options import Options
+from .precision import Division, division
 from .residence import Residence
+
+
+class Stage(Enum):
+    """What a reduction under way waits for."""
+
+    SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+
+
+class Outcome(Enum):
+    """What became of a reduction."""
+
+    GOES_ON = "goes on"
+    DELIVERED = "delivered"
+    PARTIAL = "kept as a partial sum"
+
+
+@dataclass
+class Pending:
+    """A reduction under way."""
+
+    reduction: Reduction
+    shard: GradShard
+    outputs: ShardBuffer
+    work: Work
+    stage: Stage
+    division: Division
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -34,7 +64,8 @@ class Reduction:
     """How the gradients of one set of parameters are reduced. One exists per set that ever had gradients.
 
     The reduce-scatter writes straight into the gradient shard where dtype and device allow it, otherwise into
-    `reduced`, from where one call casts or copies it.
+    `reduced`, from where one call casts or copies it. `partial` holds sums over the shards that still wait for their
+    all-reduce over the replicas.
     """
 
     def __init__(
@@ -42,20 +73,21 @@ class Reduction:
         master: Master,
         members: tuple[int, ...],
         slots: list[Slot],
-        transport: Transport,
+        shards: Transport,
+        replicas: Transport,
         device: torch.device,
         residence: Residence,
     ):
-        segments = master.segments
-        itemsizes = segments.itemsizes("reduce")
+        segments, itemsizes = master.segments, master.segments.itemsizes("reduce")
         items = [Item(item.cut, item.segment, itemsizes[item.segment]) for item in master.items]
-        grouping = Grouping.GROUPED if transport.reduces_groups else Grouping.BY_SEGMENT
+        grouping = Grouping.GROUPED if shards.reduces_groups else Grouping.BY_SEGMENT
         self._regions = arrange(items, members, grouping)
-        self._master, self._slots, self._transport, self._residence = master, slots, transport, residence
+        self._master, self._slots, self._residence = master, slots, residence
+        self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
-        self._average, self._before, self._after = division(transport.world, {kind.reduce for kind in kinds})
+        self._dtypes = frozenset(kind.reduce for kind in kinds)
         self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
-        whole = place(self._regions, itemsizes, transport.world, transport.piece_alignment)
+        whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
         self._whole = Buffer(whole.nbytes, device)
         self._inputs = pieces(self._whole, whole, self._regions, segments, "reduce")
         self._rows: list[tuple[int, torch.Tensor]] = []
@@ -64,11 +96,8 @@ class Reduction:
         for region, tensor in zip(self._regions, self._inputs, strict=True):
             self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
         self._whole.release()
-        single = place(self._regions, itemsizes, 1, transport.piece_alignment)
-        self._reduced = Buffer(single.nbytes, device)
-        self._reduced_pieces = pieces(self._reduced, single, self._regions, segments, "reduce")
-        self._reduced_bodies = bodies(self._reduced_pieces, self._regions)
-        self._reduced.release()
+        self._reduced = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
+        self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
         self._shards: list[GradShard] = []
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
@@ -89,8 +118,9 @@ class Reduction:
         }
         self._packs.append(Pack(table, run.members, filler))
 
-    def start(self, gradients: dict[int, torch.Tensor]) -> Pending:
+    def start(self, gradients: dict[int, torch.Tensor], options: Options) -> Pending:
         """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""
+        pending = self._pending(options)
         self._whole.take()
         if self._pads:
             foreach_zero(self._pads)
@@ -98,31 +128,69 @@ class Reduction:
             foreach_copy([view for _, view in self._rows], [gradients[index] for index, _ in self._rows])
         for pack in self._packs:
             pack.fill(gradients)
-        if self._before != 1.0:
-            foreach_div(self._inputs, self._before)
-        shard = self._idle_shard()
-        if self._direct:
-            shard.take()
-            outputs = shard.pieces
-        else:
-            self._reduced.take()
-            outputs = self._reduced_pieces
-        work = self._transport.reduce_scatter(outputs, self._inputs, average=self._average)
-        return Pending(self, shard, work)
+        if pending.division.before != 1.0:
+            foreach_div(self._inputs, pending.division.before)
+        pending.outputs.take()
+        average = pending.division.scatter_average
+        pending.work = self._transport.reduce_scatter(pending.outputs.pieces, self._inputs, average=average)
+        return pending
 
-    def finish(self, pending: Pending) -> None:
-        """Wait, scale and cast on the shard, hand the gradients to the parameters."""
+    @property
+    def has_partial(self) -> bool:
+        return self._partial.held
+
+    def resume(self, options: Options) -> Pending:
+        """A reduction of nothing but the partial sums kept so far."""
+        pending = self._pending(options)
+        pending.outputs.take()
+        for flat in pending.outputs.flats:
+            flat.zero_()
+        return pending
+
+    def _pending(self, options: Options) -> Pending:
+        shard = self._idle_shard()
+        outputs = shard.buffer if self._direct else self._reduced
+        how = division(
+            self._transport.world, self._replicas.world, self._dtypes, options.divide_factor, options.force_sum
+        )
+        return Pending(self, shard, outputs, Done(), Stage.SCATTER, how, options)
+
+    def advance(self, pending: Pending) -> Outcome:
+        """Wait for the collective under way and take the next step."""
         pending.work.wait()
-        self._whole.release()
-        shard = pending.shard
-        outputs = shard.pieces if self._direct else self._reduced_pieces
-        if self._after != 1.0:
-            foreach_div(outputs, self._after)
+        outputs, options = pending.outputs, pending.options
+        if pending.stage is Stage.SCATTER:
+            self._whole.release()
+            if self._replicas.world > 1:
+                return self._next_over_replicas(pending)
+        if options.all_reduce_hook is not None:
+            for flat in outputs.flats:
+                options.all_reduce_hook(flat)
+        if pending.division.after != 1.0:
+            foreach_div(outputs.flats, pending.division.after)
         if not self._direct:
-            shard.take()
-            foreach_copy(shard.bodies, self._reduced_bodies)
-            self._reduced.release()
-        shard.deliver()
+            pending.shard.buffer.take()
+            foreach_copy(pending.shard.buffer.bodies, outputs.bodies)
+            outputs.release()
+        pending.shard.deliver()
+        return Outcome.DELIVERED
+
+    def _next_over_replicas(self, pending: Pending) -> Outcome:
+        outputs, partial = pending.outputs, self._partial
+        if not pending.options.all_reduce:
+            if partial.held:
+                foreach_add(partial.flats, outputs.flats)
+            else:
+                partial.take()
+                foreach_copy(partial.flats, outputs.flats)
+            outputs.release()
+            return Outcome.PARTIAL
+        if partial.held:
+            foreach_add(outputs.flats, partial.flats)
+            partial.release()
+        pending.work = self._replicas.all_reduce(outputs.flats, average=pending.division.all_reduce_average)
+        pending.stage = Stage.ALL_REDUCE
+        return Outcome.GOES_ON
 
     def drop(self, pending: Pending) -> None:
         """Wait and forget the result."""
@@ -130,7 +198,10 @@ class Reduction:
         self._whole.release()
         self._reduced.release()
         if pending.shard.idle:
-            pending.shard.release()
+            pending.shard.buffer.release()
+
+    def drop_partial(self) -> None:
+        self._partial.release()
 
     def _idle_shard(self) -> GradShard:
         """A gradient shard nobody looks at. Usually there is one; accumulation needs a second."""
@@ -146,13 +217,4 @@ class Reduction:
         """Give back the memory of gradients that were cleared."""
         for shard in self._shards:
             if shard.idle:
-                shard.release()
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A reduction under way."""
-
-    reduction: Reduction
-    shard: GradShard
-    work: Work
+                shard.buffer.release()

@@ -23,6 +23,7 @@ class Root:
         self._waiting_before = 0
         self._ahead: set[Unit] = set()
         self._reducing: deque[Unit] = deque()
+        self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
         self.in_forward = False
         self.in_backward = False
@@ -121,13 +122,25 @@ class Root:
 
     def _close(self, unit: Unit, last: bool) -> None:
         unit.phase = Phase.IDLE
+        self._complete(self._all_reducing)
         # Few reduce buffers alive at a time: the last reduction had this unit's backward to complete in.
         while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
-            self._reducing.popleft().finish_reduce()
+            oldest = self._reducing.popleft()
+            if not oldest.advance_reduce():
+                self._all_reducing.append(oldest)
+        if unit in self._all_reducing:
+            self._complete(self._all_reducing)
         if unit.options.reshard_after_backward:
             unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
         unit.reduce(last)
         self._reducing.append(unit)
+
+    @staticmethod
+    def _complete(units: deque[Unit]) -> None:
+        while units:
+            unit = units.popleft()
+            while not unit.advance_reduce():
+                pass
 
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:
@@ -136,11 +149,11 @@ class Root:
 
     def end_backward(self) -> None:
         for unit in reversed(self.units):
-            kept = unit.options.synchronise and unit.gradients.keeps_sums
-            if unit.phase is Phase.BACKWARD or unit.gradients.arrived or kept:
+            gradients = unit.gradients
+            if unit.phase is Phase.BACKWARD or gradients.arrived or gradients.waits(unit.options):
                 self._close(unit, last=True)
-        while self._reducing:
-            self._reducing.popleft().finish_reduce()
+        self._complete(self._all_reducing)
+        self._complete(self._reducing)
         if self.own.options.last_backward:
             self._drop_ahead()
             self._backward_order.clear()
@@ -175,6 +188,7 @@ class Root:
         for unit in self.units:
             unit.reset()
         self._reducing.clear()
+        self._all_reducing.clear()
         self._ahead.clear()
         self._backward_order.clear()
         self.in_forward = self.in_backward = False

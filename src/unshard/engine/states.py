@@ -18,6 +18,7 @@ class GradState(Enum):
     EMPTY = "empty"
     LOCAL = "local"
     REDUCING = "reducing"
+    PARTIAL = "partially reduced"
     REDUCED = "reduced"
 
 
@@ -37,7 +38,8 @@ PARAM_MOVES = {
 GRAD_MOVES = {
     GradState.EMPTY: {GradState.LOCAL, GradState.REDUCING},
     GradState.LOCAL: {GradState.LOCAL, GradState.REDUCING, GradState.EMPTY},
-    GradState.REDUCING: {GradState.REDUCED, GradState.EMPTY},
+    GradState.REDUCING: {GradState.REDUCED, GradState.PARTIAL, GradState.EMPTY},
+    GradState.PARTIAL: {GradState.LOCAL, GradState.REDUCING, GradState.EMPTY},
     GradState.REDUCED: {GradState.LOCAL, GradState.REDUCING, GradState.EMPTY},
 }
 

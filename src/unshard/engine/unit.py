@@ -23,7 +23,8 @@ class Unit:
     def __init__(
         self,
         slots: list[Slot],
-        transport: Transport,
+        shards: Transport,
+        replicas: Transport,
         device: torch.device,
         residence: Residence,
         policy: MixedPrecisionPolicy,
@@ -31,11 +32,12 @@ class Unit:
     ):
         self.name = ""
         self.device, self.policy, self.options = device, policy, options
-        self.sharded = Sharded(slots, transport, residence, policy)
-        self.gradients = Gradients(self.sharded, transport, device)
+        self.sharded = Sharded(slots, shards, residence, policy)
+        self.gradients = Gradients(self.sharded, shards, replicas, device)
+        self.replicated = replicas.world > 1
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
-        self._transport = transport
+        self._transport = shards
         self._faces = Faces(slots)
         self._gather: Gather | None = None
         self._work: Work | None = None
@@ -98,8 +100,9 @@ class Unit:
     def reduce(self, last: bool = False) -> None:
         self.gradients.reduce(self, self.options, last)
 
-    def finish_reduce(self) -> None:
-        self.gradients.finish(self)
+    def advance_reduce(self) -> bool:
+        """Take the next step of the reduction under way, waiting for it; true when the gradients are there."""
+        return self.gradients.advance(self)
 
     def reset(self) -> None:
         """Return to rest after a forward or backward that did not end; drops gradients not yet handed out."""

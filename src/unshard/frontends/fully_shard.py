@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm.process_group import transport_for
+from ..comm.solo import SoloTransport
 from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
 from ..engine.options import Options
 from ..engine.residence import residence_for
 from ..engine.unit import Unit
-from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
+from ..errors import AppliedTwiceError, ArgumentError, StateError, UnnamedMeshError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import local_of, make_dtensor, own_parameters
@@ -38,7 +39,8 @@ def fully_shard(
     """Shard the parameters of `module` that no earlier call took, as one unit. Changes the module and returns it.
 
     Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
-    become DTensors, sharded on dim 0 over `mesh` (default: all ranks). `reshard_after_forward` frees the gathered
+    become DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second
+    and keeps replicas over the first. `reshard_after_forward` frees the gathered
     parameters between forward and backward; `None` does so everywhere except on the root. `ignored_params` are left
     as they are: whole, on their device, their gradients not reduced.
     """
@@ -48,7 +50,9 @@ def fully_shard(
     mesh = _default_mesh() if mesh is None else _checked_mesh(mesh)
     device = _device_of(mesh)
     residence = residence_for(offload_policy, device)
-    transport = transport_for(mesh.get_group(), device)
+    shard_dim = mesh.ndim - 1
+    shards = transport_for(mesh.get_group(shard_dim), device)
+    replicas = transport_for(mesh.get_group(0), device) if mesh.ndim == 2 else SoloTransport()
     modules = _managed_modules(module)
     parameters = _managed_parameters(module, modules, ignored_params or set())
     for parameter, names in parameters.items():
@@ -56,9 +60,9 @@ def fully_shard(
     _move_buffers(modules, device)
     with torch.no_grad(), torch.inference_mode(False):
         slots = [
-            _slot(parameter, names, mesh, transport.rank, residence.device) for parameter, names in parameters.items()
+            _slot(parameter, names, mesh, shards.rank, residence.device) for parameter, names in parameters.items()
         ]
-        unit = Unit(slots, transport, device, residence, mp_policy, Options(reshard_after_forward))
+        unit = Unit(slots, shards, replicas, device, residence, mp_policy, Options(reshard_after_forward))
     unit.name = type(module).__name__
     for slot in slots:
         for home in slot.homes:
@@ -115,8 +119,13 @@ def _default_mesh() -> DeviceMesh:
 def _checked_mesh(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
-    if mesh.ndim != 1:
-        raise UnsupportedError(f"fully_shard takes a mesh of one dimension, got {mesh.ndim}: {mesh}.")
+    if mesh.ndim not in (1, 2):
+        raise ArgumentError(f"fully_shard takes a mesh of one or two dimensions, got {mesh.ndim}: {mesh}.")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise UnnamedMeshError(
+            f"A mesh of two dimensions needs names, the first for replicas, the second for shards: {mesh}. Pass "
+            'mesh_dim_names=("replicate", "shard") to init_device_mesh.'
+        )
     if mesh.get_coordinate() is None:
         raise ArgumentError(f"Rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on its ranks.")
     return mesh
@@ -182,10 +191,11 @@ def _slot(
     parameter: nn.Parameter, names: list[tuple[str, Home]], mesh: DeviceMesh, rank: int, device: torch.device
 ) -> Slot:
     """The parameter's place in the unit, its rank's rows as sharded face. The unit copies them into its shard."""
-    cut = Cut(tuple(parameter.shape), mesh.size())
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    cut = Cut(tuple(parameter.shape), mesh.size(mesh.ndim - 1))
     local = parameter.detach().narrow(0, *cut.rows(rank)).contiguous()
     if not local.is_meta:
         local = local.to(device)
-    dtensor = make_dtensor(local, mesh, (Shard(0),), parameter.shape)
+    dtensor = make_dtensor(local, mesh, placements, parameter.shape)
     sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     return Slot(names[0][0], [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engine.hooks import ShardState, state_of
@@ -57,6 +59,35 @@ class FSDPModule:
         """Whether backward reduces gradients. If not, they are summed up, whole, on each rank."""
         self._set("synchronise", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas: whether backward reduces gradients over them too, or keeps the shards' partial sums."""
+        self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's gradients by `factor` instead of by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
+        self._set("divide_factor", float(factor), recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Only sums in this module's collectives; the division follows on the shard."""
+        self._set("force_sum", _bool("enable", enable), recurse=False)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook` with this module's reduced gradients, flat, before they are divided and cast.
+
+        What it writes into the tensor takes effect. With `stream` it runs there; replicas of ours leave no room for it.
+        """
+        if stream is not None and _state(self).unit.replicated:
+            raise ArgumentError("A stream for the hook cannot be combined with a mesh of replicas.")
+        self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the gathered parameters. Overrides the argument and the rule for the root."""
@@ -170,6 +201,20 @@ def _sharded(module: Any) -> ShardState:
 
 def _units(modules: list[Any]) -> list[weakref.ref[Unit]]:
     return [weakref.ref(_sharded(module).unit) for module in modules]
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None) -> Any:
+    if stream is None:
+        return hook
+
+    def run(tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return run
 
 
 def _bool(name: str, value: Any) -> bool:
