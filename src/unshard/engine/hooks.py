@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import StateError
-from ..torch_private import current_backward
+from ..torch_private import current_backward, inside_backward
 from .options import Options
 from .precision import cast_floats
 from .root import Root, refuse_second_root
@@ -31,10 +31,15 @@ def state_of(module: nn.Module) -> ShardState | None:
 
 
 class ShardState:
-    """Ties a unit to its module. The module owns it; it refers neither to the module nor strongly upward."""
+    """Ties a unit to its modules: one, or the several of a list that were sharded as one unit.
+
+    The modules own it; it refers neither to them nor strongly upward.
+    """
 
     def __init__(self, unit: Unit):
         self.unit = unit
+        self._modules: set[int] = set()
+        self._to_run: set[int] = set()
         self._root: weakref.ref[Root] | None = None
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
@@ -42,6 +47,7 @@ class ShardState:
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
         _watch_optimizers()
+        self._modules.add(id(module))
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
@@ -64,10 +70,21 @@ class ShardState:
         if unit.phase is Phase.BACKWARD:
             unit.use()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
             return args, kwargs
+        if self._runs_in_group(root):
+            if unit.phase is Phase.FORWARD:
+                return args, kwargs  # the first module of the list has gathered and watches its inputs
+            self._to_run = set(self._modules)
         root.before_forward(unit)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    def _runs_in_group(self, root: Root) -> bool:
+        """Whether the modules of a list are to be gathered once and freed when the last of them has run.
+
+        Called alone, outside the root's forward (a loss computed in chunks), each is on its own.
+        """
+        return len(self._modules) > 1 and root.in_forward and not inside_backward()
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         unit, root = self.unit, self._live_root()
@@ -80,7 +97,9 @@ class ShardState:
             graph = torch.is_grad_enabled()
             if graph:
                 self._watch_outputs(output)
-            root.after_forward(unit, graph)
+            self._to_run.discard(id(module))
+            if not (self._to_run and self._runs_in_group(root)):
+                root.after_forward(unit, graph)
         return cast_floats(output, unit.policy.output_dtype)
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -165,16 +184,24 @@ class ShardState:
         return self._live_root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
-        states = [(name, state) for name, child in module.named_modules() if (state := state_of(child))]
+        if len(self._modules) > 1:
+            raise StateError(
+                f"Modules that were sharded as a list cannot be the root: {type(module).__name__} ran first. Apply "
+                "fully_shard to a module that contains them, too, and run that one."
+            )
+        names: dict[ShardState, list[str]] = {}
+        for name, child in module.named_modules():
+            if state := state_of(child):
+                names.setdefault(state, []).append(name)
         prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
-        for name, state in states:
+        for state, paths in names.items():
             if state._live_root() is not None:
                 refuse_second_root(state.unit)
-            state.unit.name = name
+            state.unit.name = ", ".join(paths)
             for slot in state.unit.slots:
                 slot.name = prefixes.get(slot.homes[0].module(), "") + slot.homes[0].name
-        self._own_root = Root([state.unit for _, state in states])
-        for _, state in states:
+        self._own_root = Root([state.unit for state in names])
+        for state in names:
             state._root = weakref.ref(self._own_root)
         return self._own_root
 

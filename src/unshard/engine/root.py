@@ -85,6 +85,9 @@ class Root:
             self._end_forward(graph)
 
     def _end_forward(self, graph: bool) -> None:
+        for unit in reversed(self.units):
+            if unit.phase is Phase.FORWARD:
+                self.after_forward(unit, graph)  # a list of modules not all of which have run
         self.in_forward = False
         self._forward_order.end()
         if not graph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,19 +25,21 @@ from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import local_of, make_dtensor, own_parameters
 from .module import mix_in
 
-_Module = TypeVar("_Module", bound=nn.Module)
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: _Module,
+    module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-) -> _Module:
+) -> _Modules:
     """Shard the parameters of `module` that no earlier call took, as one unit. Changes the module and returns it.
+
+    A list of modules becomes one unit: gathered when the first of them runs, freed when the last one has.
 
     Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
     become DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second
@@ -53,8 +56,9 @@ def fully_shard(
     shard_dim = mesh.ndim - 1
     shards = transport_for(mesh.get_group(shard_dim), device)
     replicas = transport_for(mesh.get_group(0), device) if mesh.ndim == 2 else SoloTransport()
-    modules = _managed_modules(module)
-    parameters = _managed_parameters(module, modules, ignored_params or set())
+    tops = _tops(module)
+    modules = _managed_modules(tops)
+    parameters = _managed_parameters(tops, modules, ignored_params or set())
     for parameter, names in parameters.items():
         _check_parameter(names[0][0], parameter)
     _move_buffers(modules, device)
@@ -63,12 +67,14 @@ def fully_shard(
             _slot(parameter, names, mesh, shards.rank, residence.device) for parameter, names in parameters.items()
         ]
         unit = Unit(slots, shards, replicas, device, residence, mp_policy, Options(reshard_after_forward))
-    unit.name = type(module).__name__
+    unit.name = ", ".join(type(top).__name__ for top in tops)
     for slot in slots:
         for home in slot.homes:
             home.put(slot.sharded)
-    mix_in(module)
-    ShardState(unit).attach(module)
+    state = ShardState(unit)
+    for top in tops:
+        mix_in(top)
+        state.attach(top)
     return module
 
 
@@ -76,8 +82,20 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _check_arguments(module: Any, reshard_after_forward: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}.")
+    if isinstance(module, list | tuple):
+        if not module:
+            raise ArgumentError("fully_shard got an empty list of modules.")
+        for each in module:
+            _check_module(each)
+    else:
+        _check_module(module)
+
+
+def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"fully_shard takes an nn.Module, got {type(module).__name__}.")
+        raise ArgumentError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}.")
     name = type(module).__name__
     if state_of(module) is not None:
         raise AppliedTwiceError(f"fully_shard was already applied to this {name}; apply it once per module.")
@@ -93,8 +111,13 @@ def _check_arguments(module: Any, reshard_after_forward: Any) -> None:
                 f"fully_shard was applied to {name} after {child_name!r} inside it ran a forward. Shard bottom-up, "
                 "the whole model before its first forward."
             )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}.")
+
+
+def _tops(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules given, without those inside others of them."""
+    given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
+    inside = {child for top in given for child in top.modules() if child is not top}
+    return [top for top in given if top not in inside]
 
 
 def _defines_forward(module: nn.Module) -> bool:
@@ -137,7 +160,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _managed_modules(module: nn.Module) -> list[nn.Module]:
+def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
     managed: dict[nn.Module, None] = {}
 
@@ -148,15 +171,16 @@ def _managed_modules(module: nn.Module) -> list[nn.Module]:
             visit(child)
         managed[current] = None
 
-    visit(module)
+    for top in tops:
+        visit(top)
     return list(managed)
 
 
 def _managed_parameters(
-    module: nn.Module, modules: list[nn.Module], ignored: set[nn.Parameter]
+    tops: list[nn.Module], modules: list[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, list[tuple[str, Home]]]:
     """Each distinct parameter with all names under which it is registered, children's first."""
-    prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
+    prefixes = {child: f"{name}." if name else "" for top in tops for name, child in top.named_modules()}
     found: dict[nn.Parameter, list[tuple[str, Home]]] = {}
     for owner in modules:
         for name, parameter in own_parameters(owner).items():
