@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import loopback, world
+from distributed.test_plugins import IGNORED, ToyGather, ToyMany, ToyReduceScatter
 
+from unshard.comm.plugin import PluginTransport
 from unshard.comm.process_group import ProcessGroupTransport, transport_for
 from unshard.comm.solo import SoloTransport
 
@@ -38,6 +40,11 @@ def conforms(transport, rank: int, size: int, equal_ranks: bool = False) -> None
         assert results[0].tolist() == pytest.approx([scale * (2 * rank + mean), scale * (2 * rank + 1 + mean)])
         assert results[1].item() == pytest.approx(scale * (1 + mean), rel=0.01)
         assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    tensors = [torch.full((2,), 1.0 + value(rank)), torch.full((3,), 2.0 * value(rank)).double()]
+    transport.all_reduce(tensors, average=True).wait()
+    mean = sum(value(r) for r in range(size)) / size
+    assert tensors[0].tolist() == pytest.approx([1 + mean] * 2)
+    assert tensors[1].tolist() == pytest.approx([2 * mean] * 3)
 
 
 def test_solo_conforms() -> None:
@@ -56,6 +63,15 @@ def test_a_group_that_cannot_group_conforms() -> None:
     transport = ProcessGroupTransport(dist.group.WORLD, CPU)
     assert transport.gathers_groups and transport.reduces_groups
     transport.gathers_groups = transport.reduces_groups = False
+    conforms(transport, dist.get_rank(), dist.get_world_size())
+
+
+@IGNORED
+@pytest.mark.parametrize("gather", [ToyGather, ToyMany])
+@world(1, 2, 3)
+def test_a_users_transport_conforms(gather: type) -> None:
+    base = transport_for(dist.group.WORLD, CPU)
+    transport = PluginTransport(base, dist.group.WORLD, gather(), ToyReduceScatter())
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 

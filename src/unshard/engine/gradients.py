@@ -32,6 +32,9 @@ class Gradients:
         """Whether autograd left a gradient that was not taken yet."""
         return any(slot.full is not None and slot.full.grad is not None for slot in self._slots)
 
+    def change_transport(self, transport: Transport) -> None:
+        self._transport = transport
+
     def waits(self, options: Options) -> bool:
         """Whether earlier backwards left sums that the end of this one has to reduce."""
         kept = self.state is GradState.LOCAL and options.synchronise

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..comm.plugin import AllGather, PluginTransport, ReduceScatter
+from ..comm.process_group import transport_for
 from ..errors import StateError
 from ..torch_private import current_backward, inside_backward
 from .options import Options
@@ -36,8 +38,10 @@ class ShardState:
     The modules own it; it refers neither to them nor strongly upward.
     """
 
-    def __init__(self, unit: Unit):
+    def __init__(self, unit: Unit, group: Any):
         self.unit = unit
+        self.group = group
+        self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
         self._modules: set[int] = set()
         self._to_run: set[int] = set()
         self._root: weakref.ref[Root] | None = None
@@ -145,6 +149,14 @@ class ShardState:
         root = self._live_root()
         if root is not None:
             root.after_backward(self.unit)
+
+    # -- plug-ins -------------------------------------------------------------------------------------------
+
+    def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
+        """Send this unit's shards through a user's collectives; `None` keeps what is installed."""
+        self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
+        base = transport_for(self.group, self.unit.device)
+        self.unit.change_transport(PluginTransport(base, self.group, *self.plugins))
 
     # -- state dicts ----------------------------------------------------------------------------------------
 

@@ -70,6 +70,11 @@ class Sharded:
             "initialised, or by loading a state dict with assign=True, before the first forward."
         )
 
+    def change_transport(self, transport: Transport) -> None:
+        self._transport = transport
+        with torch.no_grad(), torch.inference_mode(False):
+            self.master = self._lay_out()
+
     def writes(self) -> int:
         """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
         return count_writes(self._written)

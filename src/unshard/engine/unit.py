@@ -97,6 +97,20 @@ class Unit:
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(self)
 
+    def change_transport(self, transport: Transport) -> None:
+        """Send through another transport from now on; it may need another layout."""
+        self.reshard()
+        self.settle()
+        self.gradients.forget_buffers(self)
+        self._transport = transport
+        self.sharded.change_transport(transport)
+        self.gradients.change_transport(transport)
+        self._gather = None
+
+    @property
+    def transport(self) -> Transport:
+        return self._transport
+
     def reduce(self, last: bool = False) -> None:
         self.gradients.reduce(self, self.options, last)
 

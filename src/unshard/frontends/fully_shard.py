@@ -71,7 +71,7 @@ def fully_shard(
     for slot in slots:
         for home in slot.homes:
             home.put(slot.sharded)
-    state = ShardState(unit)
+    state = ShardState(unit, mesh.get_group(shard_dim))
     for top in tops:
         mix_in(top)
         state.attach(top)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.plugin import AllGather, ReduceScatter
 from ..engine.hooks import ShardState, state_of
 from ..engine.states import ParamState
 from ..engine.unit import Unit
@@ -88,6 +89,18 @@ class FSDPModule:
         if stream is not None and _state(self).unit.replicated:
             raise ArgumentError("A stream for the hook cannot be combined with a mesh of replicas.")
         self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with `comm` instead of the process group's own all-gather."""
+        if not isinstance(comm, AllGather):
+            raise ArgumentError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
+        _state(self).install(comm, None)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with `comm` instead of the process group's own reduce-scatter."""
+        if not isinstance(comm, ReduceScatter):
+            raise ArgumentError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
+        _state(self).install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the gathered parameters. Overrides the argument and the rule for the root."""
