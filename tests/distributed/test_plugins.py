@@ -23,7 +23,8 @@ class Counting:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.allocated.append((tuple(size), dtype))
-        return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+        poison = float("nan") if dtype.is_floating_point else 99
+        return torch.full(tuple(size), poison, dtype=dtype, device=device)
 
 
 class ToyGather(Counting, AllGather):
