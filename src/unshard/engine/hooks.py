@@ -42,8 +42,8 @@ class ShardState:
         self.unit = unit
         self.group = group
         self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
-        self._modules: set[int] = set()
-        self._to_run: set[int] = set()
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._to_run: set[weakref.ref[nn.Module]] = set()
         self._root: weakref.ref[Root] | None = None
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
@@ -51,13 +51,19 @@ class ShardState:
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
         _watch_optimizers()
-        self._modules.add(id(module))
+        self.adopt([module])
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_post_hook(self.post_load)
+
+    def adopt(self, modules: list[nn.Module]) -> None:
+        self._modules += [weakref.ref(module) for module in modules]
+
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
 
     # -- forward --------------------------------------------------------------------------------------------
 
@@ -101,7 +107,7 @@ class ShardState:
             graph = torch.is_grad_enabled()
             if graph:
                 self._watch_outputs(output)
-            self._to_run.discard(id(module))
+            self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
                 root.after_forward(unit, graph)
         return cast_floats(output, unit.policy.output_dtype)

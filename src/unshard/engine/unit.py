@@ -34,10 +34,9 @@ class Unit:
         self.device, self.policy, self.options = device, policy, options
         self.sharded = Sharded(slots, shards, residence, policy)
         self.gradients = Gradients(self.sharded, shards, replicas, device)
-        self.replicated = replicas.world > 1
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
-        self._transport = shards
+        self._transport, self._replicas = shards, replicas
         self._faces = Faces(slots)
         self._gather: Gather | None = None
         self._work: Work | None = None
@@ -108,8 +107,9 @@ class Unit:
         self._gather = None
 
     @property
-    def transport(self) -> Transport:
-        return self._transport
+    def transports(self) -> tuple[Transport, Transport]:
+        """Over the shards, and over the replicas."""
+        return self._transport, self._replicas
 
     def reduce(self, last: bool = False) -> None:
         self.gradients.reduce(self, self.options, last)

@@ -14,7 +14,8 @@ from ..comm.plugin import AllGather, ReduceScatter
 from ..engine.hooks import ShardState, state_of
 from ..engine.states import ParamState
 from ..engine.unit import Unit
-from ..errors import ArgumentError, PolicyError, UnsupportedError
+from ..errors import ArgumentError, PolicyError
+from .copying import copy_sharded
 
 _MIXED: dict[type, type] = {}
 
@@ -86,7 +87,7 @@ class FSDPModule:
 
         What it writes into the tensor takes effect. With `stream` it runs there; replicas of ours leave no room for it.
         """
-        if stream is not None and _state(self).unit.replicated:
+        if stream is not None and _state(self).unit.transports[1].world > 1:
             raise ArgumentError("A stream for the hook cannot be combined with a mesh of replicas.")
         self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
 
@@ -154,10 +155,9 @@ class FSDPModule:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnsupportedError(
-            f"A sharded {type(self).__name__} cannot be deep-copied. Build the model again, apply fully_shard and load "
-            "this one's state_dict()."
-        )
+        """A second sharded model with the same values: for an average of the weights, say."""
+        assert isinstance(self, nn.Module)
+        return copy_sharded(self, memo)
 
 
 class UnshardHandle:
