@@ -5,9 +5,12 @@ Checked with torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # One call for many tensors; what `torch.optim` itself is built on. Documented, but with underscores. All versions.
 foreach_copy = torch._foreach_copy_
@@ -91,6 +96,26 @@ def inside_backward() -> bool:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward is over; only valid inside one. All versions."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Tensors made in here are plain ones even inside `torch.func.grad`, `vmap` and the like. All versions."""
+    return torch._C._DisableFuncTorch()
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Keep `torch.compile` from tracing `function`: it breaks the graph and runs as it is.
+
+    `torch.compiler.disable` would import the compiler, seconds for every program; this waits until somebody else has.
+    All versions.
+    """
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:

@@ -416,6 +416,20 @@ def test_gradients_can_be_copied_and_saved() -> None:
 
 
 @world(2)
+def test_a_model_that_never_ran_is_freed_at_once() -> None:
+    sharded()
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded()
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@world(2)
 def test_deleting_the_model_frees_it_without_the_garbage_collector() -> None:
     """Contract ME-17: no reference leads back up."""
     model = sharded()

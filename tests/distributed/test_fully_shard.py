@@ -191,13 +191,13 @@ def _halve_foreach(parameters: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("halve", [_halve_directly, _halve_locally, _halve_foreach])
 @world(2)
 def test_no_stale_weights_after_an_eval_forward(halve: Callable) -> None:
-    """Contract RAF-13 improved: the root keeps its gathered weights after forward, unless they have changed."""
-    model, reference = sharded(), Stack()
+    """Contract CM-18, RAF-13 improved: weights that are kept after forward are gathered again if they have changed."""
+    model, reference = sharded(reshard_after_forward=False), Stack()
     with torch.no_grad():
         loss_of(model)
         with Collectives() as calls:
             loss_of(model)
-        assert len(calls.calls) == 3  # the root's own are still there
+        assert calls.calls == []
         halve([slot.sharded for unit in units(model) for slot in unit.slots])
         _halve_directly(list(reference.parameters()))
         torch.testing.assert_close(loss_of(model), loss_of(reference))
@@ -273,6 +273,23 @@ def test_a_unit_is_closed_as_soon_as_its_inputs_are_done() -> None:
     assert phases == [Phase.IDLE, Phase.IDLE]
 
 
+@world(2)
+def test_after_a_forward_without_graph_everything_is_at_rest() -> None:
+    """Contract LZY-06 improved: an optimizer built after a first evaluation gets the parameters it must step."""
+    model, reference = sharded(), Stack()
+    with torch.no_grad():
+        loss_of(model)
+    assert_at_rest(model)
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            loss_of(each).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model), loss_of(reference))
+
+
 # --- gradients over several backwards ----------------------------------------------------------------------------
 
 
@@ -305,6 +322,19 @@ def test_accumulation_without_communication(reduce_dtype: torch.dtype | None) ->
         loss_of(reference, seed).backward()
     assert_gradients(model, reference)
     assert_at_rest(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@world(2)
+def test_zero_grad_between_forward_and_backward(set_to_none: bool) -> None:
+    """The root's parameters are whole then; the gradients of the sharded ones are cleared all the same."""
+    model, reference = sharded(), Stack()
+    for each in (model, reference):
+        loss_of(each, 1).backward()
+        loss = loss_of(each)
+        each.zero_grad(set_to_none)
+        loss.backward()
+    assert_gradients(model, reference)
 
 
 # --- frozen, tied and mixed --------------------------------------------------------------------------------------
@@ -611,7 +641,7 @@ def test_a_child_that_ran_first() -> None:
     """Contract LZY-02, LZY-03."""
     model = sharded()
     model.blocks[0](batch())
-    with pytest.raises(StateError, match=r"blocks.0|ran its own forward"):
+    with pytest.raises(StateError, match=r"Unit 'blocks.0' ran its own forward"):
         model(batch())
     model = sharded()
     loss_of(model).backward()

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..comm.plugin import AllGather, PluginTransport, ReduceScatter
 from ..comm.process_group import transport_for
 from ..errors import StateError
-from ..torch_private import current_backward, inside_backward
+from ..torch_private import current_backward, inside_backward, never_compiled
 from .options import Options
 from .precision import cast_floats
 from .root import Root, refuse_second_root
@@ -67,6 +67,7 @@ class ShardState:
 
     # -- forward --------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
         # An exception that is already being handled when forward begins is not forward's.
@@ -96,6 +97,7 @@ class ShardState:
         """
         return len(self._modules) > 1 and root.in_forward and not inside_backward()
 
+    @never_compiled
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         unit, root = self.unit, self._live_root()
         if not self._handled or root is None:
@@ -214,7 +216,7 @@ class ShardState:
         prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
         for state, paths in names.items():
             if state._live_root() is not None:
-                refuse_second_root(state.unit)
+                refuse_second_root(", ".join(paths))
             state.unit.name = ", ".join(paths)
             for slot in state.unit.slots:
                 slot.name = prefixes.get(slot.homes[0].module(), "") + slot.homes[0].name

@@ -18,7 +18,7 @@ class Options:
     """Read anew at every use, so a change takes effect at once."""
 
     reshard_after_forward: bool | None = None
-    """`None` lets the root decide at the first forward."""
+    """`None` keeps the root's own unit for its backward and frees the others."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     """False where no gradient depends on the parameters' values: an embedding."""

@@ -28,9 +28,6 @@ class Root:
         self.in_forward = False
         self.in_backward = False
         _refuse_shared_parameters(units)
-        for unit in units:
-            if unit.options.reshard_after_forward is None:
-                unit.options.reshard_after_forward = unit is not self.own
 
     @property
     def own(self) -> Unit:
@@ -79,10 +76,18 @@ class Root:
         if inside_backward():
             return
         self._backward_order.push(self._number[unit])
-        if unit.options.reshard_after_forward:
+        if self._frees_after_forward(unit, graph):
             unit.reshard()
         if unit is self.own and self.in_forward:
             self._end_forward(graph)
+
+    def _frees_after_forward(self, unit: Unit, graph: bool) -> bool:
+        chosen = unit.options.reshard_after_forward
+        if chosen is not None:
+            return chosen
+        # By default the root is kept for the backward that begins with it; without a graph there will be none, and a
+        # program that looks at its parameters next should meet the sharded ones.
+        return unit is not self.own or not graph
 
     def _end_forward(self, graph: bool) -> None:
         for unit in reversed(self.units):
@@ -231,8 +236,8 @@ def _refuse_shared_parameters(units: list[Unit]) -> None:
                 )
 
 
-def refuse_second_root(unit: Unit) -> None:
+def refuse_second_root(name: str) -> None:
     raise StateError(
-        f"{unit} ran its own forward before its parent's and became a root. Run the outermost module first, or do not "
-        "apply fully_shard above it."
+        f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "
+        "do not apply fully_shard above it."
     )

@@ -8,6 +8,7 @@ from torch import nn
 from ..comm.interface import Transport, Work
 from ..errors import StateError
 from ..policies import MixedPrecisionPolicy
+from ..torch_private import outside_transforms
 from .faces import Faces, Slot
 from .gather import Gather
 from .gradients import Gradients
@@ -128,10 +129,10 @@ class Unit:
         for slot in self.slots:
             if slot.sharded.requires_grad and not slot.sharded.is_floating_point():
                 raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), outside_transforms():
             gather = Gather(self.sharded.master, self._transport, self.device, self.sharded.residence.away)
             for slot, anchor in zip(self.slots, gather.places(), strict=True):
-                slot.anchor, slot.full = anchor, nn.Parameter(anchor, requires_grad=False)
+                slot.anchor, slot.full = anchor, nn.Parameter(anchor, requires_grad=slot.sharded.requires_grad)
         return gather
 
     def _finish_gather(self) -> None:

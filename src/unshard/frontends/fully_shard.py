@@ -128,7 +128,8 @@ def _checked_type(name: str, value: Any, expected: type) -> Any:
     if value is None:
         return expected()
     if not isinstance(value, expected):
-        raise ArgumentError(f"{name} must be a {expected.__module__}.{expected.__name__}, got {value!r}.")
+        found = f"{type(value).__module__}.{type(value).__name__}"
+        raise ArgumentError(f"{name} must be an unshard.{expected.__name__}, got a {found}: {value!r}.")
     return value
 
 
@@ -163,17 +164,16 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
     managed: dict[nn.Module, None] = {}
-
-    def visit(current: nn.Module) -> None:
-        if state_of(current) is not None or current in managed:
-            return
-        for child in current.children():
-            visit(child)
-        managed[current] = None
-
     for top in tops:
-        visit(top)
+        _add_managed(top, managed)
     return list(managed)
+
+
+def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
+    if state_of(module) is None and module not in managed:
+        for child in module.children():
+            _add_managed(child, managed)
+        managed[module] = None
 
 
 def _managed_parameters(
