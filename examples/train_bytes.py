@@ -37,7 +37,7 @@ SAMPLE_BYTES = 160
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level transformer, fully sharded.")
-    parser.add_argument("--steps", type=int, default=90, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=70, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks, one shard unit each")
     parser.add_argument("--dim", type=int, default=224, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--seq", type=int, default=128, help="bytes per training window")
