@@ -8,7 +8,7 @@ peer        PyTorch's own fully_shard, to compare with
 recorders   which collectives and which operations ran
 loopback    one rank of a job whose other ranks do not exist
 lane        when its collectives read and write: at the worst moments allowed
-silent      a job whose collectives do nothing
+simulated   training as one rank of such a job
 """
 
 from bed.world import world

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from bed import silent, world
+from bed import loopback, world
 from bed.recorders import Call, Collectives, TorchCalls
 from torch import nn
 
@@ -153,7 +153,7 @@ def added_calls(parameters: int) -> dict[str, int]:
 
 def test_calls_per_unit_do_not_depend_on_the_number_of_parameters() -> None:
     """At most twelve, a collective and a `_foreach` counting once: the cost rule of docs/design.md."""
-    with silent.job(world=2):
+    with loopback.job(world=2):
         few, many = added_calls(5), added_calls(50)
     assert few == many
     assert sum(few.values()) <= 12, few

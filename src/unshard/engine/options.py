@@ -5,12 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 
 @dataclass
@@ -38,6 +35,6 @@ class Options:
     """Called with the reduced gradients of the unit before they are divided and cast."""
     last_backward: bool = True
     """On the root: whether the end of the next backward ends the iteration."""
-    forward_prefetch: list[weakref.ref[Unit]] | None = None
+    forward_prefetch: list[weakref.ref[Any]] | None = None
     """Units to gather with this one, instead of the next one in the learned order."""
-    backward_prefetch: list[weakref.ref[Unit]] | None = None
+    backward_prefetch: list[weakref.ref[Any]] | None = None
