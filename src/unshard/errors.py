@@ -26,6 +26,10 @@ class UnnamedMeshError(UnshardError, AssertionError):
     """A mesh of several dimensions does not say which is which."""
 
 
+class DimensionError(UnshardError, AssertionError):
+    """A parameter does not have the dimension it should be cut along."""
+
+
 class UnsupportedError(UnshardError, NotImplementedError):
     """The request is understood and not supported."""
 

@@ -408,7 +408,7 @@ def test_a_parameter_in_two_units_is_refused() -> None:
     model = Stack()
     model.blocks[1].first.weight = model.blocks[0].first.weight
     sharded(model)
-    with pytest.raises(ArgumentError, match=r"blocks.0.first.weight.*blocks.1.first.weight.*in one unit"):
+    with pytest.raises(ArgumentError, match=r"blocks.0.first.weight.*blocks.1.first.weight.*as one unit"):
         model(batch())
 
 

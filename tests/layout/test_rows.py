@@ -108,3 +108,18 @@ def test_a_placement_checks_itself() -> None:
         Placement((Place(8, 300, 1, (0,)),), 400)
     with pytest.raises(AssertionError, match="cannot hold"):
         Placement((Place(0, 300, 1, (0,)),), 299)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_another_dimension(world: int) -> None:
+    """Contract LAY-06: equal pieces along the dimension, and never a region of their own."""
+    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    cut = Cut((4, 6, 5), world, dim=1)
+    for rank, chunk in enumerate(whole.chunk(world, 1)):
+        assert cut.local_shape(rank) == tuple(chunk.shape) and cut.piece == chunk.numel()
+        assert torch.equal(whole.narrow(1, *cut.rows(rank)), chunk)
+    with pytest.raises(AssertionError, match="not divisible"):
+        Cut((4, 6, 5), 4, dim=1)
+    large = Item(Cut((256, 512), world, dim=1), 0, 4)
+    (region,) = arrange([large], (0,), Grouping.GROUPED)
+    assert region.packed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm.interface import Done, Transport, Work
-from ..layout.rows import Grouping, Place, Region, arrange, place
+from ..layout.rows import Cut, Grouping, Place, Region, arrange, place
 from ..torch_private import foreach_copy
 from .buffers import Buffer
 from .master import Master
@@ -21,6 +21,20 @@ class CopyOut:
     source: torch.Tensor
     sizes: list[int]
     targets: list[torch.Tensor]
+
+    def run(self) -> None:
+        torch.split_with_sizes_copy(self.source, self.sizes, dim=1, out=self.targets)
+
+
+@dataclass(frozen=True)
+class CrossedCopyOut:
+    """The same where some parameters are cut along another dimension: piece by piece into strided views of them."""
+
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+    def run(self) -> None:
+        foreach_copy(self.targets, self.sources)
 
 
 class Gather:
@@ -66,7 +80,7 @@ class Gather:
         """Wait, and copy packed parameters to their places."""
         work.wait()
         for copy in self._copies:
-            torch.split_with_sizes_copy(copy.source, copy.sizes, dim=1, out=copy.targets)
+            copy.run()
         self.staging.release()
 
     def release(self) -> None:
@@ -99,7 +113,25 @@ class Gather:
             for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True)
         ]
 
-    def _copy_out(self, region: Region, spot: Place) -> CopyOut:
+    def _copy_out(self, region: Region, spot: Place) -> CopyOut | CrossedCopyOut:
+        if any(self._master.cuts[index].crossed for index in region.members):
+            return self._crossed_copy_out(region, spot)
+        return self._plain_copy_out(region, spot)
+
+    def _crossed_copy_out(self, region: Region, spot: Place) -> CrossedCopyOut:
+        sources, targets = [], []
+        for run, start in zip(region.runs, spot.runs, strict=True):
+            dtype = self._master.segments.kinds[run.segment].compute
+            for index, first in zip(run.members, run.starts, strict=True):
+                cut = self._master.cuts[index]
+                whole = self.full.tensor(dtype, self._full_places[index].offset, _padded(cut))
+                for rank, target in enumerate(whole.chunk(cut.world, cut.dim)):
+                    offset = spot.offset + rank * spot.piece + start + first * dtype.itemsize
+                    sources.append(self.staging.tensor(dtype, offset, target.shape))
+                    targets.append(target)
+        return CrossedCopyOut(sources, targets)
+
+    def _plain_copy_out(self, region: Region, spot: Place) -> CopyOut:
         """Columns of a packed region, in its elements or, for several dtypes, in bytes."""
         kinds = [self._master.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
@@ -120,6 +152,10 @@ def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype they share, or bytes."""
     kinds = set(dtypes)
     return kinds.pop() if len(kinds) == 1 else torch.uint8
+
+
+def _padded(cut: Cut) -> tuple[int, ...]:
+    return (*cut.shape[: cut.dim], cut.chunk * cut.world, *cut.shape[cut.dim + 1 :])
 
 
 def _single(master: Master, index: int) -> list[Region]:

@@ -54,10 +54,19 @@ class Pack:
     table: torch.Tensor
     members: tuple[int, ...]
     filler: dict[torch.dtype, list[torch.Tensor]]
+    crossed: dict[int, int]
+    """The dimension along which a parameter is cut, where it is not the first."""
 
     def fill(self, gradients: dict[int, torch.Tensor]) -> None:
         columns = [gradients[index] for index in self.members]
+        if self.crossed:
+            columns = [self._turned(index, column) for index, column in zip(self.members, columns, strict=True)]
         chunk_cat_into(self.table, columns + self.filler[columns[0].dtype], self.table.shape[0])
+
+    def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The ranks' pieces of a crossed parameter's gradient one after the other."""
+        dim = self.crossed.get(index)
+        return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
 
 
 class Reduction:
@@ -116,7 +125,9 @@ class Reduction:
             dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
             for dtype in (kind.compute, kind.reduce)  # kept sums arrive in the reduce dtype
         }
-        self._packs.append(Pack(table, run.members, filler))
+        cuts = self._master.cuts
+        crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}
+        self._packs.append(Pack(table, run.members, filler, crossed))
 
     def start(self, gradients: dict[int, torch.Tensor], options: Options) -> Pending:
         """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""

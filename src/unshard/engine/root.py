@@ -231,8 +231,8 @@ def _refuse_shared_parameters(units: list[Unit]) -> None:
             if other is not unit:
                 raise ArgumentError(
                     f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "
-                    "same, but were sharded by two calls of fully_shard. Shard both modules in one unit: apply "
-                    "fully_shard only to a module that contains them both."
+                    "same, but were sharded by two calls of fully_shard. Shard both modules as one unit: "
+                    "fully_shard([first, second])."
                 )
 
 

@@ -8,13 +8,19 @@ from typing import TypeVar
 from ..errors import StateError
 
 
-class ParamState(Enum):
+class State(Enum):
+    """Compared by identity; the hash that enums come with is a Python function, and states are looked up often."""
+
+    __hash__ = object.__hash__
+
+
+class ParamState(State):
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
 
 
-class GradState(Enum):
+class GradState(State):
     EMPTY = "empty"
     LOCAL = "local"
     REDUCING = "reducing"
@@ -22,7 +28,7 @@ class GradState(Enum):
     REDUCED = "reduced"
 
 
-class Phase(Enum):
+class Phase(State):
     """What the unit's module is doing; tells a recomputation in backward from an ordinary forward."""
 
     IDLE = "idle"

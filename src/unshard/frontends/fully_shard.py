@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from ..engine.hooks import ShardState, state_of
 from ..engine.options import Options
 from ..engine.residence import residence_for
 from ..engine.unit import Unit
-from ..errors import AppliedTwiceError, ArgumentError, StateError, UnnamedMeshError, UnsupportedError
+from ..errors import AppliedTwiceError, ArgumentError, DimensionError, StateError, UnnamedMeshError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import local_of, make_dtensor, own_parameters
@@ -33,6 +33,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -43,9 +44,10 @@ def fully_shard(
 
     Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
     become DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second
-    and keeps replicas over the first. `reshard_after_forward` frees the gathered
-    parameters between forward and backward; `None` does so everywhere except on the root. `ignored_params` are left
-    as they are: whole, on their device, their gradients not reduced.
+    and keeps replicas over the first. `reshard_after_forward` frees the gathered parameters between forward and
+    backward; `None` does so everywhere except on the root. `shard_placement_fn` may choose another dimension for a
+    parameter, if the number of shards divides its size. `ignored_params` are left as they are: whole, on their device,
+    their gradients not reduced.
     """
     _check_arguments(module, reshard_after_forward)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
@@ -61,10 +63,15 @@ def fully_shard(
     parameters = _managed_parameters(tops, modules, ignored_params or set())
     for parameter, names in parameters.items():
         _check_parameter(names[0][0], parameter)
+    dims = {
+        parameter: _shard_dim(names[0][0], parameter, shard_placement_fn, shards.world)
+        for parameter, names in parameters.items()
+    }
     _move_buffers(modules, device)
     with torch.no_grad(), torch.inference_mode(False):
         slots = [
-            _slot(parameter, names, mesh, shards.rank, residence.device) for parameter, names in parameters.items()
+            _slot(parameter, names, mesh, dims[parameter], shards.rank, residence.device)
+            for parameter, names in parameters.items()
         ]
         unit = Unit(slots, shards, replicas, device, residence, mp_policy, Options(reshard_after_forward))
     unit.name = ", ".join(type(top).__name__ for top in tops)
@@ -204,6 +211,28 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedError(f"Parameter {name!r} is {parameter.dtype}, {parameter.layout}; it cannot be sharded.")
 
 
+def _shard_dim(
+    name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Shard | None] | None, shards: int
+) -> int:
+    """The dimension that the user chose for a parameter, or the first."""
+    placement = choose(parameter) if choose is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ArgumentError(f"shard_placement_fn must return a Shard or None, got {placement!r} for {name!r}.")
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise DimensionError(
+            f"shard_placement_fn chose {placement} for {name!r}, which has {parameter.ndim} dimensions."
+        )
+    if dim and parameter.shape[dim] % shards:
+        raise UnsupportedError(
+            f"Dimension {dim} of {name!r} has size {parameter.shape[dim]}, which {shards} shards do not divide. Only "
+            "dimension 0 may be uneven: return None or Shard(0) for this parameter."
+        )
+    return dim
+
+
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
     for module in modules:
         for buffer in module.buffers(recurse=False):
@@ -212,12 +241,17 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
 
 
 def _slot(
-    parameter: nn.Parameter, names: list[tuple[str, Home]], mesh: DeviceMesh, rank: int, device: torch.device
+    parameter: nn.Parameter,
+    names: list[tuple[str, Home]],
+    mesh: DeviceMesh,
+    dim: int,
+    rank: int,
+    device: torch.device,
 ) -> Slot:
     """The parameter's place in the unit, its rank's rows as sharded face. The unit copies them into its shard."""
-    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    cut = Cut(tuple(parameter.shape), mesh.size(mesh.ndim - 1))
-    local = parameter.detach().narrow(0, *cut.rows(rank)).contiguous()
+    placements = (Shard(dim),) if mesh.ndim == 1 else (Replicate(), Shard(dim))
+    cut = Cut(tuple(parameter.shape), mesh.size(mesh.ndim - 1), dim)
+    local = parameter.detach().narrow(dim, *cut.rows(rank)).contiguous()
     if not local.is_meta:
         local = local.to(device)
     dtensor = make_dtensor(local, mesh, placements, parameter.shape)

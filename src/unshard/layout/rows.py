@@ -35,15 +35,28 @@ def align(offset: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """How dim 0 of one parameter is cut over the ranks."""
+    """How one dimension of a parameter is cut over the ranks.
+
+    Cut along dim 0, the pieces of all ranks one after the other are the parameter. Cut along another dimension they
+    are not; such a parameter is *crossed*, and has to be copied on its way in and out.
+    """
 
     shape: tuple[int, ...]
     world: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dim and self.shape[self.dim] % self.world:
+            raise AssertionError(f"dim {self.dim} of {self.shape} is not divisible by {self.world}")
+
+    @property
+    def crossed(self) -> bool:
+        return self.dim > 0
 
     @property
     def width(self) -> int:
-        """Elements in one row."""
-        return prod(self.shape[1:])
+        """Elements of the parameter for each index of the dimension that is cut."""
+        return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
     @property
     def numel(self) -> int:
@@ -51,8 +64,8 @@ class Cut:
 
     @property
     def chunk(self) -> int:
-        """Rows of every rank's piece, padding included."""
-        return -(-self.shape[0] // self.world)
+        """Length of every rank's piece along the dimension, padding included."""
+        return -(-self.shape[self.dim] // self.world)
 
     @property
     def piece(self) -> int:
@@ -60,12 +73,12 @@ class Cut:
         return self.chunk * self.width
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """First row and number of rows that `rank` really has."""
-        first = min(rank * self.chunk, self.shape[0])
-        return first, min(self.chunk, self.shape[0] - first)
+        """First index along the dimension and number of indices that `rank` really has."""
+        first = min(rank * self.chunk, self.shape[self.dim])
+        return first, min(self.chunk, self.shape[self.dim] - first)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        return (self.rows(rank)[1], *self.shape[1:])
+        return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Region:
-    """What one tensor of a collective carries: one parameter, or small ones packed rank by rank."""
+    """What one tensor of a collective carries: one parameter, or several packed rank by rank."""
 
     runs: tuple[Run, ...]
     packed: bool
@@ -133,7 +146,8 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -
 
 
 def _alone(items: Sequence[Item], members: Sequence[int]) -> set[int]:
-    large = sorted((i for i in members if items[i].nbytes >= PACK_BELOW), key=lambda i: -items[i].nbytes)
+    large = [index for index in members if items[index].nbytes >= PACK_BELOW and not items[index].cut.crossed]
+    large.sort(key=lambda index: -items[index].nbytes)
     room = max(GROUP_LIMIT - len({items[i].segment for i in members}), 1)
     return {index for rank, index in enumerate(large) if rank < room or items[index].nbytes >= NEVER_PACK_FROM}
 
