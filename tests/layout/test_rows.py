@@ -120,6 +120,6 @@ def test_another_dimension(world: int) -> None:
         assert torch.equal(whole.narrow(1, *cut.rows(rank)), chunk)
     with pytest.raises(AssertionError, match="not divisible"):
         Cut((4, 6, 5), 4, dim=1)
-    large = Item(Cut((256, 512), world, dim=1), 0, 4)
+    large = Item(Cut((256, 600), world, dim=1), 0, 4)
     (region,) = arrange([large], (0,), Grouping.GROUPED)
     assert region.packed
