@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from unshard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from unshard.frontends.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 
 
 def count(kind: str, function) -> int:
@@ -258,3 +259,37 @@ def test_ignored_parameters_are_left_alone() -> None:
     loss_of(reference, dist.get_rank()).backward()
     torch.testing.assert_close(bias.grad, reference.blocks[0].first.bias.grad, rtol=1e-5, atol=1e-7)
     assert isinstance(model.blocks[0].first.weight.grad, DTensor)
+
+
+class Noted:
+    """Stands for an event of an accelerator."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@world(2)
+def test_the_next_forward_waits_for_the_optimizer() -> None:
+    """Contract API-14, RUN-26."""
+    model, event = sharded(), Noted()
+    loss_of(model).backward()
+    model.set_post_optim_event(event)
+    assert event.waits == 0
+    loss_of(model)
+    loss_of(model)
+    assert event.waits == 1
+
+
+@world(1)
+def test_mixed_classes() -> None:
+    """Contract CLS-03 to CLS-05, API-25."""
+    first, second = fully_shard(nn.Linear(2, 3)), fully_shard(nn.Linear(3, 2))
+    assert type(first) is type(second) is get_cls_to_fsdp_cls()[nn.Linear]
+    assert type(type(first)) is type
+    assert first._get_fsdp_state() is fully_shard.state(first)
+    assert type(type(first)(2, 2)) is nn.Linear
+    with disable_fsdp_module_new_init():
+        assert not hasattr(type(first)(2, 2), "weight")
+    assert fully_shard.state(nn.Linear(1, 1)) is None

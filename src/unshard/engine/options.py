@@ -35,6 +35,8 @@ class Options:
     """Called with the reduced gradients of the unit before they are divided and cast."""
     last_backward: bool = True
     """On the root: whether the end of the next backward ends the iteration."""
+    post_optim_event: Any = None
+    """On the root: what the next forward waits for, when the optimizer stepped on another stream."""
     forward_prefetch: list[weakref.ref[Any]] | None = None
     """Units to gather with this one, instead of the next one in the learned order."""
     backward_prefetch: list[weakref.ref[Any]] | None = None

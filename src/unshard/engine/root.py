@@ -62,6 +62,9 @@ class Root:
 
     def _begin_forward(self) -> None:
         self.in_forward = True
+        event, self.own.options.post_optim_event = self.own.options.post_optim_event, None
+        if event is not None:
+            event.wait()
         self._waiting_before = len(self._backward_order)
         self._forward_order.begin()
         for unit in self.units:

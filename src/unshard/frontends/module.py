@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class FSDPModule:
         """Constructing through the mixed class gives the original: a slice of a Sequential is a Sequential."""
         original = cls.__mro__[2]
         instance = original.__new__(original, *args, **kwargs)
-        instance.__init__(*args, **kwargs)
+        if not _SkipInit.active:
+            instance.__init__(*args, **kwargs)
         return instance
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -115,6 +117,10 @@ class FSDPModule:
         """Whether backward gathers this module. False only if no gradient needs its weights, as in an embedding."""
         self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward wait for `event`: the end of an optimizer step on another stream."""
+        _state(self).root_options().post_optim_event = event
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: other forwards of the same iteration still wait for their backward (pipeline schedules)."""
         _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
@@ -138,6 +144,9 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules along with this one in backward, instead of the one used before it."""
         _state(self).unit.options.backward_prefetch = _units(modules)
+
+    def _get_fsdp_state(self) -> ShardState:
+        return _state(self)
 
     def _set(self, option: str, value: Any, recurse: bool) -> None:
         assert isinstance(self, nn.Module)
@@ -204,6 +213,25 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.run(here, call, args, kwargs)
 
     setattr(module, method_name, run)
+
+
+class _SkipInit:
+    active = 0
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Constructing through a mixed class does not call `__init__` in here."""
+    _SkipInit.active += 1
+    try:
+        yield
+    finally:
+        _SkipInit.active -= 1
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """The mixed class of each class that fully_shard was applied to."""
+    return _MIXED
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
