@@ -143,7 +143,8 @@ def _checked_type(name: str, value: Any, expected: type) -> Any:
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    # A CUDA build of torch on a machine without GPU names CUDA unless asked whether it is there.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
