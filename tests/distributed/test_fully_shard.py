@@ -670,3 +670,41 @@ def test_a_mesh_of_some_ranks() -> None:
     loss_of(model, rank // 2).backward()
     loss_of(reference, rank // 2).backward()
     assert_gradients(model, reference)
+
+
+def _wider(rank: int) -> nn.Module:
+    return nn.Linear(4, 6 + 2 * rank)
+
+
+def _more(rank: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + rank)))
+
+
+def _other_dtype(rank: int) -> nn.Module:
+    return nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_wider, r"rank 0 .* 'weight' of shape \(6, 4\).*, rank 1 has .* shape \(8, 4\)"),
+        (_more, r"rank 0 .* nothing more, rank 1 has parameter '2.weight'"),
+        (_other_dtype, r"rank 0 .* torch.float32.*, rank 1 has .* torch.float64"),
+    ],
+)
+@world(2, 3, timeout=20)
+def test_ranks_that_disagree_are_told_at_once(build: Callable, message: str) -> None:
+    """On every rank, before anything is changed, instead of a hang at the first forward."""
+    model = build(min(dist.get_rank(), 1))
+    with pytest.raises(ArgumentError, match=message):
+        fully_shard(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@world(2, timeout=20)
+def test_ranks_with_another_order_of_units() -> None:
+    model = Stack()
+    with pytest.raises(
+        ArgumentError, match=r"disagree about the module .*rank 0 .* module Block, rank 1 has module Linear"
+    ):
+        fully_shard(model.head if dist.get_rank() else model.blocks[0])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..comm.agreement import require_agreement
 from ..comm.process_group import transport_for
 from ..comm.solo import SoloTransport
 from ..engine.faces import Home, Slot, home_of
@@ -67,6 +68,10 @@ def fully_shard(
         parameter: _shard_dim(names[0][0], parameter, shard_placement_fn, shards.world)
         for parameter, names in parameters.items()
     }
+    title = ", ".join(type(top).__name__ for top in tops)
+    facts = _facts(title, parameters, dims, mp_policy)
+    for transport in (shards, replicas):
+        require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
     _move_buffers(modules, device)
     with torch.no_grad(), torch.inference_mode(False):
         slots = [
@@ -74,7 +79,7 @@ def fully_shard(
             for parameter, names in parameters.items()
         ]
         unit = Unit(slots, shards, replicas, device, residence, mp_policy, Options(reshard_after_forward))
-    unit.name = ", ".join(type(top).__name__ for top in tops)
+    unit.name = title
     for slot in slots:
         for home in slot.homes:
             home.put(slot.sharded)
@@ -232,6 +237,23 @@ def _shard_dim(
             "dimension 0 may be uneven: return None or Shard(0) for this parameter."
         )
     return dim
+
+
+def _facts(
+    title: str,
+    parameters: dict[nn.Parameter, list[tuple[str, Home]]],
+    dims: dict[nn.Parameter, int],
+    policy: MixedPrecisionPolicy,
+) -> list[str]:
+    """What must be the same on every rank."""
+    return [
+        f"module {title}",
+        f"policy {policy}",
+        *(
+            f"parameter {names[0][0]!r} of shape {tuple(each.shape)}, {each.dtype}, cut along {dims[each]}"
+            for each, names in parameters.items()
+        ),
+    ]
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
