@@ -61,8 +61,8 @@ def test_process_groups_conform() -> None:
 @world(2)
 def test_a_group_that_cannot_group_conforms() -> None:
     transport = ProcessGroupTransport(dist.group.WORLD, CPU)
-    assert transport.gathers_groups and transport.reduces_groups
-    transport.gathers_groups = transport.reduces_groups = False
+    assert (transport.gathers_groups, transport.reduces_groups) == (False, True)
+    transport.reduces_groups = False
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 
@@ -93,3 +93,29 @@ def test_dtypes_that_gloo_does_not_know_travel_as_bytes() -> None:
         output = torch.empty(8, dtype=dtype)
         transport.gather([output.view(carrier)], [piece.view(carrier)]).wait()
         assert output.float().tolist() == [1.0] * 4 + [2.0] * 4
+
+
+@world(2)
+def test_large_integers_beside_floats_arrive_as_they_are() -> None:
+    """Gloo's own gather of a group would mix them up."""
+    transport = transport_for(dist.group.WORLD, CPU)
+    number = 2**60 + 1 + dist.get_rank()
+    outputs = [torch.zeros(2, dtype=torch.int64), torch.zeros(4)]
+    transport.gather(outputs, [torch.tensor([number]), torch.randn(2)]).wait()
+    assert outputs[0].tolist() == [2**60 + 1, 2**60 + 2]
+
+
+@world(2)
+def test_several_gathers_issued_at_once() -> None:
+    """Each is complete after its own wait, in whatever order they are waited for."""
+    transport = transport_for(dist.group.WORLD, CPU)
+    for order in ((0, 1, 2), (2, 1, 0)):
+        outputs = [[torch.zeros(8), torch.zeros(4)] for _ in order]
+        works = [
+            transport.gather(pair, [torch.full((4,), 10.0 * n + dist.get_rank()), torch.full((2,), 1.0 * n)])
+            for n, pair in enumerate(outputs)
+        ]
+        for number in order:
+            works[number].wait()
+            assert outputs[number][0].tolist() == [10.0 * number] * 4 + [10.0 * number + 1] * 4
+            works[number].wait()

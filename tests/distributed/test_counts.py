@@ -72,7 +72,7 @@ def test_one_gather_forward_one_backward_one_reduction(reshard: bool | None, gat
         assert [call.kind for call in forward] == ["gather"] * 3
         assert (len(gathers), len(reductions), len(backward)) == (gathers_back, 3, gathers_back + 3)
         for call in [*forward, *gathers]:
-            assert (call.bytes_in, call.bytes_out, call.grouped) == (each, each * size, True)
+            assert (call.bytes_in, call.bytes_out) == (each, each * size)
         for call in reductions:
             assert (call.bytes_in, call.bytes_out, call.grouped) == (each * size, each, True)
 
@@ -115,9 +115,29 @@ def copied(calls: TorchCalls) -> dict[str, int]:
     return {name: count for name, count in local.items() if any(word in name for word in words)}
 
 
-@world(2)
+def test_one_group_of_collectives_per_unit() -> None:
+    """The same on the zero-copy path: each large parameter has a tensor of its own in the group."""
+    with loopback.job(world=2) as group:
+        model = blocks(3)
+        each = piece_bytes(model[0], 4, 2)
+        sharded(model, reshard_after_forward=True)
+        for _ in range(2):
+            group.log.clear()
+            model(torch.randn(4, 160)).square().mean().backward()
+            kinds = [call.kind for call in group.log]
+            assert (kinds.count("gather"), kinds.count("reduce_scatter"), len(kinds)) == (6, 3, 9)
+            for call in group.log:
+                assert call.grouped and len(call.inputs) == 2
+                assert {call.bytes_in, call.bytes_out} == {each, 2 * each}
+
+
 def test_large_parameters_are_never_copied_out() -> None:
     """Only the packed small parameters pass a copy after the gather; a unit without them has none at all."""
+    with loopback.job(world=2):
+        _check_copies_out()
+
+
+def _check_copies_out() -> None:
     plain = blocks(2, small=0)
     sharded(plain, reshard_after_forward=True)
     packed = sharded(blocks(2, small=2), reshard_after_forward=True)

@@ -366,9 +366,9 @@ def test_freezing_and_unfreezing_while_training() -> None:
 def test_several_dtypes_in_one_unit(grouped: bool) -> None:
     """Contract SEL-12, MP-30 and MP-32 improved: trainable parameters of several dtypes, an integer one.
 
-    One group; or, for a backend that takes one tensor at a time, one gather of bytes and a reduction per dtype.
+    One gather of bytes; one reduction, or one per dtype where a backend takes one tensor at a time.
     """
-    with mock.patch.object(process_group, "_grouping", lambda *unused: (grouped, grouped)):
+    with mock.patch.object(process_group, "_grouping", lambda *unused: (False, grouped)):
         _check_several_dtypes(grouped)
 
 
@@ -381,12 +381,12 @@ def _check_several_dtypes(grouped: bool) -> None:
             self.low = nn.Linear(WIDTH, WIDTH).bfloat16()
             self.high = nn.LayerNorm(WIDTH)
             self.wide = nn.Parameter(torch.randn(7, WIDTH).double())
-            self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+            self.table = nn.Parameter(torch.arange(5) + 2**60, requires_grad=False)
             self.flags = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.high(self.low(x.bfloat16()).float()).double() + self.wide.sum(0)
-            return y * (1 + self.table[3]) * self.flags[2]
+            return y * (self.table[3] - 2**60) * self.flags[2]
 
     model, reference = fully_shard(Mixed()), Mixed()
     with Collectives() as calls:

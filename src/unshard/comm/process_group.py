@@ -39,7 +39,7 @@ class ProcessGroupTransport(Transport):
         self.rank, self.world = group.rank(), group.size()
         self._group = group
         self._backend = backend_name(group, device)
-        self.gathers_groups, self.reduces_groups = _grouping(group, self._backend, device)
+        self.gathers_groups, self.reduces_groups = _grouping(group, self._backend)
         # NCCL is several times slower on pieces that are not multiples of 16 bytes; the others do not care.
         self.piece_alignment = 16 if self._backend == "nccl" else 1
         self._gather_options = AllgatherOptions()
@@ -73,12 +73,14 @@ def _joined(works: list[Work]) -> Work:
     return works[0] if len(works) == 1 else Works(works)
 
 
-def _grouping(group: Any, backend: str, device: torch.device) -> tuple[bool, bool]:
+def _grouping(group: Any, backend: str) -> tuple[bool, bool]:
     """Whether several tensors may be gathered, and reduced, in one collective."""
-    if backend == "nccl" or (backend == "gloo" and device.type == "cpu"):
+    if backend == "nccl":
         return True, True
     if backend == "gloo":
-        return False, True  # with CUDA tensors the coalesced all-gather crashes, the reduce-scatter works
+        # Its coalesced all-gather corrupts the heap when two are under way, and numbers when dtypes differ (torch 2.13,
+        # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works.
+        return False, True
     written_in_python = type(group).__mro__[: type(group).__mro__.index(dist.ProcessGroup)]
     own = {name for cls in written_in_python for name in vars(cls)}
     return "allgather_into_tensor_coalesced" in own, "reduce_scatter_tensor_coalesced" in own
