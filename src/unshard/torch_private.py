@@ -69,7 +69,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The dict a module registers its own parameters in: an assignment costs 0.05 microseconds, `setattr` 2."""
+    """The dict a module registers its own parameters in: an assignment there is far cheaper than `setattr`."""
     return module._parameters
 
 

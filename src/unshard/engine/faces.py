@@ -31,9 +31,6 @@ class Home:
         module = self.module()
         return module is None or type(module).__setattr__ is nn.Module.__setattr__
 
-    def get(self) -> Any:
-        return self.parameters[self.name]
-
     def put(self, parameter: nn.Parameter) -> None:
         module = self.module()
         if self.plain or module is None:
