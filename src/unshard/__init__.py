@@ -3,20 +3,36 @@
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import UnshardError
 from .frontends.fully_shard import fully_shard
-from .frontends.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from .frontends.module import (
+    FSDPModule,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from .frontends.placements import ShardPlacementResult
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ShardPlacementResult",
     "UnshardError",
     "UnshardHandle",
+    "disable_fsdp_module_new_init",
     "fully_shard",
+    "get_cls_to_fsdp_cls",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -30,6 +30,10 @@ class DimensionError(UnshardError, AssertionError):
     """A parameter does not have the dimension it should be cut along."""
 
 
+class ProtocolError(UnshardError, AssertionError):
+    """A tensor that brings its own gather protocol does not follow it."""
+
+
 class UnsupportedError(UnshardError, NotImplementedError):
     """The request is understood and not supported."""
 

@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,6 +40,26 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     """
     meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def wrap_like(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """A DTensor over exactly `local` with the given spec; `local` itself without one. As above. All versions."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    """A cut of a dimension that a later mesh dimension has cut in `factor` pieces first. All versions."""
+    return _StridedShard(dim, split_factor=factor)
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh that has the dimensions of all of these, which are slices of one; no public way. All versions."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The mesh as one dimension of that name; torch's own users call this, too. All versions."""
+    return mesh._flatten(name)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,6 +103,16 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tenso
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors (and Python objects) share a storage; there is no public way. All versions."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Tells storages apart even when they are empty; Python objects of one storage come and go. All versions."""
+    return storage._cdata
+
+
+def keep_version(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Writes in here do not look to autograd like a change of `tensor`: its saved values come back. All versions."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def current_backward() -> int:

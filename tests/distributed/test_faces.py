@@ -364,7 +364,7 @@ def test_gradient_objects_are_reused_and_their_memory_released() -> None:
     del weak
     optimizer.zero_grad()
     loss = model(batch()).sum()
-    shards = [s for r in fully_shard.state(model).unit.gradients._reductions.values() for s in r._shards]
+    shards = [s for r in fully_shard.state(model).unit.parts[0].gradients._reductions.values() for s in r._shards]
     assert shards and all(shard.buffer.storage.nbytes() == 0 for shard in shards)
     loss.backward()
     assert [id(parameter.grad) for parameter in model.parameters()] == objects
@@ -381,8 +381,8 @@ def test_padding_and_gaps_stay_zero() -> None:
     checked = torch.zeros(1)
     for module in (model, model[2]):
         unit = fully_shard.state(module).unit
-        checked += _assert_zero_outside(unit.sharded.master._flat, [slot.local for slot in unit.slots])
-        for reduction in unit.gradients._reductions.values():
+        checked += _assert_zero_outside(unit.parts[0].sharded.master._flat, [slot.local for slot in unit.slots])
+        for reduction in unit.parts[0].gradients._reductions.values():
             for shard in (shard for shard in reduction._shards if shard.attached):
                 flat = torch.empty(0, dtype=torch.uint8).set_(shard.buffer.storage)
                 checked += _assert_zero_outside(flat, shard.locals)
@@ -437,7 +437,7 @@ def test_deleting_the_model_frees_it_without_the_garbage_collector() -> None:
     one_step(model, optimizer)
     one_step(model)
     unit = fully_shard.state(model[2]).unit
-    watched = [weakref.ref(unit), weakref.ref(unit.gradients), weakref.ref(model[2]), weakref.ref(model)]
+    watched = [weakref.ref(unit), weakref.ref(unit.parts[0].gradients), weakref.ref(model[2]), weakref.ref(model)]
     del unit
     gc.collect()
     gc.disable()

@@ -84,8 +84,9 @@ def units(model: nn.Module) -> list:
 def assert_at_rest(model: nn.Module) -> None:
     for unit in units(model):
         assert (unit.params, unit.phase) == (ParamState.SHARDED, Phase.IDLE), unit
-        assert unit.gradients.state in (GradState.EMPTY, GradState.REDUCED), unit
-        assert unit._gather is None or not unit._gather.full.held
+        for part in unit.parts:
+            assert part.gradients.state in (GradState.EMPTY, GradState.REDUCED), unit
+            assert part._full is None or not part._full.held
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

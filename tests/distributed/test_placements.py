@@ -92,7 +92,7 @@ def test_wrong_placements() -> None:
     for choice, error, message in (
         (Shard(1), NotImplementedError, "size 5.*2 shards"),
         (Shard(2), AssertionError, "2 dimensions"),
-        (Replicate(), ValueError, "Shard or None"),
+        (Replicate(), ValueError, "got Replicate"),
     ):
         with pytest.raises(error, match=message):
             fully_shard(layer, shard_placement_fn=lambda p, c=choice: c if p.ndim > 1 else None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layout.rows import Cut
-from ..torch_private import foreach_copy, own_parameters
+from ..torch_private import DTensorSpec, foreach_copy, own_parameters
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Slot:
     """One parameter of a unit: its names, how it is cut, and its faces.
 
     `local` is the piece of the master shard that the sharded face was last given: a face that holds another
-    tensor was rebound from outside. `anchor` is the full face's place in the full buffer. `origin` tells whether
-    two units were given the same parameter.
+    tensor was rebound from outside. `anchor` is the full face's place in the full buffer; `whole_spec` is how the full
+    face is distributed over ranks that do not shard it (tensor parallelism), if it is. `origin` tells whether two units
+    were given the same parameter.
     """
 
     name: str
@@ -58,7 +59,11 @@ class Slot:
     origin: weakref.ref[nn.Parameter]
     sharded: nn.Parameter
     local: torch.Tensor
+    whole_spec: DTensorSpec | None = None
+    partial_dims: frozenset[int] = frozenset()
+    """Dimensions of that distribution over which the reduction itself sums: the gradient may come unsummed there."""
     full: nn.Parameter | None = None
+    sliced: nn.Parameter | None = None
     anchor: torch.Tensor | None = None
 
 
@@ -95,6 +100,18 @@ class Faces:
             for home, slot in self._special:
                 home.put(slot.sharded)
 
+    def show_sliced(self) -> None:
+        for slot in self._slots:
+            assert slot.sliced is not None
+            slot.sliced.requires_grad_(slot.sharded.requires_grad)
+        for parameters, name, slot in self._plain:
+            parameters[name] = slot.sliced
+        if self._special:
+            self._chunks.empty()
+            for home, slot in self._special:
+                assert slot.sliced is not None
+                home.put(slot.sliced)
+
 
 class Chunks:
     """Memory that recurrent layers keep their full faces in.
@@ -106,9 +123,11 @@ class Chunks:
 
     def __init__(self, slots: Iterable[Slot]):
         self._slots = list(slots)
+        self._filled = False
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def fill(self) -> None:
+        self._filled = True
         for storage, nbytes in self._emptied:
             storage.resize_(nbytes)
         self._emptied = []
@@ -117,6 +136,9 @@ class Chunks:
             foreach_copy([full.data for full, _ in moved], [anchor for _, anchor in moved])
 
     def empty(self) -> None:
+        if not self._filled:
+            return
+        self._filled = False
         storages = {full.untyped_storage().data_ptr(): full.untyped_storage() for full, _ in self._moved()}
         self._emptied = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():

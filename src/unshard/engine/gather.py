@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.interface import Done, Transport, Work
-from ..layout.rows import Cut, Grouping, Place, Region, arrange, place
+from ..comm.interface import Transport
+from ..layout.rows import Cut, Place, Region, place
 from ..torch_private import foreach_copy
 from .buffers import Buffer
-from .master import Master
+from .full import FullBuffer
+from .shard import Shard
 
 
 @dataclass(frozen=True)
@@ -38,113 +39,99 @@ class CrossedCopyOut:
 
 
 class Gather:
-    """The full buffer of a unit and the way into it.
+    """The way from a shard into the full buffer. `outputs` and `inputs` are what the collective takes.
 
     Large parameters are gathered straight into the full buffer. Packed ones arrive in `staging`, which is given
     back as soon as they are copied out. Where the dtype changes, the cast writes into this rank's own place in
     the output and the gather works in place, so that no second copy of the shard exists.
     """
 
-    def __init__(self, master: Master, transport: Transport, device: torch.device, away: bool):
-        self._transport, self._master = transport, master
-        itemsizes = master.segments.itemsizes("compute")
-        singles = [region for index in range(len(master.cuts)) for region in _single(master, index)]
-        packed = [region for region in master.regions if region.packed]
-        whole = place(singles, itemsizes, transport.world)
-        staged = place(packed, itemsizes, transport.world, transport.piece_alignment)
-        self.full = Buffer(whole.nbytes, device)
-        self.staging = Buffer(staged.nbytes, device)
-        self._full_places = {r.members[0]: spot for r, spot in zip(singles, whole.places, strict=True)}
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
+    def __init__(self, shard: Shard, full: FullBuffer, transport: Transport, away: bool = False):
+        self._transport, self._shard, self._full = transport, shard, full
+        packed = [region for region in shard.regions if region.packed]
+        staged = place(packed, shard.segments.itemsizes("compute"), transport.world, transport.piece_alignment)
+        self._staging = Buffer(staged.nbytes, full.device)
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
         self._cast_from: list[torch.Tensor] = []
         self._cast_to: list[torch.Tensor] = []
+        full.take()
         spots = iter(staged.places)
-        for number, region in enumerate(master.regions):
+        for number, region in enumerate(shard.regions):
             if region.packed:
-                self._connect(number, region, self.staging, next(spots), away)
+                self._connect(number, region, self._staging, next(spots), away)
             else:
-                self._connect(number, region, self.full, self._full_places[region.members[0]], away)
+                self._connect(number, region, full, self._place_in_full(region), away)
         self._copies = [self._copy_out(r, spot) for r, spot in zip(packed, staged.places, strict=True)]
-        self.release()
+        self._staging.release()
+        full.release()
 
-    def start(self) -> Work:
-        """Issue the gather. Until the work is waited for the buffers must not be touched."""
-        self.full.take()
-        self.staging.take()
+    def prepare(self) -> None:
+        """Have memory and the cast shard in it. Until `finish` the buffers must not be touched."""
+        self._full.take()
+        self._staging.take()
         if self._cast_to:
             foreach_copy(self._cast_to, self._cast_from)
-        return self._transport.gather(self._outputs, self._inputs) if self._outputs else Done()
 
-    def finish(self, work: Work) -> None:
-        """Wait, and copy packed parameters to their places."""
-        work.wait()
+    def finish(self) -> None:
+        """After the collective: copy packed parameters to their places."""
         for copy in self._copies:
             copy.run()
-        self.staging.release()
+        self._staging.release()
 
-    def release(self) -> None:
-        self.full.release()
-        self.staging.release()
-
-    def places(self) -> list[torch.Tensor]:
-        """Each parameter's place in the full buffer."""
-        self.full.take()
-        tensors = []
-        for index, cut in enumerate(self._master.cuts):
-            offset = self._full_places[index].offset if cut.numel else 0
-            tensors.append(self.full.tensor(self._master.segments.dtypes(index).compute, offset, cut.shape))
-        self.full.release()
-        return tensors
+    def _place_in_full(self, region: Region) -> Place:
+        index = region.members[0]
+        piece = self._shard.cuts[index].piece * self._shard.segments.dtypes(index).compute.itemsize
+        return Place(self._full.offsets[index], piece, self._transport.world, (0,))
 
     def _connect(self, number: int, region: Region, buffer: Buffer, spot: Place, away: bool) -> None:
-        """Input and output of one region, and the casts into this rank's place where the input is not the master."""
-        kinds = [self._master.segments.kinds[run.segment] for run in region.runs]
+        """Input and output of one region, and the casts into this rank's place where the input is not the shard."""
+        kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
-        self._outputs.append(buffer.tensor(carrier, spot.offset, (spot.piece * spot.copies // carrier.itemsize,)))
+        self.outputs.append(buffer.tensor(carrier, spot.offset, (spot.piece * spot.copies // carrier.itemsize,)))
         if all(kind.original == kind.compute for kind in kinds) and not away and not self._transport.in_place_only:
-            self._inputs.append(self._master.piece_bytes(number).view(carrier))
+            self.inputs.append(self._shard.piece_bytes(number).view(carrier))
             return
         mine = spot.offset + self._transport.rank * spot.piece
-        self._inputs.append(buffer.tensor(carrier, mine, (spot.piece // carrier.itemsize,)))
-        self._cast_from += self._master.run_tensors(number)
+        self.inputs.append(buffer.tensor(carrier, mine, (spot.piece // carrier.itemsize,)))
+        self._cast_from += self._shard.run_tensors(number)
         self._cast_to += [
             buffer.tensor(kind.compute, mine + start, (run.numel,))
             for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True)
         ]
 
     def _copy_out(self, region: Region, spot: Place) -> CopyOut | CrossedCopyOut:
-        if any(self._master.cuts[index].crossed for index in region.members):
+        if any(self._shard.cuts[index].crossed for index in region.members):
             return self._crossed_copy_out(region, spot)
         return self._plain_copy_out(region, spot)
 
     def _crossed_copy_out(self, region: Region, spot: Place) -> CrossedCopyOut:
         sources, targets = [], []
         for run, start in zip(region.runs, spot.runs, strict=True):
-            dtype = self._master.segments.kinds[run.segment].compute
+            dtype = self._shard.segments.kinds[run.segment].compute
             for index, first in zip(run.members, run.starts, strict=True):
-                cut = self._master.cuts[index]
-                whole = self.full.tensor(dtype, self._full_places[index].offset, _padded(cut))
+                cut = self._shard.cuts[index]
+                whole = self._full.tensor(dtype, self._full.offsets[index], _padded(cut))
                 for rank, target in enumerate(whole.chunk(cut.world, cut.dim)):
                     offset = spot.offset + rank * spot.piece + start + first * dtype.itemsize
-                    sources.append(self.staging.tensor(dtype, offset, target.shape))
+                    sources.append(self._staging.tensor(dtype, offset, target.shape))
                     targets.append(target)
         return CrossedCopyOut(sources, targets)
 
     def _plain_copy_out(self, region: Region, spot: Place) -> CopyOut:
         """Columns of a packed region, in its elements or, for several dtypes, in bytes."""
-        kinds = [self._master.segments.kinds[run.segment] for run in region.runs]
+        kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
         sizes, targets, column = [], [], 0
         for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True):
             if start != column:
                 raise AssertionError("runs of a packed region are not end to end")
             for index in run.members:
-                nbytes = self._master.cuts[index].piece * kind.compute.itemsize
+                nbytes = self._shard.cuts[index].piece * kind.compute.itemsize
                 sizes.append(nbytes // dtype.itemsize)
-                targets.append(self.full.tensor(dtype, self._full_places[index].offset, (spot.copies, sizes[-1])))
+                targets.append(self._full.tensor(dtype, self._full.offsets[index], (spot.copies, sizes[-1])))
                 column += nbytes
-        source = self.staging.tensor(dtype, spot.offset, (spot.copies, spot.piece // dtype.itemsize))
+        source = self._staging.tensor(dtype, spot.offset, (spot.copies, spot.piece // dtype.itemsize))
         return CopyOut(source[:, : sum(sizes)], sizes, targets)
 
 
@@ -156,8 +143,3 @@ def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 def _padded(cut: Cut) -> tuple[int, ...]:
     return (*cut.shape[: cut.dim], cut.chunk * cut.world, *cut.shape[cut.dim + 1 :])
-
-
-def _single(master: Master, index: int) -> list[Region]:
-    """The parameter in a region of its own, where its full face lies; none if it has no elements."""
-    return [Region(region.runs, packed=False) for region in arrange(master.items, (index,), Grouping.BY_SEGMENT)]

@@ -57,7 +57,7 @@ class GradShard:
     def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
         spec = spec_of(slot.sharded)
         local = torch.empty(slot.cut.local_shape(rank), dtype=dtype, device=self.buffer.device)
-        face = make_dtensor(local, spec.mesh, spec.placements, torch.Size(slot.cut.shape))
+        face = make_dtensor(local, spec.mesh, spec.placements, slot.sharded.shape)
         if local.numel():
             moved = self.buffer.tensor(dtype, offset, local.shape)
             local.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())

@@ -8,6 +8,7 @@ from ..comm.interface import Transport
 from .accumulate import LocalGradients
 from .faces import Slot
 from .options import Options
+from .parallel import local_gradient
 from .reduce import Outcome, Pending, Reduction
 from .sharded import Sharded
 from .states import GRAD_MOVES, GradState, moved
@@ -67,9 +68,16 @@ class Gradients:
         for index, slot in enumerate(self._slots):
             full = slot.full
             if full is not None and (grad := full.grad) is not None:
+                if slot.whole_spec is not None:
+                    grad = local_gradient(grad, slot.whole_spec, slot.partial_dims)
                 if slot.cut.numel:
                     gradients[index] = grad
                 full.grad = None
+        for index in self._sharded.extended & gradients.keys():
+            # Whatever tensor a user's protocol made whole, its gradient travels as the others do.
+            kinds = self._sharded.master.segments.dtypes(index)
+            if gradients[index].dtype not in (kinds.compute, kinds.reduce):
+                gradients[index] = gradients[index].to(kinds.compute)
         return gradients
 
     def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
@@ -84,7 +92,8 @@ class Gradients:
                 and full is not None
                 and full.requires_grad
             ):
-                gradients[index] = torch.zeros(full.shape, dtype=full.dtype, device=full.device)
+                dtype = self._sharded.master.segments.dtypes(index).compute
+                gradients[index] = torch.zeros(slot.cut.shape, dtype=dtype, device=self._device)
         ordered = sorted(gradients.items())
         gradients.clear()
         gradients.update(ordered)  # the order of members must be the same on every rank

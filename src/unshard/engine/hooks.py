@@ -9,14 +9,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..comm.groups import group_of
+from ..comm.interface import Transport
 from ..comm.plugin import AllGather, PluginTransport, ReduceScatter
 from ..comm.process_group import transport_for
+from ..comm.split import SplitTransport
 from ..errors import StateError
 from ..torch_private import current_backward, inside_backward, never_compiled
 from .options import Options
+from .part import Part
 from .precision import cast_floats
 from .root import Root, refuse_second_root
 from .states import Phase
@@ -38,9 +43,9 @@ class ShardState:
     The modules own it; it refers neither to them nor strongly upward.
     """
 
-    def __init__(self, unit: Unit, group: Any):
+    def __init__(self, unit: Unit):
         self.unit = unit
-        self.group = group
+        self.separate_reductions = False
         self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._to_run: set[weakref.ref[nn.Module]] = set()
@@ -158,13 +163,30 @@ class ShardState:
         if root is not None:
             root.after_backward(self.unit)
 
-    # -- plug-ins -------------------------------------------------------------------------------------------
+    # -- transports -----------------------------------------------------------------------------------------
 
     def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
         """Send this unit's shards through a user's collectives; `None` keeps what is installed."""
         self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
-        base = transport_for(self.group, self.unit.device)
-        self.unit.change_transport(PluginTransport(base, self.group, *self.plugins))
+        self.unit.change_transport(self._transport)
+
+    def separate(self, separate: bool) -> None:
+        """Give reductions a process group of their own, or let them share the gathers' again."""
+        if separate != self.separate_reductions:
+            self.separate_reductions = separate
+            self.unit.change_transport(self._transport)
+
+    def _transport(self, part: Part) -> Transport:
+        if part.mesh is None:
+            return part.shards
+        group, device = part.mesh.get_group(), self.unit.device
+        transport = transport_for(group, device)
+        if self.separate_reductions and transport.world > 1:
+            own = group_of(dist.get_process_group_ranks(group), "reductions")
+            transport = SplitTransport(transport, transport_for(own, device))
+        if self.plugins == (None, None):
+            return transport
+        return PluginTransport(transport, group, *self.plugins)
 
     # -- state dicts ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ class Options:
 
     reshard_after_forward: bool | None = None
     """`None` keeps the root's own unit for its backward and frees the others."""
+    slice_after_forward: bool = False
+    """Keep a slice between forward and backward: an integer `reshard_after_forward`."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     """False where no gradient depends on the parameters' values: an embedding."""

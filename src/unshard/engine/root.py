@@ -68,7 +68,7 @@ class Root:
         self._waiting_before = len(self._backward_order)
         self._forward_order.begin()
         for unit in self.units:
-            unit.gradients.release_idle()
+            unit.release_gradients()
 
     def after_forward(self, unit: Unit, graph: bool) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
@@ -79,7 +79,9 @@ class Root:
         if inside_backward():
             return
         self._backward_order.push(self._number[unit])
-        if self._frees_after_forward(unit, graph):
+        if unit.options.slice_after_forward and graph:
+            unit.slice()
+        elif self._frees_after_forward(unit, graph):
             unit.reshard()
         if unit is self.own and self.in_forward:
             self._end_forward(graph)
@@ -160,8 +162,7 @@ class Root:
 
     def end_backward(self) -> None:
         for unit in reversed(self.units):
-            gradients = unit.gradients
-            if unit.phase is Phase.BACKWARD or gradients.arrived or gradients.waits(unit.options):
+            if unit.phase is Phase.BACKWARD or unit.has_gradients:
                 self._close(unit, last=True)
         self._complete(self._all_reducing)
         self._complete(self._reducing)
@@ -179,8 +180,10 @@ class Root:
         else:
             units = [] if expected is None else [self.units[expected]]
         for unit in units:
+            if not inside_backward() and unit.params is ParamState.SLICED and unit.stale:
+                unit.reshard()
             skipped = inside_backward() and not unit.options.unshard_in_backward
-            if unit.params is ParamState.SHARDED and not skipped:
+            if unit.params in (ParamState.SHARDED, ParamState.SLICED) and not skipped:
                 unit.gather()
                 self._ahead.add(unit)
 

@@ -11,6 +11,7 @@ from ..comm.interface import Transport
 from ..errors import ParameterError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import local_of, rebind_local
+from .extension import is_extended
 from .faces import Slot
 from .master import META, Master
 from .precision import Segments
@@ -26,6 +27,8 @@ class Sharded:
         self.residence = residence
         self.placed = False
         """Whether every parameter lies in the master shard, so that it can be gathered."""
+        self.extended: set[int] = set()
+        """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
         self._policy = policy
         self._names = [(home.parameters, home.name, slot) for slot in slots for home in slot.homes]
@@ -57,9 +60,24 @@ class Sharded:
             self.master = self._lay_out()
             return True
 
+    def find_extended(self) -> bool:
+        """Look for gather protocols that were patched onto shards since; true if the unit was laid out anew."""
+        if self._find_extended() == self.extended:
+            return False
+        with torch.no_grad(), torch.inference_mode(False):
+            self.master = self._lay_out()
+        return True
+
+    def _find_extended(self) -> set[int]:
+        return {i for i, slot in enumerate(self.slots) if is_extended(local_of(slot.sharded), slot.name)}
+
     def _misplaced(self, master: Master) -> list[Slot]:
-        pairs = zip(self.slots, master.locals, strict=True)
-        return [slot for slot, inside in pairs if slot.local is not inside or inside.is_meta]
+        wrong = []
+        for index, (slot, inside) in enumerate(zip(self.slots, master.locals, strict=True)):
+            here = slot.local.device == self.residence.device if index in self.extended else slot.local is inside
+            if not here or slot.local.is_meta:
+                wrong.append(slot)
+        return wrong
 
     def refuse_misplaced(self, unit: str) -> None:
         wrong = self._misplaced(self.master)
@@ -82,9 +100,19 @@ class Sharded:
     def _lay_out(self) -> Master:
         cuts = [slot.cut for slot in self.slots]
         segments = Segments([slot.sharded.dtype for slot in self.slots], self._policy)
-        master = Master(cuts, segments, self._transport, self._device(), self.residence.pin)
+        before, self.extended = self.extended, self._find_extended()
+        members = [index for index in range(len(cuts)) if index not in self.extended]
+        master = Master(cuts, segments, self._transport, members, self._device(), self.residence.pin)
+        for index in self.extended - before:
+            self._move_out(local_of(self.slots[index].sharded))
         self._bind(master)
         return master
+
+    @staticmethod
+    def _move_out(local: torch.Tensor) -> None:
+        """Give a tensor that methods were patched onto memory outside the master shard, keeping the object."""
+        if type(local) is torch.Tensor and not local.is_meta and local.numel():
+            local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
         """Meta while nothing is materialised, so that a large model costs nothing yet."""
@@ -93,9 +121,9 @@ class Sharded:
 
     def _bind(self, master: Master) -> None:
         """Copy what lies outside the master shard into it. Parameters on meta or on another device are left."""
-        for slot, inside in zip(self.slots, master.locals, strict=True):
+        for index, (slot, inside) in enumerate(zip(self.slots, master.locals, strict=True)):
             outside = local_of(slot.sharded)
-            if outside is not inside and outside.device == inside.device:
+            if index not in self.extended and outside is not inside and outside.device == inside.device:
                 if not inside.is_meta:
                     inside.copy_(outside)
                 rebind_local(slot.sharded, inside)
@@ -122,8 +150,8 @@ class Sharded:
             )
         expected = slot.cut.local_shape(self._transport.rank)
         found = tuple(local_of(current).shape)
-        if tuple(current.shape) != slot.cut.shape or found != expected:
+        if current.shape != slot.sharded.shape or found != expected:
             raise ParameterError(
                 f"{where} was replaced by one of shape {tuple(current.shape)} (local {found}); expected "
-                f"{slot.cut.shape} (local {expected}). Shapes cannot change after fully_shard."
+                f"{tuple(slot.sharded.shape)} (local {expected}). Shapes cannot change after fully_shard."
             )

@@ -18,6 +18,7 @@ class ParamState(State):
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
+    SLICED = "sliced"
 
 
 class GradState(State):
@@ -39,7 +40,8 @@ class Phase(State):
 PARAM_MOVES = {
     ParamState.SHARDED: {ParamState.GATHERING},
     ParamState.GATHERING: {ParamState.FULL, ParamState.SHARDED},
-    ParamState.FULL: {ParamState.SHARDED},
+    ParamState.FULL: {ParamState.SHARDED, ParamState.SLICED},
+    ParamState.SLICED: {ParamState.GATHERING, ParamState.SHARDED},
 }
 GRAD_MOVES = {
     GradState.EMPTY: {GradState.LOCAL, GradState.REDUCING},

@@ -2,143 +2,122 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Callable
 
-from ..comm.interface import Transport, Work
-from ..errors import StateError
+import torch
+
+from ..comm.interface import Transport
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import outside_transforms
-from .faces import Faces, Slot
-from .gather import Gather
-from .gradients import Gradients
+from .faces import Slot
 from .options import Options
-from .residence import Residence
-from .sharded import Sharded
+from .part import Part
 from .states import PARAM_MOVES, ParamState, Phase, moved
 
 
 class Unit:
-    """Parameters, their buffers and their state. Knows neither modules above it nor other units."""
+    """Parameters, their buffers and their state. Knows neither modules above it nor other units.
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        shards: Transport,
-        replicas: Transport,
-        device: torch.device,
-        residence: Residence,
-        policy: MixedPrecisionPolicy,
-        options: Options,
-    ):
+    It has a part for every set of ranks that its parameters are cut over: one, unless a user sends some elsewhere.
+    """
+
+    def __init__(self, parts: list[Part], device: torch.device, policy: MixedPrecisionPolicy, options: Options):
         self.name = ""
+        self.parts = parts
         self.device, self.policy, self.options = device, policy, options
-        self.sharded = Sharded(slots, shards, residence, policy)
-        self.gradients = Gradients(self.sharded, shards, replicas, device)
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
-        self._transport, self._replicas = shards, replicas
-        self._faces = Faces(slots)
-        self._gather: Gather | None = None
-        self._work: Work | None = None
+        self.slots: list[Slot] = [slot for part in parts for slot in part.slots]
         self._writes_before = 0
 
     def __str__(self) -> str:
-        return f"Unit {self.name!r} on rank {self._transport.rank}"
-
-    @property
-    def slots(self) -> list[Slot]:
-        return self.sharded.slots
+        rank = self.parts[0].shards.rank if self.parts else 0
+        return f"Unit {self.name!r} on rank {rank}"
 
     def gather(self) -> None:
-        """Issue the gather if the unit is at rest; its buffers are in flight until `use`."""
-        if self.params is not ParamState.SHARDED:
+        """Issue the gather if the unit is at rest or sliced; its buffers are in flight until `use`."""
+        if self.params is not ParamState.SHARDED and self.params is not ParamState.SLICED:
             return
-        self.settle()
-        if not self.sharded.placed:
-            self.sharded.refuse_misplaced(self.name)
-        if self._gather is None:
-            self._gather = self._make_gather()
-        self._writes_before = self.sharded.writes()
-        self._work = self._gather.start()
+        sliced = self.params is ParamState.SLICED
+        if not sliced:
+            for part in self.parts:
+                part.get_ready(self.name)
+            self._writes_before = self._writes()
+        for part in self.parts:
+            part.start(sliced)
         self._move(ParamState.GATHERING)
 
     def use(self) -> None:
         """Be whole, with the full faces on the modules."""
         self.gather()
         if self.params is ParamState.GATHERING:
-            self._finish_gather()
-            self._faces.show_full()
+            for part in self.parts:
+                part.finish()
             self._move(ParamState.FULL)
 
     def reshard(self) -> None:
         """Rest: the full buffer empty, the sharded faces on the modules."""
         if self.params is ParamState.SHARDED:
             return
-        if self.params is ParamState.GATHERING:
-            self._finish_gather()
-        else:
-            self._faces.show_sharded()
-        assert self._gather is not None
-        self._gather.release()
+        gathering = self.params is ParamState.GATHERING
+        for part in self.parts:
+            if gathering:
+                part.abandon()
+            part.rest()
         self._move(ParamState.SHARDED)
+
+    def slice(self) -> None:
+        """Keep a slice of the whole unit until backward, as an integer `reshard_after_forward` asks."""
+        for part in self.parts:
+            part.slice()
+        self._move(ParamState.SLICED)
 
     @property
     def stale(self) -> bool:
         """Whether a parameter at rest was written after the gather that made the unit whole."""
-        return self.params is ParamState.FULL and self._writes_before != self.sharded.writes()
+        held = self.params is ParamState.FULL or self.params is ParamState.SLICED
+        return held and self._writes_before != self._writes()
+
+    def _writes(self) -> int:
+        return sum(part.sharded.writes() for part in self.parts)
 
     def settle(self) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""
-        if self.sharded.settled:
-            return
-        if self.sharded.settle(self.name):
-            self._gather = None
-        # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
-        self.gradients.forget_buffers(self)
+        for part in self.parts:
+            part.settle(self.name)
 
-    def change_transport(self, transport: Transport) -> None:
-        """Send through another transport from now on; it may need another layout."""
+    def change_transport(self, change: Callable[[Part], Transport]) -> None:
+        """Send each part through another transport from now on."""
         self.reshard()
-        self.settle()
-        self.gradients.forget_buffers(self)
-        self._transport = transport
-        self.sharded.change_transport(transport)
-        self.gradients.change_transport(transport)
-        self._gather = None
+        for part in self.parts:
+            part.change_transport(self.name, change(part))
+
+    # -- gradients ------------------------------------------------------------------------------------------
 
     @property
-    def transports(self) -> tuple[Transport, Transport]:
-        """Over the shards, and over the replicas."""
-        return self._transport, self._replicas
+    def has_gradients(self) -> bool:
+        """Whether autograd, or backwards that did not synchronise, left gradients that can be reduced now."""
+        return any(part.gradients.arrived or part.gradients.waits(self.options) for part in self.parts)
 
     def reduce(self, last: bool = False) -> None:
-        self.gradients.reduce(self, self.options, last)
+        for part in self.parts:
+            part.gradients.reduce(self, self.options, last)
 
     def advance_reduce(self) -> bool:
         """Take the next step of the reduction under way, waiting for it; true when the gradients are there."""
-        return self.gradients.advance(self)
+        done = [part.gradients.advance(self) for part in self.parts]
+        return all(done)
+
+    def release_gradients(self) -> None:
+        """Give back the memory of gradients that `zero_grad` cleared."""
+        for part in self.parts:
+            part.gradients.release_idle()
 
     def reset(self) -> None:
         """Return to rest after a forward or backward that did not end; drops gradients not yet handed out."""
-        self.gradients.drop(self)
+        for part in self.parts:
+            part.gradients.drop(self)
         self.reshard()
         self.phase = Phase.IDLE
-
-    def _make_gather(self) -> Gather:
-        for slot in self.slots:
-            if slot.sharded.requires_grad and not slot.sharded.is_floating_point():
-                raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
-        with torch.no_grad(), torch.inference_mode(False), outside_transforms():
-            gather = Gather(self.sharded.master, self._transport, self.device, self.sharded.residence.away)
-            for slot, anchor in zip(self.slots, gather.places(), strict=True):
-                slot.anchor, slot.full = anchor, nn.Parameter(anchor, requires_grad=slot.sharded.requires_grad)
-        return gather
-
-    def _finish_gather(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None and self._gather is not None
-        self._gather.finish(work)
 
     def _move(self, to: ParamState) -> None:
         self.params = moved(self, self.params, to, PARAM_MOVES)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..engine.faces import Slot, home_of
 from ..engine.hooks import ShardState, state_of
+from ..engine.part import Part
 from ..engine.unit import Unit
 from ..torch_private import local_of, make_dtensor, spec_of
 
@@ -55,18 +56,25 @@ def _clone(slot: Slot) -> nn.Parameter:
 def _complete(state: ShardState, memo: dict[Any, Any]) -> None:
     """Make the copied state's unit, over the copied modules' parameters."""
     old = state.unit
-    slots = []
-    for slot in old.slots:
-        homes = [home_of(memo[id(home.module())], home.name) for home in slot.homes]
-        new = memo[id(slot.sharded)]
-        slots.append(Slot(slot.name, homes, slot.cut, slot.origin, new, local_of(new)))
     with torch.no_grad(), torch.inference_mode(False):
-        unit = Unit(slots, *old.transports, old.device, old.sharded.residence, old.policy, _options(old))
+        parts = [_copied_part(old, part, memo) for part in old.parts]
+        unit = Unit(parts, old.device, old.policy, _options(old))
     unit.name = old.name
     copied: ShardState = memo[id(state)]
-    copied.__init__(unit, state.group)  # type: ignore[misc]
-    copied.plugins = state.plugins
+    copied.__init__(unit)  # type: ignore[misc]
+    copied.plugins, copied.separate_reductions = state.plugins, state.separate_reductions
     copied.adopt([memo[id(module)] for module in state.modules()])
+
+
+def _copied_part(unit: Unit, part: Part, memo: dict[Any, Any]) -> Part:
+    slots = []
+    for slot in part.slots:
+        homes = [home_of(memo[id(home.module())], home.name) for home in slot.homes]
+        new = memo[id(slot.sharded)]
+        copied = Slot(slot.name, homes, slot.cut, slot.origin, new, local_of(new), slot.whole_spec, slot.partial_dims)
+        slots.append(copied)
+    residence = part.sharded.residence
+    return Part(slots, part.shards, part.replicas, part.mesh, unit.device, residence, unit.policy, part.slicing)
 
 
 def _options(unit: Unit) -> Any:

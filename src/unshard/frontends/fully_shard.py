@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
-from ..comm.process_group import transport_for
-from ..comm.solo import SoloTransport
-from ..engine.faces import Home, Slot, home_of
+from ..engine.faces import Home, home_of
 from ..engine.hooks import ShardState, state_of
 from ..engine.options import Options
+from ..engine.part import Part
 from ..engine.residence import residence_for
 from ..engine.unit import Unit
-from ..errors import AppliedTwiceError, ArgumentError, DimensionError, StateError, UnnamedMeshError, UnsupportedError
-from ..layout.rows import Cut
+from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import local_of, make_dtensor, own_parameters
+from ..torch_private import own_parameters
+from .meshes import DataParallelMeshDims, DataParallelMeshInfo, device_of, resolve
 from .module import mix_in
+from .placements import Choose, Destination, check_parameter, destination, slot_for
 
+_log = logging.getLogger("unshard")
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
+_Named = dict[nn.Parameter, list[tuple[str, Home]]]
 
 
 def fully_shard(
     module: _Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Choose | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _Modules:
     """Shard the parameters of `module` that no earlier call took, as one unit. Changes the module and returns it.
 
@@ -46,44 +48,53 @@ def fully_shard(
     Call it bottom-up, on the blocks and then on the whole model, and build the optimizer afterwards: parameters
     become DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second
     and keeps replicas over the first. `reshard_after_forward` frees the gathered parameters between forward and
-    backward; `None` does so everywhere except on the root. `shard_placement_fn` may choose another dimension for a
-    parameter, if the number of shards divides its size. `ignored_params` are left as they are: whole, on their device,
-    their gradients not reduced.
+    backward; `None` does so everywhere except on the root, and a number k keeps a slice of 1/k on each rank, so that
+    backward gathers among k neighbours only. `shard_placement_fn` may choose another dimension for a parameter, if the
+    number of shards divides its size, or another mesh (`ShardPlacementResult`). `ignored_params` are left as they are:
+    whole, on their device, their gradients not reduced. Parameters that are DTensors already (tensor parallelism) stay
+    distributed as they are and are sharded on top; with `dp_mesh_dims` they are DTensors on `mesh` itself, of which
+    the named dimensions shard and replicate.
     """
-    _check_arguments(module, reshard_after_forward)
+    _check_modules(module)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy)
-    mesh = _default_mesh() if mesh is None else _checked_mesh(mesh)
-    device = _device_of(mesh)
+    info = resolve(mesh, dp_mesh_dims)
+    if info.shard_mesh_dim is None and shard_placement_fn is not None:
+        raise ArgumentError("shard_placement_fn has nothing to choose: dp_mesh_dims names no dimension that shards.")
+    options = _options(reshard_after_forward, info, dp_mesh_dims)
+    device = device_of(info.mesh)
     residence = residence_for(offload_policy, device)
-    shard_dim = mesh.ndim - 1
-    shards = transport_for(mesh.get_group(shard_dim), device)
-    replicas = transport_for(mesh.get_group(0), device) if mesh.ndim == 2 else SoloTransport()
     tops = _tops(module)
     modules = _managed_modules(tops)
     parameters = _managed_parameters(tops, modules, ignored_params or set())
+    to: dict[nn.Parameter, Destination] = {}
     for parameter, names in parameters.items():
-        _check_parameter(names[0][0], parameter)
-    dims = {
-        parameter: _shard_dim(names[0][0], parameter, shard_placement_fn, shards.world)
-        for parameter, names in parameters.items()
-    }
+        check_parameter(names[0][0], parameter)
+        to[parameter] = destination(names[0][0], parameter, info, shard_placement_fn)
     title = ", ".join(type(top).__name__ for top in tops)
-    facts = _facts(title, parameters, dims, mp_policy)
-    for transport in (shards, replicas):
+    facts = _facts(title, parameters, to, mp_policy)
+    for transport in info.transports(device):
         require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
-    _move_buffers(modules, device)
     with torch.no_grad(), torch.inference_mode(False):
-        slots = [
-            _slot(parameter, names, mesh, dims[parameter], shards.rank, residence.device)
-            for parameter, names in parameters.items()
-        ]
-        unit = Unit(slots, shards, replicas, device, residence, mp_policy, Options(reshard_after_forward))
+        parts = []
+        for members in _by_ranks(parameters, to):
+            there = to[members[0]].info
+            shards, replicas = there.transports(device)
+            slots = [
+                slot_for(each, parameters[each], to[each], dp_mesh_dims, shards.rank, residence.device)
+                for each in members
+            ]
+            size = reshard_after_forward if options.slice_after_forward else 0
+            slicing = there.slicing(_slice_size(size, there), device) if size else None
+            _refuse_slices(slicing is not None, slots)
+            parts.append(Part(slots, shards, replicas, there.shard_mesh, device, residence, mp_policy, slicing))
+        unit = Unit(parts, device, mp_policy, options)
+    _move_buffers(modules, device)
     unit.name = title
-    for slot in slots:
+    for slot in unit.slots:
         for home in slot.homes:
             home.put(slot.sharded)
-    state = ShardState(unit, mesh.get_group(shard_dim))
+    state = ShardState(unit)
     for top in tops:
         mix_in(top)
         state.attach(top)
@@ -93,9 +104,54 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def _check_arguments(module: Any, reshard_after_forward: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ArgumentError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}.")
+def _options(reshard: Any, info: DataParallelMeshInfo, dims: DataParallelMeshDims | None) -> Options:
+    if reshard is None or isinstance(reshard, bool):
+        return Options(reshard)
+    if not isinstance(reshard, int):
+        raise ArgumentError(f"reshard_after_forward must be True, False, None or an integer, got {reshard!r}.")
+    if dims is not None:
+        raise UnsupportedError("An integer reshard_after_forward cannot be combined with dp_mesh_dims.")
+    size = _slice_size(reshard, info)
+    if size == 1:
+        _warn_about_one()
+        return Options(False)
+    return Options(True) if size == info.shard_mesh_size else Options(True, slice_after_forward=True)
+
+
+def _slice_size(size: int, info: DataParallelMeshInfo) -> int:
+    if not 1 <= size <= info.shard_mesh_size or info.shard_mesh_size % size:
+        raise ArgumentError(
+            f"reshard_after_forward={size}: the number of slices must divide the number of shards, which is "
+            f"{info.shard_mesh_size}."
+        )
+    return size
+
+
+@cache
+def _warn_about_one() -> None:
+    _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; pass False to say so.")
+
+
+def _refuse_slices(sliced: bool, slots: list[Any]) -> None:
+    for slot in slots if sliced else ():
+        if slot.cut.crossed or slot.whole_spec is not None:
+            found = f"is cut along dimension {slot.cut.dim}" if slot.cut.crossed else "is a DTensor already"
+            raise UnsupportedError(
+                f"Parameter {slot.name!r} {found}; an integer reshard_after_forward is only supported for plain "
+                "parameters that are cut along dimension 0. Pass True or False."
+            )
+
+
+def _by_ranks(parameters: _Named, to: dict[nn.Parameter, Destination]) -> list[list[nn.Parameter]]:
+    """The parameters that are cut over the same ranks together."""
+    together: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        info = to[parameter].info
+        together.setdefault((info.shard_process_group, info.replicate_process_group), []).append(parameter)
+    return list(together.values())
+
+
+def _check_modules(module: Any) -> None:
     if isinstance(module, list | tuple):
         if not module:
             raise ArgumentError("fully_shard got an empty list of modules.")
@@ -145,35 +201,6 @@ def _checked_type(name: str, value: Any, expected: type) -> Any:
     return value
 
 
-def _default_mesh() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    # A CUDA build of torch on a machine without GPU names CUDA unless asked whether it is there.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
-
-
-def _checked_mesh(mesh: Any) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
-    if mesh.ndim not in (1, 2):
-        raise ArgumentError(f"fully_shard takes a mesh of one or two dimensions, got {mesh.ndim}: {mesh}.")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise UnnamedMeshError(
-            f"A mesh of two dimensions needs names, the first for replicas, the second for shards: {mesh}. Pass "
-            'mesh_dim_names=("replicate", "shard") to init_device_mesh.'
-        )
-    if mesh.get_coordinate() is None:
-        raise ArgumentError(f"Rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on its ranks.")
-    return mesh
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
 def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
     managed: dict[nn.Module, None] = {}
@@ -189,12 +216,10 @@ def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
         managed[module] = None
 
 
-def _managed_parameters(
-    tops: list[nn.Module], modules: list[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, list[tuple[str, Home]]]:
+def _managed_parameters(tops: list[nn.Module], modules: list[nn.Module], ignored: set[nn.Parameter]) -> _Named:
     """Each distinct parameter with all names under which it is registered, children's first."""
     prefixes = {child: f"{name}." if name else "" for top in tops for name, child in top.named_modules()}
-    found: dict[nn.Parameter, list[tuple[str, Home]]] = {}
+    found: _Named = {}
     for owner in modules:
         for name, parameter in own_parameters(owner).items():
             if parameter is not None and parameter not in ignored:
@@ -202,47 +227,10 @@ def _managed_parameters(
     return found
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor):
-        raise UnsupportedError(
-            f"Parameter {name!r} is already a DTensor on {parameter.device_mesh}. If an outer module was sharded "
-            "before this one, shard bottom-up instead: blocks first, the whole model last."
-        )
-    if parameter.ndim == 0:
-        raise ArgumentError(
-            f"Parameter {name!r} is a scalar and has no dimension to cut. Make it a tensor of one element: "
-            "nn.Parameter(value.reshape(1))."
-        )
-    if parameter.is_complex() or parameter.is_sparse:
-        raise UnsupportedError(f"Parameter {name!r} is {parameter.dtype}, {parameter.layout}; it cannot be sharded.")
-
-
-def _shard_dim(
-    name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Shard | None] | None, shards: int
-) -> int:
-    """The dimension that the user chose for a parameter, or the first."""
-    placement = choose(parameter) if choose is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ArgumentError(f"shard_placement_fn must return a Shard or None, got {placement!r} for {name!r}.")
-    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < parameter.ndim:
-        raise DimensionError(
-            f"shard_placement_fn chose {placement} for {name!r}, which has {parameter.ndim} dimensions."
-        )
-    if dim and parameter.shape[dim] % shards:
-        raise UnsupportedError(
-            f"Dimension {dim} of {name!r} has size {parameter.shape[dim]}, which {shards} shards do not divide. Only "
-            "dimension 0 may be uneven: return None or Shard(0) for this parameter."
-        )
-    return dim
-
-
 def _facts(
     title: str,
-    parameters: dict[nn.Parameter, list[tuple[str, Home]]],
-    dims: dict[nn.Parameter, int],
+    parameters: _Named,
+    to: dict[nn.Parameter, Destination],
     policy: MixedPrecisionPolicy,
 ) -> list[str]:
     """What must be the same on every rank."""
@@ -250,7 +238,7 @@ def _facts(
         f"module {title}",
         f"policy {policy}",
         *(
-            f"parameter {names[0][0]!r} of shape {tuple(each.shape)}, {each.dtype}, cut along {dims[each]}"
+            f"parameter {names[0][0]!r} of shape {tuple(each.shape)}, {each.dtype}, cut along {to[each].dim}"
             for each, names in parameters.items()
         ),
     ]
@@ -261,22 +249,3 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         for buffer in module.buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:
                 buffer.data = buffer.to(device)
-
-
-def _slot(
-    parameter: nn.Parameter,
-    names: list[tuple[str, Home]],
-    mesh: DeviceMesh,
-    dim: int,
-    rank: int,
-    device: torch.device,
-) -> Slot:
-    """The parameter's place in the unit, its rank's rows as sharded face. The unit copies them into its shard."""
-    placements = (Shard(dim),) if mesh.ndim == 1 else (Replicate(), Shard(dim))
-    cut = Cut(tuple(parameter.shape), mesh.size(mesh.ndim - 1), dim)
-    local = parameter.detach().narrow(dim, *cut.rows(rank)).contiguous()
-    if not local.is_meta:
-        local = local.to(device)
-    dtensor = make_dtensor(local, mesh, placements, parameter.shape)
-    sharded = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-    return Slot(names[0][0], [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded))

@@ -89,7 +89,7 @@ class FSDPModule:
 
         What it writes into the tensor takes effect. With `stream` it runs there; replicas of ours leave no room for it.
         """
-        if stream is not None and _state(self).unit.transports[1].world > 1:
+        if stream is not None and any(part.replicas.world > 1 for part in _state(self).unit.parts):
             raise ArgumentError("A stream for the hook cannot be combined with a mesh of replicas.")
         self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
 
@@ -108,6 +108,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the gathered parameters. Overrides the argument and the rule for the root."""
         self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
+        self._set("slice_after_forward", False, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the gathered parameters."""
@@ -145,15 +146,26 @@ class FSDPModule:
         """Gather these modules along with this one in backward, instead of the one used before it."""
         _state(self).unit.options.backward_prefetch = _units(modules)
 
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group of its own, so that reductions do not queue behind gathers.
+
+        All ranks have to call it together: it makes a process group, once for each set of ranks.
+        """
+        _bool("enable", enable)
+        for state in self._states(recurse):
+            state.separate(enable)
+
     def _get_fsdp_state(self) -> ShardState:
         return _state(self)
 
-    def _set(self, option: str, value: Any, recurse: bool) -> None:
+    def _states(self, recurse: bool) -> list[ShardState]:
         assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else (self,):
-            state = state_of(module)
-            if state is not None:
-                setattr(state.unit.options, option, value)
+        found = (state_of(module) for module in (self.modules() if recurse else (self,)))
+        return list(dict.fromkeys(state for state in found if state is not None))
+
+    def _set(self, option: str, value: Any, recurse: bool) -> None:
+        for state in self._states(recurse):
+            setattr(state.unit.options, option, value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of parameters that are gathered right now and so not in sight."""

@@ -1,0 +1,30 @@
+"""Two transports over the same ranks, one for gathers and one for reductions."""
+
+from __future__ import annotations
+
+import torch
+
+from .interface import Transport, Work
+
+
+class SplitTransport(Transport):
+    """Reductions have a queue of their own and do not wait behind gathers."""
+
+    def __init__(self, gathers: Transport, reductions: Transport):
+        self.rank, self.world = gathers.rank, gathers.world
+        self._gathers, self._reductions = gathers, reductions
+        self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
+        self.in_place_only = gathers.in_place_only
+        self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        return self._gathers.carrier(dtype)
+
+    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        return self._gathers.gather(outputs, inputs)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+        return self._reductions.reduce_scatter(outputs, inputs, average=average)
+
+    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+        return self._reductions.all_reduce(tensors, average=average)
