@@ -105,7 +105,7 @@ def test_slices_are_dropped_by_whatever_brings_the_shards_back() -> None:
 def test_no_stale_slices() -> None:
     """Contract RAF-13: shards written after a forward count in the next one; evaluation leaves no slices at all."""
     model, reference = sharded(reshard_after_forward=2), Stack()
-    shards = {name: parameter for name, parameter in model.named_parameters()}
+    shards = dict(model.named_parameters())
     loss_of(model)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

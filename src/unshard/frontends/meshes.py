@@ -71,9 +71,9 @@ class DataParallelMeshInfo:
         row, column = (table == dist.get_rank()).nonzero()[0].tolist()
         neighbours = group_of(table[row].tolist(), "slices")
         copies = group_of(table[:, column].tolist(), "copies of slices")
-        mesh = DeviceMesh.from_group(
-            [copies, neighbours], self.mesh.device_type, table, mesh_dim_names=("replicate", "shard")
-        )
+        # Names of its own: torch's caches take meshes of equal shape, ranks and names for the same.
+        names = ("slice_copies", "slices")
+        mesh = DeviceMesh.from_group([copies, neighbours], self.mesh.device_type, table, mesh_dim_names=names)
         return Slicing(transport_for(neighbours, device), mesh)
 
 
