@@ -30,6 +30,10 @@ class DimensionError(UnshardError, AssertionError):
     """A parameter does not have the dimension it should be cut along."""
 
 
+class ConflictError(UnshardError, AssertionError):
+    """Two settings exclude each other."""
+
+
 class ProtocolError(UnshardError, AssertionError):
     """A tensor that brings its own gather protocol does not follow it."""
 

@@ -172,6 +172,32 @@ def reduce_scatter_one(group: Any, output: torch.Tensor, input: torch.Tensor, op
     return group._reduce_scatter_base(output, input, options)
 
 
+def backend_allocator(group: Any, device: torch.device) -> Any:
+    """What the backend allocates its own memory with, or None. All versions."""
+    if device.type != "cuda":
+        return None
+    backend = group._get_backend(device)
+    return backend.mem_allocator if backend.supports_tensor_alloc(device) else None
+
+
+def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
+    """Torch's pool of symmetric memory; the module has no public name yet. All versions."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    return _symmetric_memory.get_mem_pool(device)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, to autograd. All versions."""
+    return tensor._base
+
+
+def profiling() -> bool:
+    """Whether a profiler records right now. All versions."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def backend_name(group: Any, device: torch.device) -> str:
     """Name of the backend that serves `device` in `group`; for a group written in Python, its own name.
 

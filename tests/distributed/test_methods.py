@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from bed import world
 from bed.recorders import Collectives
 from distributed.test_fully_shard import WIDTH, Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded, units
+from distributed.test_plugins import ToyGather
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -293,3 +295,86 @@ def test_mixed_classes() -> None:
     with disable_fsdp_module_new_init():
         assert not hasattr(type(first)(2, 2), "weight")
     assert fully_shard.state(nn.Linear(1, 1)) is None
+
+
+@world(2)
+def test_memory_of_the_process_group() -> None:
+    """Contract API-22 to API-24: nothing to take from Gloo, no symmetric memory without CUDA, numbers unchanged."""
+    model, reference = sharded(), Stack()
+    model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    model._set_unshard_async_op(True)
+    for enable in (True, False):
+        model.blocks[1].set_allocate_memory_from_process_group_for_comm(enable)
+        loss_of(model).backward()
+        loss_of(reference).backward()
+    assert_gradients(model, reference)
+    with pytest.raises(AssertionError, match="from a pool"):
+        model.blocks[0].set_custom_all_gather(ToyGather())
+    model.blocks[2].set_custom_all_gather(ToyGather())
+    for refused in ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"):
+        with pytest.raises(AssertionError, match=r"'blocks.2' on rank \d has a user's collectives"):
+            getattr(model.blocks[2], refused)(True)
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        model.blocks[1].set_symm_mem_for_comm()
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_gradients(model, reference)
+
+
+class Window(nn.Linear):
+    """Returns a view of what it computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, : WIDTH // 2]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@world(2)
+def test_a_view_that_is_overwritten(reshard: bool) -> None:
+    """Contract RUN-22 improved: no warning is needed, for the gradients are right."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Window(WIDTH, WIDTH), nn.Linear(WIDTH // 2, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x)).mul_(2).relu_()
+            return self.layers[2](x)
+
+    model, reference = Model(), Model()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    for _ in range(2):
+        with Collectives() as calls:
+            loss_of(model).backward()
+        loss_of(reference).backward()
+        assert len(calls.of("gather")) == (6 if reshard else 3)
+        assert_gradients(model, reference)
+    assert_at_rest(model)
+
+
+@world(2)
+def test_stages_are_logged_and_profiled() -> None:
+    """Contract INT-10, under our own names; nothing is said unless somebody listens."""
+    model, records = sharded(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("unshard")
+    logger.addHandler(handler)
+    loss_of(model).backward()
+    assert records == []
+    logger.setLevel(logging.DEBUG)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(model).backward()
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(handler)
+    stages = [record.split(":")[0] for record in records]
+    for stage in ("pre_forward", "post_forward", "pre_backward"):
+        assert stages.count(stage) == 4, stage
+    assert stages.count("root_pre_forward") == stages.count("root_post_backward") == 1
+    assert stages.count("post_backward") >= 2  # units whose inputs need no gradient are closed by the root
+    assert any("'blocks.1'" in record for record in records)
+    assert "unshard::pre_backward (blocks.1)" in {event.key for event in profile.key_averages()}

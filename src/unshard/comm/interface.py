@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -12,6 +13,13 @@ class Work(Protocol):
     """A collective under way. Its tensors may be neither read, written nor freed before `wait` has returned."""
 
     def wait(self) -> object: ...
+
+
+class Pool(Protocol):
+    """Memory that a transport reaches faster than any other."""
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Allocations in here come from the pool."""
 
 
 class Transport(ABC):
@@ -31,6 +39,8 @@ class Transport(ABC):
     """`gather` reads this rank's piece only from its place in the output."""
     piece_alignment: int = 1
     """Bytes to which packed pieces are padded."""
+    pool: Pool | None = None
+    """Where the buffers of collectives should come from, if not from the usual allocator."""
 
     @abstractmethod
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..comm.interface import Pool
 from ..layout.rows import Placement, Region, place
 from ..torch_private import contiguous_stride, foreach_zero
 from .precision import Segments
@@ -17,16 +18,21 @@ class Buffer:
     Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing.
     """
 
-    def __init__(self, nbytes: int, device: torch.device):
+    def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None):
         self.nbytes = nbytes
         self.device = device
         self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
         self._held = True
+        self._pool = pool
 
     def take(self) -> None:
         """Have memory, with undefined contents if there was none."""
         if not self._held:
-            self.storage.resize_(self.nbytes)
+            if self._pool is None:
+                self.storage.resize_(self.nbytes)
+            else:
+                with self._pool.allocating():
+                    self.storage.resize_(self.nbytes)
             self._held = True
 
     def release(self) -> None:
@@ -73,9 +79,10 @@ class ShardBuffer(Buffer):
         role: str,
         piece_alignment: int,
         device: torch.device,
+        pool: Pool | None = None,
     ):
         self.placement = place(regions, segments.itemsizes(role), 1, piece_alignment)
-        super().__init__(self.placement.nbytes, device)
+        super().__init__(self.placement.nbytes, device, pool)
         self.pieces = pieces(self, self.placement, regions, segments, role)
         self.bodies = [piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)]
         self.flats = self._segments(regions)

@@ -50,7 +50,7 @@ class Gather:
         self._transport, self._shard, self._full = transport, shard, full
         packed = [region for region in shard.regions if region.packed]
         staged = place(packed, shard.segments.itemsizes("compute"), transport.world, transport.piece_alignment)
-        self._staging = Buffer(staged.nbytes, full.device)
+        self._staging = Buffer(staged.nbytes, full.device, transport.pool)
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._cast_from: list[torch.Tensor] = []

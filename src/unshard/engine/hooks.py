@@ -14,17 +14,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.groups import group_of
-from ..comm.interface import Transport
+from ..comm.interface import Pool, Transport
 from ..comm.plugin import AllGather, PluginTransport, ReduceScatter
 from ..comm.process_group import transport_for
 from ..comm.split import SplitTransport
-from ..errors import StateError
-from ..torch_private import current_backward, inside_backward, never_compiled
+from ..errors import ConflictError, StateError
+from ..torch_private import base_of, current_backward, inside_backward, never_compiled
 from .options import Options
 from .part import Part
 from .precision import cast_floats
 from .root import Root, refuse_second_root
 from .states import Phase
+from .trace import traced
 from .tree import map_tensors, tensors_in
 from .unit import Unit
 from .writes import note_optimizer_step
@@ -46,6 +47,7 @@ class ShardState:
     def __init__(self, unit: Unit):
         self.unit = unit
         self.separate_reductions = False
+        self.make_pool: Callable[[Any, torch.device], Pool | None] | None = None
         self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._to_run: set[weakref.ref[nn.Module]] = set()
@@ -73,13 +75,14 @@ class ShardState:
     # -- forward --------------------------------------------------------------------------------------------
 
     @never_compiled
+    @traced("pre_forward")
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
         # An exception that is already being handled when forward begins is not forward's.
         self._handled.append(id(sys.exc_info()[1]))
         root = self.find_root(module)
         root.recover(unit)
-        if unit is root.own and unit.device.type != "cpu":
+        if unit is root.unit and unit.device.type != "cpu":
             args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if unit.policy.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), unit.policy.param_dtype)
@@ -103,6 +106,7 @@ class ShardState:
         return len(self._modules) > 1 and root.in_forward and not inside_backward()
 
     @never_compiled
+    @traced("post_forward")
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         unit, root = self.unit, self._live_root()
         if not self._handled or root is None:
@@ -137,8 +141,14 @@ class ShardState:
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self.pre_backward)
+                base = base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    # Overwritten in place, a view gets another place in the graph and its hook never fires; the node
+                    # that made its base stays.
+                    base.grad_fn.register_prehook(self.pre_backward)
 
-    def pre_backward(self, gradient: torch.Tensor) -> None:
+    @traced("pre_backward")
+    def pre_backward(self, gradient: Any) -> None:
         root = self._live_root()
         if root is not None:
             root.before_backward(self.unit)
@@ -158,6 +168,7 @@ class ShardState:
         watch = InputWatch(self)
         return map_tensors(watch.through, (args, kwargs))
 
+    @traced("post_backward")
     def post_backward(self, *gradients: Any) -> None:
         root = self._live_root()
         if root is not None:
@@ -167,6 +178,10 @@ class ShardState:
 
     def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
         """Send this unit's shards through a user's collectives; `None` keeps what is installed."""
+        if self.make_pool is not None:
+            raise ConflictError(
+                f"{self.unit} takes the memory of its collectives from a pool; a user's bring their own."
+            )
         self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
         self.unit.change_transport(self._transport)
 
@@ -176,6 +191,13 @@ class ShardState:
             self.separate_reductions = separate
             self.unit.change_transport(self._transport)
 
+    def allocate_from(self, make_pool: Callable[[Any, torch.device], Pool | None] | None) -> None:
+        """Take the memory of collectives from a pool made for the unit's group, or from the usual allocator."""
+        if make_pool is not None and self.plugins != (None, None):
+            raise ConflictError(f"{self.unit} has a user's collectives installed, which allocate their own memory.")
+        self.make_pool = make_pool
+        self.unit.change_transport(self._transport)
+
     def _transport(self, part: Part) -> Transport:
         if part.mesh is None:
             return part.shards
@@ -184,6 +206,8 @@ class ShardState:
         if self.separate_reductions and transport.world > 1:
             own = group_of(dist.get_process_group_ranks(group), "reductions")
             transport = SplitTransport(transport, transport_for(own, device))
+        if self.make_pool is not None:
+            transport.pool = self.make_pool(group, device)
         if self.plugins == (None, None):
             return transport
         return PluginTransport(transport, group, *self.plugins)
@@ -210,13 +234,13 @@ class ShardState:
     def root_options(self) -> Options:
         """The options that count for the whole model."""
         root = self._live_root()
-        return self.unit.options if root is None else root.own.options
+        return self.unit.options if root is None else root.unit.options
 
     def reset(self) -> None:
         root = self._live_root()
         if root is None:
             self.unit.reset()
-        elif root.own is not self.unit:
+        elif root.unit is not self.unit:
             raise StateError(f"{self.unit} is not the root; call reset_iter_state on the outermost sharded module.")
         else:
             root.reset()

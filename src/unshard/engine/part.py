@@ -135,9 +135,15 @@ class Part:
             if slot.sharded.requires_grad and not slot.sharded.is_floating_point():
                 raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
         master, extended = self.sharded.master, self.sharded.extended
+        if extended and self.slicing is not None:
+            names = ", ".join(self.slots[index].name for index in sorted(extended))
+            raise UnsupportedError(
+                f"Parameters with their own gather protocol ({names}) cannot be resharded to a smaller group: pass "
+                "True or False for reshard_after_forward."
+            )
         members = [index for index in range(len(self.slots)) if index not in extended]
         with torch.no_grad(), torch.inference_mode(False), outside_transforms():
-            full = FullBuffer(master, members, self._device)
+            full = FullBuffer(master, members, self._device, self.shards.pool)
             self._gather = Gather(master, full, self.shards, self.sharded.residence.away)
             full.take()
             for index in members:
@@ -152,12 +158,6 @@ class Part:
                 self._slices = Slices(self.slots, master, full, self.slicing)
 
     def _make_extensions(self, members: list[int]) -> Extensions:
-        if self.slicing is not None:
-            names = ", ".join(self.slots[index].name for index in members)
-            raise UnsupportedError(
-                f"Parameters with their own gather protocol ({names}) cannot be resharded to a smaller group: pass "
-                "True or False for reshard_after_forward."
-            )
         dtypes = self.sharded.master.segments.dtypes
         made = [
             Extension(self.slots[i], self.shards, self.mesh, self._policy, dtypes(i).compute, self._device)

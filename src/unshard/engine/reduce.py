@@ -97,7 +97,7 @@ class Reduction:
         self._dtypes = frozenset(kind.reduce for kind in kinds)
         self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
-        self._whole = Buffer(whole.nbytes, device)
+        self._whole = Buffer(whole.nbytes, device, shards.pool)
         self._inputs = pieces(self._whole, whole, self._regions, segments, "reduce")
         self._rows: list[tuple[int, torch.Tensor]] = []
         self._pads: list[torch.Tensor] = []
@@ -105,7 +105,7 @@ class Reduction:
         for region, tensor in zip(self._regions, self._inputs, strict=True):
             self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
         self._whole.release()
-        self._reduced = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
+        self._reduced = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device, shards.pool)
         self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
         self._shards: list[GradShard] = []
 

@@ -9,6 +9,7 @@ from ..errors import ArgumentError, StateError
 from ..torch_private import inside_backward, on_backward_end
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
+from .trace import traced
 from .unit import Unit
 
 
@@ -17,6 +18,8 @@ class Root:
 
     def __init__(self, units: list[Unit]):
         self.units = units
+        self.unit = units[0]
+        """The root's own."""
         self._number = {unit: number for number, unit in enumerate(units)}
         self._forward_order = ForwardOrder()
         self._backward_order = BackwardOrder(limit=8 * len(units))
@@ -29,15 +32,11 @@ class Root:
         self.in_backward = False
         _refuse_shared_parameters(units)
 
-    @property
-    def own(self) -> Unit:
-        return self.units[0]
-
     # -- forward --------------------------------------------------------------------------------------------
 
     def recover(self, unit: Unit) -> None:
         """Notice, before a forward, that the last backward or forward was left by an exception."""
-        if not inside_backward() and (self.in_backward or (self.in_forward and unit is self.own)):
+        if not inside_backward() and (self.in_backward or (self.in_forward and unit is self.unit)):
             self.reset()
 
     def before_forward(self, unit: Unit) -> None:
@@ -45,7 +44,7 @@ class Root:
         recomputing = inside_backward()
         if recomputing:
             self._expect_end_of_backward()
-        elif unit is self.own:
+        elif unit is self.unit:
             self._begin_forward()
         if unit.stale:
             unit.reshard()
@@ -60,9 +59,10 @@ class Root:
         if recomputing:
             self._ahead.add(unit)  # its backward need not come: a checkpoint recomputes more than it uses
 
+    @traced("root_pre_forward")
     def _begin_forward(self) -> None:
         self.in_forward = True
-        event, self.own.options.post_optim_event = self.own.options.post_optim_event, None
+        event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
             event.wait()
         self._waiting_before = len(self._backward_order)
@@ -83,7 +83,7 @@ class Root:
             unit.slice()
         elif self._frees_after_forward(unit, graph):
             unit.reshard()
-        if unit is self.own and self.in_forward:
+        if unit is self.unit and self.in_forward:
             self._end_forward(graph)
 
     def _frees_after_forward(self, unit: Unit, graph: bool) -> bool:
@@ -92,7 +92,7 @@ class Root:
             return chosen
         # By default the root is kept for the backward that begins with it; without a graph there will be none, and a
         # program that looks at its parameters next should meet the sharded ones.
-        return unit is not self.own or not graph
+        return unit is not self.unit or not graph
 
     def _end_forward(self, graph: bool) -> None:
         for unit in reversed(self.units):
@@ -108,7 +108,7 @@ class Root:
         """An exception left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
         if inside_backward():
             return
-        if unit is self.own:
+        if unit is self.unit:
             self.reset()
         else:
             unit.reshard()
@@ -160,13 +160,14 @@ class Root:
             self.in_backward = True
             on_backward_end(BackwardEnd(self))
 
+    @traced("root_post_backward")
     def end_backward(self) -> None:
         for unit in reversed(self.units):
             if unit.phase is Phase.BACKWARD or unit.has_gradients:
                 self._close(unit, last=True)
         self._complete(self._all_reducing)
         self._complete(self._reducing)
-        if self.own.options.last_backward:
+        if self.unit.options.last_backward:
             self._drop_ahead()
             self._backward_order.clear()
         self.in_backward = False

@@ -42,8 +42,16 @@ class Unit:
             for part in self.parts:
                 part.get_ready(self.name)
             self._writes_before = self._writes()
-        for part in self.parts:
-            part.start(sliced)
+        started: list[Part] = []
+        try:
+            for part in self.parts:
+                part.start(sliced)
+                started.append(part)
+        except BaseException:
+            for part in started:
+                part.abandon()
+                part.rest()
+            raise
         self._move(ParamState.GATHERING)
 
     def use(self) -> None:

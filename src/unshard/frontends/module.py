@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.memory import pool_of_group, symmetric_pool
 from ..comm.plugin import AllGather, ReduceScatter
 from ..engine.hooks import ShardState, state_of
 from ..engine.states import ParamState
@@ -154,6 +155,18 @@ class FSDPModule:
         _bool("enable", enable)
         for state in self._states(recurse):
             state.separate(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the buffers of this module's collectives from the backend's own memory, where it offers any (NCCL)."""
+        _state(self).allocate_from(pool_of_group if _bool("enable", enable) else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take the buffers of this module's collectives from torch's symmetric memory. CUDA only."""
+        _state(self).allocate_from(lambda group, device: symmetric_pool(device, backend))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Gathers are always asynchronous; the call is there for programs that make it."""
+        _bool("async_op", async_op)
 
     def _get_fsdp_state(self) -> ShardState:
         return _state(self)
