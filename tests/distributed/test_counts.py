@@ -195,5 +195,6 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
         gc.collect()
         return len(gc.get_objects())
 
-    before = train(100)  # long enough for what torch and Python make once, at a moment of their own
-    assert train(200) <= before
+    before = train(20)
+    # Twice, for a thread of torch's may own an object at the moment of counting; growth would show both times.
+    assert min(train(100), train(100)) <= before
