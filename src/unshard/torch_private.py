@@ -70,23 +70,18 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor object itself; `to_local()` makes a new view under autograd. All versions."""
-    return tensor._local_tensor  # type: ignore[attr-defined]
-
-
-def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    """Mesh and placements in one attribute; the public properties look it up twice. All versions."""
-    return tensor._spec  # type: ignore[attr-defined]
+# Called for every parameter in every step, hence no Python functions.
+local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor object itself; `to_local()` makes a new view under autograd. All versions."""
+spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
+"""Mesh and placements in one attribute; the public properties look it up twice. All versions."""
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Autograd's count of writes to a tensor. All versions."""
 
 
 def rebind_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Put `local` inside a DTensor, keeping the object; there is no public way. All versions."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
-
-
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Autograd's count of writes to a tensor; called for every parameter, hence no Python function. All versions."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
@@ -115,9 +110,8 @@ def keep_version(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
-def current_backward() -> int:
-    """The number of the backward the calling thread is running inside, or -1. All versions."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward the calling thread is running inside, or -1. All versions."""
 
 
 def inside_backward() -> bool:
@@ -193,9 +187,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def profiling() -> bool:
-    """Whether a profiler records right now. All versions."""
-    return torch._C._autograd._profiler_enabled()
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler records right now. All versions."""
 
 
 def backend_name(group: Any, device: torch.device) -> str:

@@ -29,7 +29,8 @@ def whole_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Full tensors through the host: DTensor's own gather is not made for Gloo with CUDA tensors."""
     if not isinstance(tensors[0], DTensor):
         return [each.cpu() for each in tensors]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    theirs = tensors[0].device_mesh
+    mesh = init_device_mesh("cpu", tuple(theirs.shape), mesh_dim_names=theirs.mesh_dim_names)
     return whole(
         [
             DTensor.from_local(

@@ -73,7 +73,10 @@ class GradShard:
     @property
     def attached(self) -> bool:
         """Whether a face is some parameter's `.grad`."""
-        return any(slot.sharded.grad is face for slot, face in zip(self._slots, self.faces, strict=True))
+        for slot, face in zip(self._slots, self.faces, strict=True):  # no generator: asked several times a step
+            if slot.sharded.grad is face:
+                return True
+        return False
 
     @property
     def idle(self) -> bool:

@@ -31,7 +31,10 @@ class Gradients:
     @property
     def arrived(self) -> bool:
         """Whether autograd left a gradient that was not taken yet."""
-        return any(slot.full is not None and slot.full.grad is not None for slot in self._slots)
+        for slot in self._slots:
+            if slot.full is not None and slot.full.grad is not None:
+                return True
+        return False
 
     def change_transport(self, transport: Transport) -> None:
         self._transport = transport

@@ -86,7 +86,7 @@ class Unit:
         return held and self._writes_before != self._writes()
 
     def _writes(self) -> int:
-        return sum(part.sharded.writes() for part in self.parts)
+        return sum([part.sharded.writes() for part in self.parts])
 
     def settle(self) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""
@@ -104,7 +104,10 @@ class Unit:
     @property
     def has_gradients(self) -> bool:
         """Whether autograd, or backwards that did not synchronise, left gradients that can be reduced now."""
-        return any(part.gradients.arrived or part.gradients.waits(self.options) for part in self.parts)
+        for part in self.parts:
+            if part.gradients.arrived or part.gradients.waits(self.options):
+                return True
+        return False
 
     def reduce(self, last: bool = False) -> None:
         for part in self.parts:
