@@ -14,6 +14,7 @@ from bed.recorders import Collectives
 from distributed.test_fully_shard import WIDTH, Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded, units
 from distributed.test_plugins import ToyGather
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unshard import fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -378,3 +379,24 @@ def test_stages_are_logged_and_profiled() -> None:
     assert stages.count("post_backward") >= 2  # units whose inputs need no gradient are closed by the root
     assert any("'blocks.1'" in record for record in records)
     assert "unshard::pre_backward (blocks.1)" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+@world(2)
+def test_zero_grad_also_clears_sums_that_wait(to_none: bool, replicas: int) -> None:
+    """Contract ACC-06 improved: what was not synchronised yet is dropped with the rest."""
+    mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
+    model, reference = sharded(mesh=mesh), Stack()
+    loss_of(model, 5).backward()
+    if replicas == 2:
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    loss_of(model, 6).backward()
+    model.zero_grad(to_none)
+    model.set_requires_gradient_sync(True)
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_gradients(model, reference)
+    assert_at_rest(model)

@@ -152,6 +152,11 @@ class Gradients:
             for reduction in self._reductions.values():
                 reduction.release_idle()
 
+    def forget_sums(self, unit: object) -> None:
+        """Drop what backwards that did not synchronise have summed up."""
+        if self.state in (GradState.LOCAL, GradState.PARTIAL):
+            self.drop(unit)
+
     def drop(self, unit: object) -> None:
         """Forget everything that was not handed out."""
         for pending in self._pending:

@@ -123,6 +123,11 @@ class Unit:
         for part in self.parts:
             part.gradients.release_idle()
 
+    def forget_sums(self) -> None:
+        """Drop what backwards that did not synchronise have summed up."""
+        for part in self.parts:
+            part.gradients.forget_sums(self)
+
     def reset(self) -> None:
         """Return to rest after a forward or backward that did not end; drops gradients not yet handed out."""
         for part in self.parts:

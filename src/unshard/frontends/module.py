@@ -181,15 +181,18 @@ class FSDPModule:
             setattr(state.unit.options, option, value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those of parameters that are gathered right now and so not in sight."""
+        """Clear all gradients: of parameters that are gathered right now, and sums that wait to be reduced, too.
+
+        An optimizer's `zero_grad` cannot see the latter.
+        """
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        assert isinstance(self, nn.Module)
-        hidden = [slot.sharded for child in self.modules() if (s := state_of(child)) for slot in s.unit.slots]
-        for parameter in hidden:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        for state in self._states(recurse=True):
+            state.unit.forget_sums()
+            for parameter in (slot.sharded for slot in state.unit.slots):
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()`, `to_empty()`: they convert the sharded parameters."""
