@@ -23,7 +23,7 @@ from ..engine.unit import Unit
 from ..errors import AppliedTwiceError, ArgumentError, DimensionError, StateError, UnnamedMeshError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import local_of, make_dtensor, own_parameters
+from ..torch_private import is_replicated, local_of, make_dtensor, own_parameters
 from .module import mix_in
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -175,7 +175,10 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
-    """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
+    """Modules whose own parameters and buffers belong to this call: not below another call's, nor replicated ones.
+
+    Children first.
+    """
     managed: dict[nn.Module, None] = {}
     for top in tops:
         _add_managed(top, managed)
@@ -183,7 +186,7 @@ def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
 
 
 def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
-    if state_of(module) is None and module not in managed:
+    if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
             _add_managed(child, managed)
         managed[module] = None
