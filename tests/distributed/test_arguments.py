@@ -83,7 +83,7 @@ def test_containers_with_a_forward_of_their_own() -> None:
     loss_of(reference).backward()
     assert_gradients(model, reference)
     layers = [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])]
-    with pytest.raises(ValueError, match="ModuleList.*no forward"):
+    with pytest.raises(ValueError, match=r"ModuleList.*no forward"):
         fully_shard(layers)
     assert type(layers[0]) is nn.Linear
 

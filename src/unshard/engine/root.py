@@ -167,6 +167,9 @@ class Root:
         self._complete(self._reducing)
         if self.own.options.last_backward:
             self._drop_ahead()
+            for unit in self.units:
+                if unit.params is ParamState.GATHERING:
+                    unit.reshard()  # an `unshard(async_op=True)` that nobody waited for
             self._backward_order.clear()
         self.in_backward = False
 
