@@ -142,7 +142,7 @@ def test_a_unit_without_input_gradients_is_closed_at_the_end() -> None:
 def test_forward_called_as_a_function_is_refused() -> None:
     """Contract RUN-11: nothing gathers; torch says that a sharded and a plain tensor cannot be mixed."""
     layer = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         layer.forward(torch.ones(2, 4))
     assert layer(torch.ones(2, 4)).shape == (2, 4)
 

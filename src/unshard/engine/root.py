@@ -70,15 +70,17 @@ class Root:
         for unit in self.units:
             unit.gradients.release_idle()
 
-    def after_forward(self, unit: Unit, graph: bool) -> None:
+    def after_forward(self, unit: Unit, graph: bool, returns: bool = True) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
 
-        `graph`: the root's forward builds a graph, so a backward may come.
+        `graph`: the root's forward builds a graph, so a backward may come. `returns`: it may come through this unit,
+        which is not so where everything up to here is frozen.
         """
         unit.phase = Phase.IDLE
         if inside_backward():
             return
-        self._backward_order.push(self._number[unit])
+        if returns:
+            self._backward_order.push(self._number[unit])
         if self._frees_after_forward(unit, graph):
             unit.reshard()
         if unit is self.own and self.in_forward:
