@@ -28,7 +28,7 @@ def choose(model: nn.Module, mode: str) -> None:
 def assert_sums(model: nn.Module, reference: nn.Module) -> None:
     """As the parity tests compare: elements that cancel out in a sum of several steps are rounding errors only."""
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (mine.grad.full_tensor() - theirs.grad).norm() <= 2e-6 * theirs.grad.norm() != 0
+        assert (mine.grad.full_tensor() - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() != 0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -162,16 +162,15 @@ def test_one_forward_one_backward_schedule(reshard: bool) -> None:
     """
     model, reference = sharded(reshard_after_forward=reshard), Stack()
     for _ in range(2):
-        waiting, done = [loss_of(model, 0), loss_of(model, 1)], 0
-        for number in range(2, 6):
+        waiting = [loss_of(model, 0), loss_of(model, 1)]
+        for done in range(4):
             last = done == 3
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
             model.set_reshard_after_backward(last)
             waiting.pop(0).backward()
-            done += 1
-            if number < 4:
-                waiting.append(loss_of(model, number))
+            if done < 2:
+                waiting.append(loss_of(model, done + 2))
         for seed in range(4):
             loss_of(reference, seed).backward()
         assert_gradients(model, reference)
