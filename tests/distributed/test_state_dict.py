@@ -154,7 +154,7 @@ def test_a_model_on_meta_is_initialised_shard_by_shard(replicas: int | None) -> 
     values = whole(model)
     bound = 1 / 132**0.5
     for name, value in values.items():
-        assert value.abs().max() <= bound and value.std() > 0.3 * bound, name
+        assert value.abs().max() <= bound and (value.numel() == 2 or value.std() > 0.3 * bound), name
     reference = Stack(1)
     reference.load_state_dict(values)
     for each in (model, reference):

@@ -169,11 +169,17 @@ class Root:
         self._complete(self._reducing)
         if self.own.options.last_backward:
             self._drop_ahead()
-            for unit in self.units:
-                if unit.params is ParamState.GATHERING:
-                    unit.reshard()  # an `unshard(async_op=True)` that nobody waited for
+            if not self.in_forward:
+                self._rest()
             self._backward_order.clear()
         self.in_backward = False
+
+    def _rest(self) -> None:
+        """Free what this backward did not come through: frozen units, gathers that nobody waited for."""
+        for unit in self.units:
+            unwanted = unit.params is ParamState.GATHERING or unit.options.reshard_after_backward
+            if unwanted and unit.phase is Phase.IDLE:
+                unit.reshard()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
