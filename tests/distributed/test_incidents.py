@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from bed import world
 from bed.models import case
 from bed.recorders import Collectives
-from distributed.test_fully_shard import WIDTH, Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded
+from distributed.test_fully_shard import WIDTH, Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded, units
 from distributed.test_hybrid import mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -107,16 +107,38 @@ def _train_tied(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("reshard", [None, True])
 @world(1, 2, 3)
-def test_weights_that_are_tied_after_sharding() -> None:
+def test_weights_that_are_tied_after_sharding(reshard: bool | None) -> None:
     """verl #7834, accelerate #4171: `tie_weights()` of a program that materialised its model from meta."""
     tied = case("tied")
     model, reference = tied.build(), tied.build()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    fully_shard(model)
+    fully_shard(model, reshard_after_forward=reshard)
     model.head.weight = model.tokens.weight
     _train_tied(model, reference)
     assert model.head.weight is model.tokens.weight
+    model.zero_grad()
+    reference.zero_grad()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        for each in (model, reference):
+            tied.loss(each, tied.batch(step)).backward()
+    assert_gradients(model, reference)
+    (unit,) = units(model)
+    assert len(unit.slots) == len(list(model.parameters())) == 6
+
+
+@world(2)
+def test_weights_of_two_units_that_are_tied_after_sharding() -> None:
+    """accelerate #4171: refused by name, for each unit would train its own copy. LZY-09, SHP-02."""
+    model = case("tied").build()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    fully_shard(model.head)
+    fully_shard(model)
+    model.head.weight = model.tokens.weight
+    with pytest.raises(ValueError, match=r"'(tokens|head)\.weight'.*'(tokens|head)\.weight'.*as one unit"):
+        model(case("tied").batch(0)[0])
 
 
 class Outside(nn.Module):

@@ -237,11 +237,13 @@ class BackwardEnd:
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:
-    """A parameter that two units were given would silently become two."""
+    """A parameter that two units were given would silently become two; so would one that was tied after that."""
     seen: dict[int, tuple[str, Unit]] = {}
     for unit in units:
         for slot in unit.slots:
-            name, other = seen.setdefault(id(slot.origin), (slot.name, unit))
+            now = [home.parameters.get(home.name) for home in slot.homes]
+            owners = [seen.setdefault(id(each), (slot.name, unit)) for each in (slot.origin, *now)]
+            name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
             if other is not unit:
                 raise ArgumentError(
                     f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "

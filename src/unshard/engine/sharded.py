@@ -28,8 +28,11 @@ class Sharded:
         """Whether every parameter lies in the master shard, so that it can be gathered."""
         self._transport = transport
         self._policy = policy
-        self._names = [(home.parameters, home.name, slot) for slot in slots for home in slot.homes]
+        self._names = self._all_names()
         self.master = self._lay_out()
+
+    def _all_names(self) -> list[tuple[dict[str, Any], str, Slot]]:
+        return [(home.parameters, home.name, slot) for slot in self.slots for home in slot.homes]
 
     @property
     def settled(self) -> bool:
@@ -49,13 +52,30 @@ class Sharded:
         with torch.no_grad(), torch.inference_mode(False):
             for slot in self.slots:
                 self._adopt(slot, unit)
+            merged = self._merge_tied()
             dtypes = [slot.sharded.dtype for slot in self.slots]
             arrived = self.master.device == META and self._device() != META
-            if dtypes == self.master.segments.originals and not arrived:
+            if dtypes == self.master.segments.originals and not arrived and not merged:
                 self._bind(self.master)
                 return False
             self.master = self._lay_out()
             return True
+
+    def _merge_tied(self) -> bool:
+        """One slot for parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
+
+        Two slots would rebind the one parameter in turns, and each time drop the gradients kept so far.
+        """
+        kept: dict[int, Slot] = {}
+        for slot in self.slots:
+            first = kept.setdefault(id(slot.sharded), slot)
+            if first is not slot:
+                first.homes.extend(slot.homes)
+        merged = len(kept) < len(self.slots)
+        if merged:
+            self.slots = list(kept.values())
+            self._names = self._all_names()
+        return merged
 
     def _misplaced(self, master: Master) -> list[Slot]:
         pairs = zip(self.slots, master.locals, strict=True)

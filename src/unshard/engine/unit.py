@@ -94,6 +94,7 @@ class Unit:
             return
         if self.sharded.settle(self.name):
             self._gather = None
+            self._faces = Faces(self.slots)  # fewer, if parameters were tied
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(self)
 
