@@ -89,6 +89,15 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied to this very module, which then keeps its parameters whole.
+
+    Looked up, not imported: where nobody imported it, nobody applied it. All versions.
+    """
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
 def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What users registered with `register_post_accumulate_grad_hook`; autograd calls them itself. All versions."""
     hooks = parameter._post_accumulate_grad_hooks

@@ -14,7 +14,7 @@ from unshard import fully_shard
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["blocks before", "blocks after", "model"])
-@world(2, timeout=120)
+@world(1, 2, 3, 4, timeout=120)
 def test_compile(how: str) -> None:
     """Contract INT-04: graphs break at the hooks; what lies between is compiled."""
     model, reference = Stack(2), Stack(2)

@@ -116,11 +116,11 @@ class ShardState:
             return output
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
-            if graph:
-                self._watch_outputs(output)
+            # Without a graph it may be a checkpoint's first forward; modules of a list have other outputs besides.
+            returns = not graph or self._watch_outputs(output) or len(self._modules) > 1
             self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
-                root.after_forward(unit, graph)
+                root.after_forward(unit, graph, returns)
         return cast_floats(output, unit.policy.output_dtype)
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -135,17 +135,18 @@ class ShardState:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, output: Any) -> None:
-        """Backward of the unit begins when a gradient reaches any output."""
+    def _watch_outputs(self, output: Any) -> bool:
+        """Backward of the unit begins when a gradient reaches any output; false if none can."""
         outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        for tensor in outputs:
-            if tensor.requires_grad:
-                tensor.register_hook(self.pre_backward)
-                base = base_of(tensor)
-                if base is not None and base.grad_fn is not None:
-                    # Overwritten in place, a view gets another place in the graph and its hook never fires; the node
-                    # that made its base stays.
-                    base.grad_fn.register_prehook(self.pre_backward)
+        watched = [tensor for tensor in outputs if tensor.requires_grad]
+        for tensor in watched:
+            tensor.register_hook(self.pre_backward)
+            base = base_of(tensor)
+            if base is not None and base.grad_fn is not None:
+                # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
+                # made its base stays.
+                base.grad_fn.register_prehook(self.pre_backward)
+        return bool(watched)
 
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:

@@ -36,11 +36,10 @@ class Part:
         policy: MixedPrecisionPolicy,
         slicing: Slicing | None = None,
     ):
-        self.slots = list(slots)
         self.shards, self.replicas = shards, replicas
         self.mesh, self.slicing = mesh, slicing
         """The shards' own mesh, of one dimension, if any; the smaller group that keeps slices, if any."""
-        self.sharded = Sharded(self.slots, shards, residence, policy)
+        self.sharded = Sharded(list(slots), shards, residence, policy)
         self.gradients = Gradients(self.sharded, shards, replicas, device)
         self._faces = Faces(self.slots)
         self._device, self._policy = device, policy
@@ -49,6 +48,10 @@ class Part:
         self._extensions: Extensions | None = None
         self._slices: Slices | None = None
         self._under_way: tuple[Gather, Work] | None = None
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self.sharded.slots
 
     # -- parameters -----------------------------------------------------------------------------------------
 
@@ -108,6 +111,7 @@ class Part:
             return
         if self.sharded.settle(unit):
             self._gather = None
+            self._faces = Faces(self.slots)  # fewer, if parameters were tied
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(unit)
 

@@ -70,15 +70,17 @@ class Root:
         for unit in self.units:
             unit.release_gradients()
 
-    def after_forward(self, unit: Unit, graph: bool) -> None:
+    def after_forward(self, unit: Unit, graph: bool, returns: bool = True) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
 
-        `graph`: the root's forward builds a graph, so a backward may come.
+        `graph`: the root's forward builds a graph, so a backward may come. `returns`: it may come through this unit,
+        which is not so where everything up to here is frozen.
         """
         unit.phase = Phase.IDLE
         if inside_backward():
             return
-        self._backward_order.push(self._number[unit])
+        if returns:
+            self._backward_order.push(self._number[unit])
         if unit.options.slice_after_forward and graph:
             unit.slice()
         elif self._frees_after_forward(unit, graph):
@@ -169,8 +171,17 @@ class Root:
         self._complete(self._reducing)
         if self.unit.options.last_backward:
             self._drop_ahead()
+            if not self.in_forward:
+                self._rest()
             self._backward_order.clear()
         self.in_backward = False
+
+    def _rest(self) -> None:
+        """Free what this backward did not come through: frozen units, gathers that nobody waited for."""
+        for unit in self.units:
+            unwanted = unit.params is ParamState.GATHERING or unit.options.reshard_after_backward
+            if unwanted and unit.phase is Phase.IDLE:
+                unit.reshard()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
@@ -230,11 +241,13 @@ class BackwardEnd:
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:
-    """A parameter that two units were given would silently become two."""
+    """A parameter that two units were given would silently become two; so would one that was tied after that."""
     seen: dict[int, tuple[str, Unit]] = {}
     for unit in units:
         for slot in unit.slots:
-            name, other = seen.setdefault(id(slot.origin), (slot.name, unit))
+            now = [home.parameters.get(home.name) for home in slot.homes]
+            owners = [seen.setdefault(id(each), (slot.name, unit)) for each in (slot.origin, *now)]
+            name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
             if other is not unit:
                 raise ArgumentError(
                     f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "

@@ -31,8 +31,11 @@ class Sharded:
         """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
         self._policy = policy
-        self._names = [(home.parameters, home.name, slot) for slot in slots for home in slot.homes]
+        self._names = self._all_names()
         self.master = self._lay_out()
+
+    def _all_names(self) -> list[tuple[dict[str, Any], str, Slot]]:
+        return [(home.parameters, home.name, slot) for slot in self.slots for home in slot.homes]
 
     @property
     def settled(self) -> bool:
@@ -52,13 +55,30 @@ class Sharded:
         with torch.no_grad(), torch.inference_mode(False):
             for slot in self.slots:
                 self._adopt(slot, unit)
+            merged = self._merge_tied()
             dtypes = [slot.sharded.dtype for slot in self.slots]
             arrived = self.master.device == META and self._device() != META
-            if dtypes == self.master.segments.originals and not arrived:
+            if dtypes == self.master.segments.originals and not arrived and not merged:
                 self._bind(self.master)
                 return False
             self.master = self._lay_out()
             return True
+
+    def _merge_tied(self) -> bool:
+        """One slot for parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
+
+        Two slots would rebind the one parameter in turns, and each time drop the gradients kept so far.
+        """
+        kept: dict[int, Slot] = {}
+        for slot in self.slots:
+            first = kept.setdefault(id(slot.sharded), slot)
+            if first is not slot:
+                first.homes.extend(slot.homes)
+        merged = len(kept) < len(self.slots)
+        if merged:
+            self.slots = list(kept.values())
+            self._names = self._all_names()
+        return merged
 
     def find_extended(self) -> bool:
         """Look for gather protocols that were patched onto shards since; true if the unit was laid out anew."""

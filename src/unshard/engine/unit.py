@@ -26,12 +26,15 @@ class Unit:
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
-        self.slots: list[Slot] = [slot for part in parts for slot in part.slots]
         self._writes_before = 0
 
     def __str__(self) -> str:
         rank = self.parts[0].shards.rank if self.parts else 0
         return f"Unit {self.name!r} on rank {rank}"
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for part in self.parts for slot in part.slots]
 
     def gather(self) -> None:
         """Issue the gather if the unit is at rest or sliced; its buffers are in flight until `use`."""

@@ -20,7 +20,7 @@ from ..engine.residence import residence_for
 from ..engine.unit import Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import own_parameters
+from ..torch_private import is_replicated, own_parameters
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo, device_of, resolve
 from .module import mix_in
 from .placements import Choose, Destination, check_parameter, destination, slot_for
@@ -202,7 +202,10 @@ def _checked_type(name: str, value: Any, expected: type) -> Any:
 
 
 def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
-    """Modules whose own parameters and buffers belong to this call: not below another call's. Children first."""
+    """Modules whose own parameters and buffers belong to this call: not below another call's, nor replicated ones.
+
+    Children first.
+    """
     managed: dict[nn.Module, None] = {}
     for top in tops:
         _add_managed(top, managed)
@@ -210,7 +213,7 @@ def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:
 
 
 def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
-    if state_of(module) is None and module not in managed:
+    if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
             _add_managed(child, managed)
         managed[module] = None

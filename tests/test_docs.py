@@ -1,0 +1,24 @@
+"""The tests that the documents name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+
+
+@pytest.mark.parametrize("document", ["proofs.md", "incidents.md"])
+def test_every_test_that_is_named_exists(document: str) -> None:
+    named = set(re.findall(r"`tests/([\w/]+\.py)::(test_\w+)`", (DOCS / document).read_text()))
+    assert len(named) > 20
+    for file, name in sorted(named):
+        assert f"\ndef {name}(" in (HERE / file).read_text(), f"{file} has no {name}"
+
+
+def test_every_statement_has_one_row() -> None:
+    ids = re.findall(r"^\| ([A-Z]+-\d+) \|", (DOCS / "proofs.md").read_text(), re.MULTILINE)
+    assert len(ids) == len(set(ids)) == 393
