@@ -135,6 +135,8 @@ def _clean() -> str:
     """Leave nothing of a job behind for the next one; returns what prevented it."""
     try:
         if dist.is_initialized():
+            if len(dist.distributed_c10d._world.pg_names) > 1:
+                _forget_meshes()
             dist.destroy_process_group()
     except Exception:
         return "while leaving the process group:\n" + traceback.format_exc()
@@ -150,6 +152,16 @@ def _clean() -> str:
     gc.collect()
     gc.freeze()  # what is left are imported modules: the next collection need not walk them again
     return ""
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps the meshes of results it has computed, and hands them out for every mesh equal to them.
+
+    The next job's meshes may be equal, but their process groups are others. There is no public way.
+    """
+    from torch.distributed.tensor import debug
+
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def _apply_filters(filters: tuple[str, ...]) -> None:

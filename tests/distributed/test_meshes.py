@@ -18,15 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from unshard import fully_shard
 
 
-def named(replicas: int, *names: str) -> DeviceMesh:
-    """A mesh with names of its own.
-
-    DTensor remembers how it redistributed over an equal mesh, groups included, and the workers run many jobs: jobs that
-    make several meshes must not look like each other.
-    """
-    return init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=names)
-
-
 @pytest.mark.parametrize(
     ("replicas", "gathers", "scatters", "reductions"), [(1, 8, 4, 0), (2, 8, 4, 4), (4, 0, 0, 4)], ids=str
 )
@@ -59,9 +50,11 @@ def test_meshes_made_of_groups() -> None:
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     groups = [columns[rank % 2], rows[rank // 2]]
-    square = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("column", "row"))
+    square = DeviceMesh.from_group(
+        groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")
+    )
     line = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    for own, other in ((square, named(2, "a", "b")), (line, init_device_mesh("cpu", (4,)))):
+    for own, other in ((square, mesh(2)), (line, init_device_mesh("cpu", (4,)))):
         model, twin = sharded(mesh=own), sharded(mesh=other)
         for each in (model, twin):
             loss_of(each, rank).backward()
@@ -75,7 +68,7 @@ def _mixed(model: nn.Module, units: list[nn.Module]) -> None:
     """Every unit on another mesh: all ranks, replicas of shards, replicas only."""
     size = dist.get_world_size()
     kinds = [init_device_mesh("cpu", (size,))]
-    kinds += [named(replicas, "copies", "pieces") for replicas in range(1, size + 1) if size % replicas == 0]
+    kinds += [mesh(replicas) for replicas in range(1, size + 1) if size % replicas == 0]
     for number, unit in enumerate(units):
         fully_shard(unit, mesh=kinds[number % len(kinds)])
 
@@ -93,7 +86,7 @@ def test_accumulation_over_several_meshes() -> None:
     """Contract MESH-05, ACC-09."""
     model, reference = Stack(), Stack()
     for number, block in enumerate(model.blocks):
-        fully_shard(block, mesh=named((1, 2, 4)[number], "outer", "inner"))
+        fully_shard(block, mesh=mesh((1, 2, 4)[number]))
     fully_shard(model)
     for seed in range(4):
         model.set_requires_gradient_sync(seed % 2 == 1)
