@@ -140,11 +140,6 @@ def _clean() -> str:
             dist.destroy_process_group()
     except Exception:
         return "while leaving the process group:\n" + traceback.format_exc()
-    if "torch.distributed.tensor" in sys.modules:
-        # DTensor's caches take a mesh for an equal one of an earlier job, whose process groups are gone.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():

@@ -177,7 +177,9 @@ def test_few_reduce_buffers_at_a_time(buffers: int) -> None:
         held: list[int] = []
 
         def look(*unused: object) -> None:
-            held.append(sum(each._whole.held for unit in units for each in unit.parts[0].gradients._reductions.values()))
+            held.append(
+                sum(each._whole.held for unit in units for each in unit.parts[0].gradients._reductions.values())
+            )
 
         x = torch.randn(3, SIZES[0])
         for layer in model.layers:

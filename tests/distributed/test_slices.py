@@ -49,7 +49,7 @@ def test_as_many_slices_as_ranks_or_one(slices: int) -> None:
 @pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(param_dtype=torch.bfloat16)], ids=["plain", "mixed"])
 @world(4)
 def test_what_is_held_and_sent(policy: MixedPrecisionPolicy | None) -> None:
-    """Contract RAF-04, RAF-05, CM-13: slices in the compute dtype, gathered among neighbours, then nothing is left."""
+    """Contract RAF-04, RAF-05, CM-13, ME-10: slices in the compute dtype, gathered among neighbours, then gone."""
     dtype = torch.float32 if policy is None else torch.bfloat16
     model = sharded(reshard_after_forward=2, mp_policy=policy)
     shard = model.blocks[0].first.weight
@@ -62,6 +62,7 @@ def test_what_is_held_and_sent(policy: MixedPrecisionPolicy | None) -> None:
     torch.testing.assert_close(kept.detach().full_tensor(), shard.detach().full_tensor().to(dtype), rtol=0, atol=0)
     part = units(model)[1].parts[0]
     assert part._slices._buffer.held and not part._full.held
+    assert part._slices._buffer.nbytes == 2 * (132 * 132 + 132) // 2 * dtype.itemsize  # half the unit, nothing more
     with Collectives() as backward:
         loss.backward()
     elements = 2 * (132 * 132 + 132)

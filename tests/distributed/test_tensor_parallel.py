@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from unshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from unshard.engine.parallel import local_gradient
 
 
 def mesh_of(dp: int) -> DeviceMesh:
@@ -216,6 +217,43 @@ def test_meshes_that_do_not_fit() -> None:
     assert type(layer) is nn.Linear
 
 
+@world(2)
+def test_gradients_that_arrive_distributed_otherwise() -> None:
+    """Contract TPX-08: brought to the placements of the parameter first, whatever autograd made of them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.arange(8.0).reshape(4, 2)
+    rank = dist.get_rank()
+    kinds = {
+        Replicate(): whole,
+        Shard(1): whole[:, rank : rank + 1].contiguous(),
+        Partial(): whole * (0.25 if rank else 0.75),
+    }
+    spec = distribute_tensor(whole, mesh, [Shard(0)])._spec
+    for placement, local in kinds.items():
+        gradient = DTensor.from_local(local, mesh, [placement], run_check=False)
+        torch.testing.assert_close(local_gradient(gradient, spec, frozenset()), whole[2 * rank : 2 * rank + 2])
+    unsummed = DTensor.from_local(kinds[Partial()], mesh, [Partial()], run_check=False)
+    spec = distribute_tensor(whole, mesh, [Replicate()])._spec
+    assert torch.equal(local_gradient(unsummed, spec, frozenset({0})), kinds[Partial()])
+    assert torch.equal(local_gradient(unsummed, spec, frozenset()), whole)
+
+
+@world(4)
+def test_optimizers_over_several_meshes() -> None:
+    """Contract TPX-13: foreach optimizers take parameters of one and of two dimensions together."""
+    mesh = mesh_of(2)
+    model, reference = parallel(mesh, mesh=mesh["dp"]), Stack()
+    assert {parameter.device_mesh.ndim for parameter in model.parameters()} == {1, 2}
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9, foreach=True)
+        for seed in range(2):
+            optimizer.zero_grad()
+            loss_of(each, seed).backward()
+            optimizer.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
 # --- meshes of all parallelisms ------------------------------------------------------------------------------------
 
 
@@ -252,7 +290,7 @@ class Spread(nn.Module):
 def test_parity_on_a_mesh_of_all_parallelisms(names: tuple[str, str]) -> None:
     """Contract SPMD-06, SPMD-10, SPMD-12, SPMD-13: the mesh stays, the data-parallel dimension is cut."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    model, reference = replicated(mesh), Stack()
+    model, reference = replicated(mesh, Stack(1)), Stack(1)
     dims = DataParallelMeshDims(shard="dp")
     for block in model.blocks:
         fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
@@ -285,7 +323,7 @@ def test_parity_on_a_mesh_of_all_parallelisms(names: tuple[str, str]) -> None:
 def test_shards_and_replicas_by_name(dims: DataParallelMeshDims) -> None:
     """Contract SPMD-05, SPMD-06, SPMD-11."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "tp"))
-    model, reference = replicated(mesh), Stack()
+    model, reference = replicated(mesh, Stack(1)), Stack(1)
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     weight = model.head.weight
     assert (

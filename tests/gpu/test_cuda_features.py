@@ -17,7 +17,7 @@ from gpu.test_cuda import check, path
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from unshard import HSDPMeshInfo, ShardPlacementResult, fully_shard
+from unshard import CPUOffloadPolicy, HSDPMeshInfo, OffloadPolicy, ShardPlacementResult, fully_shard
 from unshard.comm.memory import CudaPool, pool_of_group
 from unshard.comm.process_group import ProcessGroupTransport
 from unshard.frontends import meshes
@@ -103,25 +103,27 @@ def test_several_meshes_in_one_call() -> None:
     check(case("transformer"), steps=4, mesh=flat, shard_placement_fn=choose)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_with_their_own_gather_protocol(size: int) -> None:
-    """Contract EXT-06."""
+def test_shards_with_their_own_gather_protocol(size: int, offload: bool) -> None:
+    """Contract EXT-06, EXT-10."""
     from bed import pool
 
-    pool.shared().run(extended, size, {}, "nccl" if size == 1 else "gloo")
+    pool.shared().run(extended, size, {"offload": offload}, "nccl" if size == 1 else "gloo")
 
 
-def extended() -> None:
+def extended(offload: bool) -> None:
     model, reference = with_travelling_weights(Stack().cuda()), Stack().cuda()
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model)
+        fully_shard(block, reshard_after_forward=True, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
     for seed in range(3):
         for each in (model, reference):
             each(batch(seed).cuda()).square().mean().backward()
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             local = theirs.grad.chunk(dist.get_world_size())[dist.get_rank()] if len(theirs) > 1 else theirs.grad
-            torch.testing.assert_close(mine.grad.to_local(), local, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(mine.grad.to_local().cuda(), local, rtol=1e-3, atol=1e-5)
     assert Travels.seen
 
 
