@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 
+from ..comm.abandoned import abandon
 from ..comm.interface import Transport, Work
-from ..errors import StateError
+from ..comm.order import Event
+from ..errors import OrderError, StateError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import outside_transforms
 from .faces import Faces, Slot
@@ -41,6 +45,7 @@ class Unit:
         self._faces = Faces(slots)
         self._gather: Gather | None = None
         self._work: Work | None = None
+        self._event = Event()
         self._writes_before = 0
 
     def __str__(self) -> str:
@@ -59,6 +64,7 @@ class Unit:
             self.sharded.refuse_misplaced(self.name)
         if self._gather is None:
             self._gather = self._make_gather()
+        self._transport.announce(self._event, self._describe)
         self._writes_before = self.sharded.writes()
         self._work = self._gather.start()
         self._move(ParamState.GATHERING)
@@ -76,12 +82,14 @@ class Unit:
         if self.params is ParamState.SHARDED:
             return
         if self.params is ParamState.GATHERING:
-            self._finish_gather()
+            with suppress(OrderError):  # nobody wants the values, and whoever does next will be told
+                self._finish_gather()
         else:
             self._faces.show_sharded()
-        assert self._gather is not None
-        self._gather.release()
-        self._move(ParamState.SHARDED)
+        if self._gather is not None:
+            self._gather.release()
+        if self.params is not ParamState.SHARDED:
+            self._move(ParamState.SHARDED)
 
     @property
     def stale(self) -> bool:
@@ -138,7 +146,17 @@ class Unit:
     def _finish_gather(self) -> None:
         work, self._work = self._work, None
         assert work is not None and self._gather is not None
-        self._gather.finish(work)
+        try:
+            self._gather.finish(work)
+        except OrderError:
+            # The collective is still under way and will never end: its buffers are left to it.
+            abandon(self._gather)
+            self._gather = None
+            self._move(ParamState.SHARDED)
+            raise
+
+    def _describe(self) -> str:
+        return f"gather unit {self.name!r}"
 
     def _move(self, to: ParamState) -> None:
         self.params = moved(self, self.params, to, PARAM_MOVES)
