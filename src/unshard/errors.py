@@ -46,5 +46,9 @@ class StateError(UnshardError, RuntimeError):
     """Something was called in an order that cannot work."""
 
 
+class OrderError(UnshardError, RuntimeError):
+    """The ranks of a process group do not issue the same collectives in the same order."""
+
+
 class ParameterError(UnshardError, RuntimeError):
     """A managed parameter is not what it has to be: on meta, on another device, of another shape."""

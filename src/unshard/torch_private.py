@@ -9,10 +9,12 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
@@ -209,3 +211,21 @@ def backend_name(group: Any, device: torch.device) -> str:
         return group._get_backend(device).name().lower()
     except (RuntimeError, AttributeError):
         return group.name().lower()
+
+
+def is_plain_group(group: Any) -> bool:
+    """Whether torch itself made the group, with real backends; groups written in Python derive from its class."""
+    return type(group) is dist.ProcessGroup
+
+
+def job_store() -> dist.Store:
+    """The store through which the ranks of the job found each other, over a connection of its own. All versions.
+
+    There is no public way to it, and a connection that others use too would make them wait for us.
+    """
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """How long a collective of `group` may take before its backend fails it; there is no public way. All versions."""
+    return group._get_backend(device).options._timeout

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+from .order import Event
 
 
 class Work(Protocol):
@@ -53,6 +56,13 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
         """Each tensor <- its sum (or mean) over the ranks."""
+
+    def announce(self, event: Event, describe: Callable[[], str]) -> None:
+        """Say which collective comes next, before it is issued; raises where another rank wants another one.
+
+        `describe` tells what a rank "wants to" do, for the error.
+        """
+        return
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype a gather of `dtype` is sent as: itself, or bytes where the backend does not know it."""

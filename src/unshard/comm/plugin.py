@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .interface import Done, Transport, Work
+from .order import Event
 
 
 class Comm(ABC):
@@ -65,6 +66,9 @@ class PluginTransport(Transport):
             base.reduces_groups if reduce_scatter is None else hasattr(reduce_scatter, "reduce_scatter_many")
         )
         self.piece_alignment = base.piece_alignment
+
+    def announce(self, event: Event, describe: Callable[[], str]) -> None:
+        self._base.announce(event, describe)
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._base.carrier(dtype)

@@ -6,6 +6,7 @@ once, and skip a layer of Python.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ..torch_private import (
     reduce_scatter_one,
 )
 from .interface import Transport, Work, Works
+from .order import Event, order_of
+from .patient import PatientWork
 from .solo import SoloTransport
 
 # What Gloo's all-gather accepts; anything else travels as bytes.
@@ -42,35 +45,43 @@ class ProcessGroupTransport(Transport):
         self.gathers_groups, self.reduces_groups = _grouping(group, self._backend)
         # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
         self.piece_alignment = 16 if self._backend == "nccl" else 1
+        self._order = order_of(group, self._backend, device)
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
         self._sum_all, self._mean_all = AllreduceOptions(), AllreduceOptions()
         self._sum.reduceOp = self._sum_all.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._mean.reduceOp = self._mean_all.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
+    def announce(self, event: Event, describe: Callable[[], str]) -> None:
+        if self._order is not None:
+            self._order.announce(event, describe)
+
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if self._backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
 
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         if len(outputs) > 1 and self.gathers_groups:
-            return self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
+            return self._joined([self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)])
         pairs = zip(outputs, inputs, strict=True)
-        return _joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
+        return self._joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
         options = self._mean if average else self._sum
         if len(outputs) > 1 and self.reduces_groups:
-            return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+            return self._joined([self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)], timed=False)
         pairs = zip(outputs, inputs, strict=True)
-        return _joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs])
+        return self._joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs], timed=False)
 
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all
-        return _joined([self._group.allreduce([tensor], options) for tensor in tensors])
+        return self._joined([self._group.allreduce([tensor], options) for tensor in tensors])
 
-
-def _joined(works: list[Work]) -> Work:
-    return works[0] if len(works) == 1 else Works(works)
+    def _joined(self, works: list[Any], timed: bool = True) -> Work:
+        """One work for all. `timed`: their waits can be given up."""
+        order = self._order
+        if order is not None and order.waits_on_host:
+            works = [PatientWork(work if timed else order.waiter.watch(work), order, self._group) for work in works]
+        return works[0] if len(works) == 1 else Works(works)
 
 
 def _grouping(group: Any, backend: str) -> tuple[bool, bool]:

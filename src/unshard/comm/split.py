@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .interface import Transport, Work
+from .order import Event
 
 
 class SplitTransport(Transport):
@@ -16,6 +19,9 @@ class SplitTransport(Transport):
         self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
         self.in_place_only = gathers.in_place_only
         self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
+
+    def announce(self, event: Event, describe: Callable[[], str]) -> None:
+        (self._reductions if event.reduces else self._gathers).announce(event, describe)
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._gathers.carrier(dtype)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ..comm.abandoned import abandon
 from ..comm.interface import Transport
+from ..errors import OrderError
 from .accumulate import LocalGradients
 from .faces import Slot
 from .options import Options
 from .parallel import local_gradient
-from .reduce import Outcome, Pending, Reduction
+from .reduce import Named, Outcome, Pending, Reduction
 from .sharded import Sharded
 from .states import GRAD_MOVES, GradState, moved
 
@@ -48,7 +50,7 @@ class Gradients:
     def _has_partial(self) -> bool:
         return any(reduction.has_partial for reduction in self._reductions.values())
 
-    def reduce(self, unit: object, options: Options, last: bool) -> None:
+    def reduce(self, unit: Named, options: Options, last: bool) -> None:
         """Issue the reduction of what autograd left, or keep it for a later one.
 
         `last`: the backward is over, so sums kept by earlier backwards are reduced even if nothing was added.
@@ -108,9 +110,11 @@ class Gradients:
         self.state = moved(unit, self.state, GradState.LOCAL, GRAD_MOVES)
         return self._local.sums()
 
-    def _start(self, unit: object, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
-        self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
+    def _start(self, unit: Named, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
         members = tuple(gradients)
+        if members:
+            self._reduction(members).announce(unit)
+        self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
         if members:
             self._pending.append(self._reduction(members).start(gradients, options))
         if last and options.all_reduce:
@@ -160,7 +164,14 @@ class Gradients:
     def drop(self, unit: object) -> None:
         """Forget everything that was not handed out."""
         for pending in self._pending:
-            pending.reduction.drop(pending)
+            try:
+                pending.reduction.drop(pending)
+            except OrderError:
+                # The collective is still under way and will never end: its buffers are left to it.
+                abandon(pending)
+                self._reductions = {
+                    key: each for key, each in self._reductions.items() if each is not pending.reduction
+                }
         self._pending = []
         for reduction in self._reductions.values():
             reduction.drop_partial()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.abandoned import abandon
 from ..comm.interface import Done, Transport, Work
-from ..errors import StateError, UnsupportedError
+from ..comm.order import Event
+from ..errors import OrderError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import outside_transforms, wrap_like
 from .extension import Extension, Extensions
@@ -48,6 +51,7 @@ class Part:
         self._extensions: Extensions | None = None
         self._slices: Slices | None = None
         self._under_way: tuple[Gather, Work] | None = None
+        self._gathering, self._gathering_slices = Event(), Event()
 
     @property
     def slots(self) -> list[Slot]:
@@ -55,12 +59,16 @@ class Part:
 
     # -- parameters -----------------------------------------------------------------------------------------
 
-    def start(self, from_slices: bool) -> None:
+    def start(self, unit: str, from_slices: bool) -> None:
         """Issue the gather, from the master shards or from the slices kept since forward."""
-        gather = self._slices.gather if from_slices and self._slices is not None else self._gather
-        assert gather is not None
+        if from_slices and self._slices is not None:
+            gather, transport = self._slices.gather, self._slices.transport
+            transport.announce(self._gathering_slices, lambda: f"gather the slices of unit {unit!r}")
+        else:
+            assert self._gather is not None
+            gather, transport = self._gather, self.shards
+            transport.announce(self._gathering, lambda: f"gather unit {unit!r}")
         gather.prepare()
-        transport = self._slices.transport if from_slices and self._slices is not None else self.shards
         if self._extensions is not None:
             work = self._extensions.start(gather.outputs, gather.inputs)
         else:
@@ -78,20 +86,28 @@ class Part:
 
     def abandon(self) -> None:
         """Wait for a gather that nobody wants any more; `rest` follows."""
-        self._wait()
+        if self._under_way is not None:
+            with suppress(OrderError):  # nobody wants the values, and whoever does next will be told
+                self._wait()
 
     def _wait(self) -> None:
         assert self._under_way is not None
         gather, work = self._under_way
         self._under_way = None
-        work.wait()
+        try:
+            work.wait()
+        except OrderError:
+            # The collective is still under way and will never end: its buffers are left to it.
+            abandon(gather, self._full, self._extensions, self._slices)
+            self._full = self._gather = self._extensions = self._slices = None
+            raise
         gather.finish()
 
     def rest(self) -> None:
         """The full buffer empty, the sharded faces on the modules."""
         self._faces.show_sharded()
-        assert self._full is not None
-        self._full.release()
+        if self._full is not None:
+            self._full.release()
         if self._extensions is not None:
             self._extensions.release()
         if self._slices is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 
 from ..comm.interface import Done, Transport, Work
+from ..comm.order import Event
 from ..layout.rows import Grouping, Item, Region, arrange, place
 from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
 from .buffers import Buffer, ShardBuffer, pieces
@@ -32,6 +35,10 @@ class Outcome(Enum):
     GOES_ON = "goes on"
     DELIVERED = "delivered"
     PARTIAL = "kept as a partial sum"
+
+
+class Named(Protocol):
+    name: str
 
 
 @dataclass
@@ -108,6 +115,8 @@ class Reduction:
         self._reduced = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device, shards.pool)
         self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
         self._shards: list[GradShard] = []
+        self._members, self._owner = members, ""
+        self._scattering, self._all_reducing = Event(reduces=True), Event(reduces=True)
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
         index = region.members[0]
@@ -128,6 +137,20 @@ class Reduction:
         cuts = self._master.cuts
         crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}
         self._packs.append(Pack(table, run.members, filler, crossed))
+
+    def announce(self, unit: Named) -> None:
+        """To be called before `start`."""
+        self._owner = unit.name
+        self._transport.announce(self._scattering, lambda: f"reduce-scatter {self._described()}")
+
+    def _described(self) -> str:
+        """Whose gradients these are, in few words that differ if the parameters do."""
+        mine = [self._slots[index].name for index in self._members]
+        others = [slot.name for slot in self._slots if slot.name not in mine]
+        unit = f"the gradients of unit {self._owner!r}"
+        if not others:
+            return unit
+        return f"{unit} without {_few(others)}" if len(others) <= len(mine) else f"{unit}, only {_few(mine)}"
 
     def start(self, gradients: dict[int, torch.Tensor], options: Options) -> Pending:
         """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""
@@ -199,6 +222,7 @@ class Reduction:
         if partial.held:
             foreach_add(outputs.flats, partial.flats)
             partial.release()
+        self._replicas.announce(self._all_reducing, lambda: f"all-reduce, over the replicas, {self._described()}")
         pending.work = self._replicas.all_reduce(outputs.flats, average=pending.division.all_reduce_average)
         pending.stage = Stage.ALL_REDUCE
         return Outcome.GOES_ON
@@ -229,3 +253,9 @@ class Reduction:
         for shard in self._shards:
             if shard.idle:
                 shard.buffer.release()
+
+
+def _few(names: list[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])} and {len(names) - 3} more (check sum {zlib.crc32(repr(names).encode()):08x})"

@@ -231,7 +231,11 @@ class BackwardEnd:
         self._came = True
         root = self._root()
         if root is not None:
-            root.end_backward()
+            try:
+                root.end_backward()
+            except BaseException:
+                root.reset()
+                raise
 
     def __del__(self) -> None:
         root = self._root()

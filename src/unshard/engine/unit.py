@@ -48,7 +48,7 @@ class Unit:
         started: list[Part] = []
         try:
             for part in self.parts:
-                part.start(sliced)
+                part.start(self.name, sliced)
                 started.append(part)
         except BaseException:
             for part in started:

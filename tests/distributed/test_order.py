@@ -1,0 +1,397 @@
+"""Ranks that do not run the same units in the same order are told so, all of them, and nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import loopback, world
+from distributed.test_fully_shard import WIDTH, Block, assert_at_rest, assert_gradients, batch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from unshard import fully_shard
+from unshard.comm import order
+from unshard.errors import OrderError
+
+SLICE = 0.5
+BOUND = 10 * SLICE  # a look after one slice, two for the others to hear of it, and a slow machine
+
+
+class Branches(nn.Module):
+    """Blocks side by side, run in the order and number that the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> dict[int, torch.Tensor]:
+        x = self.stem(x)
+        return {number: self.blocks[number](x) for number in which}
+
+
+def sharded(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    model = Branches() if model is None else model
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def step(model: nn.Module, which: list[int], used: list[int] | None = None, seed: int = 0) -> None:
+    outputs = model(batch(seed), which)
+    sum(outputs[number].square().mean() for number in used or which).backward()
+
+
+@contextmanager
+def quick(**constants: Any) -> Iterator[None]:
+    with mock.patch.multiple(order, SLICE=SLICE, **constants):
+        yield
+
+
+@contextmanager
+def told(model: nn.Module, match: str) -> Iterator[None]:
+    """On every rank, in time, and afterwards the model is at rest and says the same at once."""
+    began = time.monotonic()
+    with pytest.raises(OrderError, match=match) as caught:
+        yield
+    assert time.monotonic() - began < BOUND
+    assert "same forwards and backwards" in str(caught.value)
+    assert_at_rest(model)
+    began = time.monotonic()
+    with pytest.raises(OrderError, match=match):
+        step(model, [0, 1, 2])
+    assert time.monotonic() - began < 1
+    assert_at_rest(model)
+    stories: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stories, str(caught.value), group=_other_group())
+    assert set(stories) == {str(caught.value)}
+
+
+def _other_group() -> dist.ProcessGroup:
+    """The default group has collectives that nobody will ever answer; new groups need it in no way."""
+    return dist.new_group(backend="gloo", use_local_synchronization=True)
+
+
+EXITING = """
+import sys, time, pytest, torch
+from distributed.test_order import *
+
+rank, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+with quick():
+    model = sharded()
+    for _ in range(3):
+        step(model, [0, 1, 2])
+    try:
+        model.blocks[2].unshard() if rank else step(model, [0, 1, 2])
+    except OrderError as error:
+        print("told", flush=True)
+        if rank:
+            sys.stdin.read()  # lives on, with its connections open, until the test lets it go
+        if way == "destroy":
+            del model
+            dist.destroy_process_group()
+        elif way == "raise":
+            raise
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "raise", "destroy"])
+def test_the_program_ends(way: str) -> None:
+    """Also while a rank that will never answer keeps its connections open, and without a crash."""
+    port = _free_port()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXITING, str(rank), str(port), way],
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["told\n", "told\n"]
+        output = processes[0].communicate(timeout=10)
+        assert processes[1].poll() is None
+        processes[1].communicate(timeout=10)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [int(way == "raise")] * 2, output
+    assert ("OrderError: The ranks want different collectives" in output[1]) == (way == "raise")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+# --- disagreement --------------------------------------------------------------------------------------------------
+
+
+@world(2, 3)
+def test_in_the_first_forward() -> None:
+    with quick():
+        model = sharded()
+        with told(model, r"rank \d wants to gather unit 'blocks.[01]', rank \d to gather unit 'blocks.[01]'"):
+            step(model, [1, 0, 2] if is_last() else [0, 1, 2])
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 5])
+@pytest.mark.parametrize("which", [[0, 2, 1], [1, 2], [0, 1], [0, 1, 2, 2]], ids=str)
+@world(2)
+def test_one_rank_takes_another_way(which: list[int], good: int) -> None:
+    """The others do what they have always done, and wait inside Gloo."""
+    with quick():
+        model = sharded()
+        for _ in range(good):
+            step(model, [0, 1, 2])
+        with told(model, r"rank \d wants to .* unit '.*, rank \d to .* unit '"):
+            step(model, which if is_last() else [0, 1, 2])
+            step(model, [0, 1, 2])
+
+
+@pytest.mark.parametrize("good", [0, 3])
+@world(2, 3)
+def test_only_backward_differs(good: int) -> None:
+    with quick():
+        model = sharded()
+        for _ in range(good):
+            step(model, [0, 1, 2])
+        with told(model, r"unit 'blocks.[12]'"):
+            step(model, [0, 1, 2], used=[0, 2] if is_last() else [0, 1, 2])
+
+
+@world(2)
+def test_other_parameters_of_a_unit_have_gradients() -> None:
+    with quick():
+        model = fully_shard(Branches())  # all of it is one unit
+        step(model, [0, 1])
+        with told(
+            model, r"reduce-scatter the gradients of unit '' without blocks.[12].*rank \d to .* without blocks.[12]"
+        ):
+            step(model, [0, 1] if is_last() else [0, 2])
+
+
+@world(2)
+def test_a_forward_too_many() -> None:
+    """One rank validates once more than the other, which trains; both have done both before."""
+    with quick():
+        model = sharded()
+        for _ in range(4):
+            step(model, [0, 1, 2])
+            with torch.no_grad():
+                model(batch(), [0, 1, 2])
+        with told(model, r"rank \d wants to"):
+            for _ in range(3):
+                if is_last():
+                    with torch.no_grad():
+                        model(batch(), [0, 1, 2])
+                else:
+                    step(model, [0, 1, 2])
+
+
+@world(2)
+def test_two_models_in_another_order() -> None:
+    """Units of the same name and size: the numbers would be mixed up, and nothing would hang."""
+    with quick():
+        first = sharded()
+        second = copy.deepcopy(first)
+        for _ in range(3):
+            step(first, [0, 1, 2])
+            step(second, [0, 1, 2])
+        with told(first, r"gather unit '' \(the one numbered \d+\), rank \d to gather unit '' \(the one"):
+            models = [second, first] if is_last() else [first, second]
+            for model in models:
+                step(model, [0, 1, 2])
+
+
+@world(2)
+def test_a_rank_that_does_not_come() -> None:
+    with quick(PATIENCE=2.0):
+        model = sharded()
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        if is_last():
+            time.sleep(4)
+            with pytest.raises(OrderError, match="rank 1 did not come"):
+                step(model, [0, 1, 2])
+        else:
+            with pytest.raises(OrderError, match=r"wants to gather unit 'blocks.2'.* within 2 s rank 1 did not come"):
+                model.blocks[2].unshard()
+        assert_at_rest(model)
+
+
+@world(4)
+def test_replicas_that_disagree() -> None:
+    """Each replica is of one mind; their gradients would be added up crosswise. All four ranks are told."""
+    with quick():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh=mesh)
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        with pytest.raises(OrderError, match=r"ranks [01], [23]: rank \d wants to all-reduce, over the replicas"):
+            step(model, [2, 1, 0] if dist.get_rank() > 1 else [0, 1, 2])
+            step(model, [0, 1, 2])
+        assert_at_rest(model)
+
+
+@world(4)
+def test_trouble_among_the_shards_of_one_replica_reaches_the_others() -> None:
+    with quick():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh=mesh)
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        with pytest.raises(OrderError, match=r"ranks 2, 3: rank \d wants to"):
+            step(model, [0, 2, 1] if is_last() else [0, 1, 2])
+            step(model, [0, 1, 2])
+        assert_at_rest(model)
+
+
+# --- agreement -----------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self._store, name)
+
+
+def counted(model: nn.Module) -> Callable[[], int]:
+    board = fully_shard.state(model).unit.parts[0].shards._order._board
+    board._store = mine = Counted(board._store)
+    board._job = jobs = Counted(board._job)
+    return lambda: mine.calls + jobs.calls
+
+
+@world(2, 3)
+def test_nothing_is_exchanged_once_the_order_is_known() -> None:
+    model = sharded()
+    calls = counted(model)
+    for _ in range(3):
+        step(model, [0, 1, 2])
+    learned = calls()
+    assert learned > 10
+    for _ in range(10):
+        step(model, [0, 1, 2])
+    assert calls() == learned
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "validation"])
+@world(2)
+def test_a_cycle_of_several_steps_is_learned(kind: str) -> None:
+    model = sharded()
+    calls = counted(model)
+    counts = []
+    for _ in range(6):
+        for number in range(4):
+            if kind == "accumulation":
+                model.set_requires_gradient_sync(number == 3)
+            with torch.set_grad_enabled(kind == "accumulation" or number < 2):
+                step(model, [0, 1, 2]) if torch.is_grad_enabled() else model(batch(), [0, 1, 2])
+        counts.append(calls())
+    assert counts[-1] == counts[-3] > 10
+
+
+@world(2)
+def test_an_order_that_varies_alike_on_all_ranks() -> None:
+    """Numbers are right, and the checks come to an end: at the latest, few are left."""
+    with quick(PER_EVENT=4):
+        _vary()
+
+
+def _vary() -> None:
+    model, reference = sharded(), Branches()
+    calls = counted(model)
+    rng, counts = random.Random(0), []
+    for seed in range(30):
+        which = rng.sample(range(3), k=rng.randrange(1, 4))
+        for each in (model, reference):
+            each.zero_grad()
+            step(each, which, seed=seed)
+        assert_gradients(model, reference)
+        counts.append(calls())
+    assert counts[5] > counts[0]
+    assert counts[-1] == counts[-5] > 10
+
+
+@world(2)
+def test_keys_do_not_pile_up() -> None:
+    """Beyond what is kept for slower ranks, old ones are deleted."""
+    with mock.patch("unshard.comm.board.KEPT", 20), quick(PER_EVENT=10**6):
+        model = sharded()
+        rng = random.Random(0)
+        keys = []
+        for _ in range(40):
+            step(model, rng.sample(range(3), k=3))
+            dist.barrier()
+            keys.append(dist.distributed_c10d._get_default_store().num_keys())
+            dist.barrier()
+    assert keys[1] > keys[0]
+    assert max(keys[20:]) <= max(keys[:20]) + 20
+
+
+@world(2)
+def test_a_slow_rank_is_no_trouble() -> None:
+    """Longer than a slice, on the way and at a check."""
+    with mock.patch.object(order, "SLICE", 0.1):
+        model, reference = sharded(), Branches()
+        for number in range(4):
+            if dist.get_rank() == number % 2:
+                time.sleep(0.5)
+            which = [0, 1, 2] if number < 3 else [2, 1, 0]
+            for each in (model, reference):
+                step(each, which)
+    assert_gradients(model, reference)
+
+
+def test_only_real_peers_are_asked() -> None:
+    with loopback.job(2):
+        model = sharded()
+        step(model, [0, 1, 2])
+        assert fully_shard.state(model).unit.parts[0].shards._order is None
+
+
+@world(1)
+def test_one_rank_has_nobody_to_disagree_with() -> None:
+    model = sharded()
+    for which in ([0, 1], [1, 2]):
+        step(model, which)
+    assert dist.group.WORLD not in order._orders
+
+
+@world(2)
+def test_all_units_share_the_order_of_their_group() -> None:
+    model = sharded()
+    step(model, [0, 1, 2])
+    orders = {fully_shard.state(module).unit.parts[0].shards._order for module in (model, *model.blocks)}
+    assert orders == {order._orders[dist.group.WORLD]["gloo"]}
