@@ -135,9 +135,9 @@ def _clean() -> str:
     """Leave nothing of a job behind for the next one; returns what prevented it."""
     try:
         if dist.is_initialized():
-            if len(dist.distributed_c10d._world.pg_names) > 1:
-                _forget_meshes()
             dist.destroy_process_group()
+            if "torch.distributed.tensor" in sys.modules:
+                _forget_meshes()
     except Exception:
         return "while leaving the process group:\n" + traceback.format_exc()
     torch.set_default_dtype(torch.float32)
@@ -152,11 +152,15 @@ def _clean() -> str:
 def _forget_meshes() -> None:
     """DTensor keeps the meshes of results it has computed, and hands them out for every mesh equal to them.
 
-    The next job's meshes may be equal, but their process groups are others. There is no public way.
+    The next job's meshes may be equal, but their process groups are others; and those of this job would live on, each
+    with threads of its own. There is no public way.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _apply_filters(filters: tuple[str, ...]) -> None:

@@ -106,4 +106,4 @@ def test_plugins_can_be_installed_between_steps() -> None:
         model.set_custom_all_gather(ToyReduceScatter())
     with pytest.raises(ValueError, match="ReduceScatter"):
         model.set_custom_reduce_scatter(object())
-    assert fully_shard.state(model.blocks[2]).plugins[0] is not None
+    assert fully_shard.state(model.blocks[2]).wiring.plugins[0] is not None

@@ -9,25 +9,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..comm.groups import group_of
-from ..comm.interface import Pool, Transport
-from ..comm.plugin import AllGather, PluginTransport, ReduceScatter
-from ..comm.process_group import transport_for
-from ..comm.split import SplitTransport
-from ..errors import ConflictError, StateError
+from ..errors import StateError
 from ..torch_private import base_of, current_backward, inside_backward, never_compiled
 from .options import Options
-from .part import Part
 from .precision import cast_floats
 from .root import Root, refuse_second_root
 from .states import Phase
 from .trace import traced
 from .tree import map_tensors, tensors_in
 from .unit import Unit
+from .wiring import Wiring
 from .writes import note_optimizer_step
 
 STATE_KEY = "_unshard_state"
@@ -46,9 +40,7 @@ class ShardState:
 
     def __init__(self, unit: Unit):
         self.unit = unit
-        self.separate_reductions = False
-        self.make_pool: Callable[[Any, torch.device], Pool | None] | None = None
-        self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+        self.wiring = Wiring(unit)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._to_run: set[weakref.ref[nn.Module]] = set()
         self._root: weakref.ref[Root] | None = None
@@ -174,44 +166,6 @@ class ShardState:
         root = self._live_root()
         if root is not None:
             root.after_backward(self.unit)
-
-    # -- transports -----------------------------------------------------------------------------------------
-
-    def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Send this unit's shards through a user's collectives; `None` keeps what is installed."""
-        if self.make_pool is not None:
-            raise ConflictError(
-                f"{self.unit} takes the memory of its collectives from a pool; a user's bring their own."
-            )
-        self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
-        self.unit.change_transport(self._transport)
-
-    def separate(self, separate: bool) -> None:
-        """Give reductions a process group of their own, or let them share the gathers' again."""
-        if separate != self.separate_reductions:
-            self.separate_reductions = separate
-            self.unit.change_transport(self._transport)
-
-    def allocate_from(self, make_pool: Callable[[Any, torch.device], Pool | None] | None) -> None:
-        """Take the memory of collectives from a pool made for the unit's group, or from the usual allocator."""
-        if make_pool is not None and self.plugins != (None, None):
-            raise ConflictError(f"{self.unit} has a user's collectives installed, which allocate their own memory.")
-        self.make_pool = make_pool
-        self.unit.change_transport(self._transport)
-
-    def _transport(self, part: Part) -> Transport:
-        if part.mesh is None:
-            return part.shards
-        group, device = part.mesh.get_group(), self.unit.device
-        transport = transport_for(group, device)
-        if self.separate_reductions and transport.world > 1:
-            own = group_of(dist.get_process_group_ranks(group), "reductions")
-            transport = SplitTransport(transport, transport_for(own, device))
-        if self.make_pool is not None:
-            transport.pool = self.make_pool(group, device)
-        if self.plugins == (None, None):
-            return transport
-        return PluginTransport(transport, group, *self.plugins)
 
     # -- state dicts ----------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def _complete(state: ShardState, memo: dict[Any, Any]) -> None:
     unit.name = old.name
     copied: ShardState = memo[id(state)]
     copied.__init__(unit)  # type: ignore[misc]
-    copied.plugins, copied.separate_reductions = state.plugins, state.separate_reductions
+    copied.wiring.like(state.wiring)
     copied.adopt([memo[id(module)] for module in state.modules()])
 
 

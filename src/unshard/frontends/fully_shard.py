@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
-from ..engine.faces import Home, home_of
+from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
 from ..engine.options import Options
 from ..engine.part import Part
@@ -75,20 +75,18 @@ def fully_shard(
     facts = _facts(title, parameters, to, mp_policy)
     for transport in info.transports(device):
         require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
+    slices = reshard_after_forward if options.slice_after_forward else 0
+
+    def part(members: list[nn.Parameter]) -> Part:
+        there = to[members[0]].info
+        shards, replicas = there.transports(device)
+        place = partial(slot_for, dims=dp_mesh_dims, rank=shards.rank, device=residence.device)
+        slots = [place(each, parameters[each], to[each]) for each in members]
+        slicing = there.slicing(_sliceable(slots, slices, there), device) if slices else None
+        return Part(slots, shards, replicas, there.shard_mesh, device, residence, mp_policy, slicing)
+
     with torch.no_grad(), torch.inference_mode(False):
-        parts = []
-        for members in _by_ranks(parameters, to):
-            there = to[members[0]].info
-            shards, replicas = there.transports(device)
-            slots = [
-                slot_for(each, parameters[each], to[each], dp_mesh_dims, shards.rank, residence.device)
-                for each in members
-            ]
-            size = reshard_after_forward if options.slice_after_forward else 0
-            slicing = there.slicing(_slice_size(size, there), device) if size else None
-            _refuse_slices(slicing is not None, slots)
-            parts.append(Part(slots, shards, replicas, there.shard_mesh, device, residence, mp_policy, slicing))
-        unit = Unit(parts, device, mp_policy, options)
+        unit = Unit([part(members) for members in _by_ranks(parameters, to)], device, mp_policy, options)
     _move_buffers(modules, device)
     unit.name = title
     for slot in unit.slots:
@@ -132,14 +130,16 @@ def _warn_about_one() -> None:
     _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; pass False to say so.")
 
 
-def _refuse_slices(sliced: bool, slots: list[Any]) -> None:
-    for slot in slots if sliced else ():
+def _sliceable(slots: list[Slot], size: int, info: DataParallelMeshInfo) -> int:
+    """The number of slices, if these parameters can be kept in so many."""
+    for slot in slots:
         if slot.cut.crossed or slot.whole_spec is not None:
             found = f"is cut along dimension {slot.cut.dim}" if slot.cut.crossed else "is a DTensor already"
             raise UnsupportedError(
                 f"Parameter {slot.name!r} {found}; an integer reshard_after_forward is only supported for plain "
                 "parameters that are cut along dimension 0. Pass True or False."
             )
+    return _slice_size(size, info)
 
 
 def _by_ranks(parameters: _Named, to: dict[nn.Parameter, Destination]) -> list[list[nn.Parameter]]:

@@ -98,13 +98,13 @@ class FSDPModule:
         """Gather this module's parameters with `comm` instead of the process group's own all-gather."""
         if not isinstance(comm, AllGather):
             raise ArgumentError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
-        _state(self).install(comm, None)
+        _state(self).wiring.install(comm, None)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's gradients with `comm` instead of the process group's own reduce-scatter."""
         if not isinstance(comm, ReduceScatter):
             raise ArgumentError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
-        _state(self).install(None, comm)
+        _state(self).wiring.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the gathered parameters. Overrides the argument and the rule for the root."""
@@ -154,15 +154,15 @@ class FSDPModule:
         """
         _bool("enable", enable)
         for state in self._states(recurse):
-            state.separate(enable)
+            state.wiring.separate(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take the buffers of this module's collectives from the backend's own memory, where it offers any (NCCL)."""
-        _state(self).allocate_from(pool_of_group if _bool("enable", enable) else None)
+        _state(self).wiring.allocate_from(pool_of_group if _bool("enable", enable) else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take the buffers of this module's collectives from torch's symmetric memory. CUDA only."""
-        _state(self).allocate_from(lambda group, device: symmetric_pool(device, backend))
+        _state(self).wiring.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Gathers are always asynchronous; the call is there for programs that make it."""
