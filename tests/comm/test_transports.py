@@ -8,9 +8,11 @@ import torch.distributed as dist
 from bed import loopback, world
 from distributed.test_plugins import IGNORED, ToyGather, ToyMany, ToyReduceScatter
 
+from unshard.comm.groups import group_of
 from unshard.comm.plugin import PluginTransport
 from unshard.comm.process_group import ProcessGroupTransport, transport_for
 from unshard.comm.solo import SoloTransport
+from unshard.comm.split import SplitTransport
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -72,6 +74,14 @@ def test_a_group_that_cannot_group_conforms() -> None:
 def test_a_users_transport_conforms(gather: type) -> None:
     base = transport_for(dist.group.WORLD, CPU)
     transport = PluginTransport(base, dist.group.WORLD, gather(), ToyReduceScatter())
+    conforms(transport, dist.get_rank(), dist.get_world_size())
+
+
+@world(2, 3)
+def test_two_groups_over_the_same_ranks_conform() -> None:
+    own = group_of(range(dist.get_world_size()), "reductions")
+    assert own is group_of(range(dist.get_world_size()), "reductions") and own is not dist.group.WORLD
+    transport = SplitTransport(transport_for(dist.group.WORLD, CPU), transport_for(own, CPU))
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 
