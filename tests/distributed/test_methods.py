@@ -368,7 +368,8 @@ def test_stages_are_logged_and_profiled() -> None:
     loss_of(model).backward()
     assert records == []
     logger.setLevel(logging.DEBUG)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         loss_of(model).backward()
     logger.setLevel(logging.NOTSET)
     logger.removeHandler(handler)
