@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import OrderError
 from .abandoned import abandon
 from .order import Order
+from .waiter import WaitedWork
 
 _MOMENT = timedelta(seconds=0.2)  # for what is under way when the order is lost already: most of it has completed
 
@@ -38,6 +39,8 @@ class PatientWork:
                 raise OrderError(self._order.trouble)
             self._order.look()
         except OrderError:
+            if isinstance(self._work, WaitedWork):
+                self._work.give_up()
             abandon(self._work, self._group)
             raise
         except RuntimeError:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +20,7 @@ class Waiter:
     """
 
     def __init__(self) -> None:
+        _watch_exit()
         self._works: SimpleQueue[WaitedWork | None] = SimpleQueue()
         threading.Thread(target=_serve, args=(self._works,), name="unshard waits", daemon=True).start()
 
@@ -68,5 +74,32 @@ class WaitedWork:
         if self._error is not None:
             raise self._error
 
+    def give_up(self) -> None:
+        """Nobody waits any more. The waiter's thread may be stuck in the collective for good."""
+        if not self.is_completed():
+            _Stuck.threads += 1
+
     def is_completed(self) -> bool:
         return not self._under_way.locked()
+
+
+class _Stuck:
+    threads = 0
+
+
+@cache
+def _watch_exit() -> None:
+    atexit.register(_end_if_stuck)
+
+
+def _end_if_stuck() -> None:
+    """End a program that has a thread stuck in a collective, as failed, which it has.
+
+    A thread that comes back from C++ while the interpreter shuts down is ended by force, and takes the process with it
+    (SIGABRT): when the other rank ends at the same moment, its connection closes and the thread comes back.
+    """
+    if _Stuck.threads:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
