@@ -401,3 +401,25 @@ def test_zero_grad_also_clears_sums_that_wait(to_none: bool, replicas: int) -> N
     loss_of(reference).backward()
     assert_gradients(model, reference)
     assert_at_rest(model)
+
+
+@world(2)
+def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
+    """It would step copies that nobody looks at; the message says when to build it."""
+    model, reference = sharded(), Stack()
+    model.blocks[0].unshard()
+    wrong = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match=r"SGD holds the gathered parameter 'first.weight'"):
+        wrong.step()
+    right = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(reference.parameters(), lr=0.1)
+    loss_of(reference).backward()
+    for optimizer in (right, other):
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach())
+    model.blocks[0].unshard()
+    right.add_param_group({"params": [model.blocks[0].first.weight]})
+    with pytest.raises(RuntimeError, match="gathered parameter"):
+        right.step()

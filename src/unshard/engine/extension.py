@@ -25,7 +25,7 @@ from ..errors import ProtocolError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import contiguous_stride, keep_version, local_of, storage_key, wrap_like
 from .buffers import Buffer
-from .faces import Slot
+from .faces import Slot, mark_full
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -109,6 +109,7 @@ class Extension:
             self._whole, inner = post(self._gathered, self._metadata, self._dtype)
             face = wrap_like(self._whole, self._slot.whole_spec)
             self._slot.full = nn.Parameter(face, requires_grad=self._slot.sharded.requires_grad)
+            mark_full(self._slot.full, self._slot.name)
             self._own(inner)
             return
         for storage, nbytes in self._inner:

@@ -67,6 +67,16 @@ class Slot:
     anchor: torch.Tensor | None = None
 
 
+def mark_full(parameter: nn.Parameter, name: str) -> None:
+    """Let a full face be known as one wherever it turns up."""
+    parameter.unshard_full_face_of = name  # type: ignore[attr-defined]
+
+
+def full_name(parameter: Any) -> str | None:
+    """The name of the parameter that this is the full face of, if it is one."""
+    return getattr(parameter, "unshard_full_face_of", None)
+
+
 class Faces:
     """Swaps the faces of a unit by assignment, from lists made once."""
 

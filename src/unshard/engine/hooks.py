@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import StateError
 from ..torch_private import base_of, current_backward, inside_backward, never_compiled
+from .optimizers import watch_optimizers
 from .options import Options
 from .precision import cast_floats
 from .root import Root, refuse_second_root
@@ -22,7 +22,6 @@ from .trace import traced
 from .tree import map_tensors, tensors_in
 from .unit import Unit
 from .wiring import Wiring
-from .writes import note_optimizer_step
 
 STATE_KEY = "_unshard_state"
 
@@ -49,7 +48,7 @@ class ShardState:
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
-        _watch_optimizers()
+        watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -250,12 +249,6 @@ class InputWatch:
         self._done += 1
         if self._done == self._inputs:
             self._state.post_backward()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Once per process."""
-    register_optimizer_step_post_hook(note_optimizer_step)
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

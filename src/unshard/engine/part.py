@@ -16,7 +16,7 @@ from ..errors import OrderError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import outside_transforms, wrap_like
 from .extension import Extension, Extensions
-from .faces import Faces, Slot
+from .faces import Faces, Slot, mark_full
 from .full import FullBuffer
 from .gather import Gather
 from .gradients import Gradients
@@ -171,6 +171,7 @@ class Part:
                 slot.anchor = full.parameter(master, index)
                 face = wrap_like(slot.anchor, slot.whole_spec)
                 slot.full = nn.Parameter(face, requires_grad=slot.sharded.requires_grad)
+                mark_full(slot.full, slot.name)
             full.release()
             self._full = full
             self._extensions = self._make_extensions(sorted(extended)) if extended else None
