@@ -1,7 +1,7 @@
 """Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
 
 from .comm.plugin import AllGather, Comm, ReduceScatter
-from .errors import UnshardError
+from .errors import OrderError, UnshardError
 from .frontends.fully_shard import fully_shard
 from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from .frontends.module import (
@@ -26,6 +26,7 @@ __all__ = [
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardError",
