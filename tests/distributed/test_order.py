@@ -175,6 +175,17 @@ def test_in_the_first_forward() -> None:
             step(model, [1, 0, 2] if is_last() else [0, 1, 2])
 
 
+@world(2, 3)
+def test_units_that_were_exchanged_before_the_first_forward() -> None:
+    """They bear each other's names then; what tells them apart is the order in which they were sharded."""
+    with quick():
+        model = sharded()
+        if is_last():
+            model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+        with told(model, r"unit 'blocks.0' \(the one numbered \d+.\d+\)"):
+            step(model, [0, 1, 2])
+
+
 @pytest.mark.parametrize("good", [0, 1, 2, 5])
 @pytest.mark.parametrize("which", [[0, 2, 1], [1, 2], [0, 1], [0, 1, 2, 2]], ids=str)
 @world(2)
@@ -238,7 +249,7 @@ def test_two_models_in_another_order() -> None:
         for _ in range(3):
             step(first, [0, 1, 2])
             step(second, [0, 1, 2])
-        with told(first, r"gather unit '' \(the one numbered \d+\), rank \d to gather unit '' \(the one"):
+        with told(first, r"gather unit '' \(the one numbered [\d.]+\), rank \d to gather unit '' \(the one"):
             models = [second, first] if is_last() else [first, second]
             for model in models:
                 step(model, [0, 1, 2])

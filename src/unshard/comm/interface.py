@@ -57,6 +57,10 @@ class Transport(ABC):
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
         """Each tensor <- its sum (or mean) over the ranks."""
 
+    def serial(self) -> int:
+        """A number for the next unit, the same on all ranks; 0 where there are no peers to disagree with."""
+        return 0
+
     def announce(self, event: Event, describe: Callable[[], str]) -> None:
         """Say which collective comes next, before it is issued; raises where another rank wants another one.
 

@@ -46,9 +46,10 @@ _REMEDY = (
 class Event:
     """A collective that comes again and again: one object for each unit and purpose."""
 
-    __slots__ = ("number", "reduces")
+    __slots__ = ("number", "reduces", "serial")
 
-    def __init__(self, reduces: bool = False) -> None:
+    def __init__(self, reduces: bool = False, serial: int = 0) -> None:
+        self.serial = serial  # which unit of its process group, in the order they were made; names can be exchanged
         self.reduces = reduces
         self.number = -1  # given at the first use: then all ranks agree on it, whatever else they have made
 
@@ -82,7 +83,7 @@ class Order:
         self.waits_on_host, self._patience = waits_on_host, patience
         self._forecast = Forecast()
         self._texts: dict[int, str] = {}
-        self._numbers = 0
+        self._numbers = self._serials = 0
         self._learning = True
         self._foretold_in_a_row = 0
         self._checks = 0
@@ -91,6 +92,11 @@ class Order:
     @cached_property
     def waiter(self) -> Waiter:
         return Waiter()
+
+    def serial(self) -> int:
+        """The number of the next unit that is made on this process group; all ranks make them in the same order."""
+        self._serials += 1
+        return self._serials
 
     def announce(self, event: Event, describe: Callable[[], str]) -> None:
         """To be called before the collective is issued; raises if another rank wants another one."""
@@ -104,9 +110,10 @@ class Order:
             self._foretold_in_a_row += 1
         else:
             return
-        self._consider(event.number, describe)
+        self._consider(event, describe)
 
-    def _consider(self, number: int, describe: Callable[[], str]) -> None:
+    def _consider(self, event: Event, describe: Callable[[], str]) -> None:
+        number = event.number
         position, known = self._forecast.position - 1, len(self._texts)
         allowed = self._checks < PER_EVENT * known + position // RARELY
         all_check = self._learning and (allowed or not known)
@@ -114,7 +121,7 @@ class Order:
         if new:
             if known >= MANY:  # models come and go; those long gone need no words
                 self._texts = {each: text for each, text in self._texts.items() if self._forecast.knows(each)}
-            self._texts[number] = f"{number} {describe()}"
+            self._texts[number] = f"{number}.{event.serial} {describe()}"
         # Once as many events as there are were foretold in a row, a whole iteration was.
         self._learning = new or (self._learning and self._foretold_in_a_row < known)
         if not new:

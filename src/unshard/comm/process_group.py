@@ -52,6 +52,9 @@ class ProcessGroupTransport(Transport):
         self._sum.reduceOp = self._sum_all.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._mean.reduceOp = self._mean_all.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
+    def serial(self) -> int:
+        return 0 if self._order is None else self._order.serial()
+
     def announce(self, event: Event, describe: Callable[[], str]) -> None:
         if self._order is not None:
             self._order.announce(event, describe)

@@ -38,6 +38,7 @@ class Part:
         residence: Residence,
         policy: MixedPrecisionPolicy,
         slicing: Slicing | None = None,
+        serial: int = 0,
     ):
         self.shards, self.replicas = shards, replicas
         self.mesh, self.slicing = mesh, slicing
@@ -51,7 +52,8 @@ class Part:
         self._extensions: Extensions | None = None
         self._slices: Slices | None = None
         self._under_way: tuple[Gather, Work] | None = None
-        self._gathering, self._gathering_slices = Event(), Event()
+        self.serial = serial
+        self._gathering, self._gathering_slices = Event(serial=serial), Event(serial=serial)
 
     @property
     def slots(self) -> list[Slot]:

@@ -74,7 +74,8 @@ def _copied_part(unit: Unit, part: Part, memo: dict[Any, Any]) -> Part:
         copied = Slot(slot.name, homes, slot.cut, slot.origin, new, local_of(new), slot.whole_spec, slot.partial_dims)
         slots.append(copied)
     residence = part.sharded.residence
-    return Part(slots, part.shards, part.replicas, part.mesh, unit.device, residence, unit.policy, part.slicing)
+    mesh, policy = part.mesh, unit.policy
+    return Part(slots, part.shards, part.replicas, mesh, unit.device, residence, policy, part.slicing, part.serial)
 
 
 def _options(unit: Unit) -> Any:

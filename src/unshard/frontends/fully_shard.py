@@ -83,7 +83,8 @@ def fully_shard(
         place = partial(slot_for, dims=dp_mesh_dims, rank=shards.rank, device=residence.device)
         slots = [place(each, parameters[each], to[each]) for each in members]
         slicing = there.slicing(_sliceable(slots, slices, there), device) if slices else None
-        return Part(slots, shards, replicas, there.shard_mesh, device, residence, mp_policy, slicing)
+        mesh, serial = there.shard_mesh, shards.serial()
+        return Part(slots, shards, replicas, mesh, device, residence, mp_policy, slicing, serial)
 
     with torch.no_grad(), torch.inference_mode(False):
         unit = Unit([part(members) for members in _by_ranks(parameters, to)], device, mp_policy, options)
