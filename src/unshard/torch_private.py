@@ -91,6 +91,15 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The dict a module registers its own buffers in, likewise."""
+    return module._buffers
+
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
+"""What all batch and instance norms derive from. All versions."""
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` was applied to this very module, which then keeps its parameters whole.
 

@@ -79,7 +79,7 @@ def test_what_is_kept_between_backwards() -> None:
         loss_of(model).backward()
         assert all(isinstance(each, DTensor) and each.grad is None for each in model.parameters())
         for unit in units(model):
-            assert unit.parts[0].gradients.state is GradState.LOCAL and not unit.parts[0]._full.held
+            assert unit.parts[0].gradients.state is GradState.LOCAL and not unit.parts[0].held
             sums = unit.parts[0].gradients._local.sums()
             assert [tuple(each.shape) for each in sums.values()] == [slot.cut.shape for slot in unit.slots]
 

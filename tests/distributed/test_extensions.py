@@ -169,7 +169,7 @@ def test_memory_comes_and_goes() -> None:
     model[0].register_forward_pre_hook(lambda module, args: faces.append(module.weight))
     for _ in range(2):
         loss = model(torch.ones(2, 6, requires_grad=True)).sum()
-        extension = units(model)[1].parts[0]._extensions._members[0]
+        extension = units(model)[1].parts[0]._whole._extensions._members[0]
         assert faces[-1].untyped_storage().nbytes() == 0
         assert not any(buffer.held for buffer in extension._buffers)
         loss.backward()

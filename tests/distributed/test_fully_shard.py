@@ -86,7 +86,7 @@ def assert_at_rest(model: nn.Module) -> None:
         assert (unit.params, unit.phase) == (ParamState.SHARDED, Phase.IDLE), unit
         for part in unit.parts:
             assert part.gradients.state in (GradState.EMPTY, GradState.REDUCED), unit
-            assert part._full is None or not part._full.held
+            assert not part.held
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

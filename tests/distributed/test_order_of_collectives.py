@@ -161,7 +161,7 @@ def test_a_prefetch_for_nothing_costs_memory_and_no_more() -> None:
             unit = fully_shard.state(first).unit
             assert unit.params.value == ("sharded" if last else "gathering")
             model.zero_grad()
-        assert unit.parts[0]._full is not None and not unit.parts[0]._full.held
+        assert unit.parts[0]._whole is not None and not unit.parts[0].held
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

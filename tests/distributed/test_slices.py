@@ -61,8 +61,10 @@ def test_what_is_held_and_sent(policy: MixedPrecisionPolicy | None) -> None:
     assert kept.to_local().shape == (66, 132)
     torch.testing.assert_close(kept.detach().full_tensor(), shard.detach().full_tensor().to(dtype), rtol=0, atol=0)
     part = units(model)[1].parts[0]
-    assert part._slices._buffer.held and not part._full.held
-    assert part._slices._buffer.nbytes == 2 * (132 * 132 + 132) // 2 * dtype.itemsize  # half the unit, nothing more
+    assert part._whole.slices._buffer.held and not part.held
+    assert (
+        part._whole.slices._buffer.nbytes == 2 * (132 * 132 + 132) // 2 * dtype.itemsize
+    )  # half the unit, nothing more
     with Collectives() as backward:
         loss.backward()
     elements = 2 * (132 * 132 + 132)
@@ -71,7 +73,7 @@ def test_what_is_held_and_sent(policy: MixedPrecisionPolicy | None) -> None:
     assert max(call.bytes_in for call in gathers[0]) == elements // 4 * dtype.itemsize
     assert max(call.bytes_in for call in gathers[1]) == elements // 2 * dtype.itemsize
     assert {call.ranks for call in gathers[1]} <= {0, 2}
-    assert model.blocks[0].first.weight is shard and not part._slices._buffer.held
+    assert model.blocks[0].first.weight is shard and not part._whole.slices._buffer.held
     assert_at_rest(model)
 
 

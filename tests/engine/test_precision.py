@@ -36,7 +36,7 @@ def test_integers_are_never_cast() -> None:
 
 
 def test_segments_gather_parameters_of_equal_dtypes() -> None:
-    segments = Segments([F32, B16, F32, torch.int64], MixedPrecisionPolicy(param_dtype=B16))
+    segments = Segments([F32, B16, F32, torch.int64], [MixedPrecisionPolicy(param_dtype=B16)] * 4)
     assert segments.of == [0, 1, 0, 2]
     assert segments.itemsizes("original") == [4, 2, 8]
     assert segments.itemsizes("compute") == [2, 2, 8]

@@ -51,7 +51,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
-        """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks."""
+        """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks.
+
+        An input of another dtype than its output travels as it is and is added up in the output's dtype.
+        """
 
     @abstractmethod
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:

@@ -20,6 +20,7 @@ from ..torch_private import (
     gather_one,
     reduce_scatter_one,
 )
+from .arrival import Arrival
 from .interface import Transport, Work, Works
 from .order import Event, order_of
 from .patient import PatientWork
@@ -69,11 +70,26 @@ class ProcessGroupTransport(Transport):
         return self._joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+        if any(output.dtype != whole.dtype for output, whole in zip(outputs, inputs, strict=True)):
+            return self._reduce_after_arrival(outputs, inputs, average)
         options = self._mean if average else self._sum
         if len(outputs) > 1 and self.reduces_groups:
             return self._joined([self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)], timed=False)
         pairs = zip(outputs, inputs, strict=True)
         return self._joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs], timed=False)
+
+    def _reduce_after_arrival(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
+        """Send each rank its pieces as they are; those whose dtypes differ are added up where they arrive."""
+        works: list[Work] = []
+        same = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o.dtype == i.dtype]
+        if same:
+            works.append(self.reduce_scatter([o for o, _ in same], [i for _, i in same], average=average))
+        for output, whole in zip(outputs, inputs, strict=True):
+            if output.dtype != whole.dtype:
+                arrived = torch.empty_like(whole)
+                work = self._joined([self._group.alltoall_base(arrived, whole, [], [])], timed=False)
+                works.append(Arrival(work, arrived.view(self.world, -1), output, average))
+        return works[0] if len(works) == 1 else Works(works)
 
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all

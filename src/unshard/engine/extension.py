@@ -51,9 +51,10 @@ class Extension:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._slot, self._transport, self._mesh, self._policy = slot, transport, mesh, policy
+        self.slot, self._transport, self._mesh, self._policy = slot, transport, mesh, policy
         self._dtype, self._device = dtype, device
         self._whole: torch.Tensor | None = None
+        self.face: nn.Parameter | None = None
         self._metadata: Any = None
         self._buffers: list[Buffer] = []
         self._gathered: tuple[torch.Tensor, ...] = ()
@@ -61,7 +62,7 @@ class Extension:
 
     def prepare(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What to gather: flat outputs and inputs."""
-        shard = local_of(self._slot.sharded)
+        shard = local_of(self.slot.sharded)
         pre = getattr(shard, PRE)
         if shard.device != self._device:
             # The methods may be patched onto the tensor itself; what `.to` returns has lost them.
@@ -78,11 +79,11 @@ class Extension:
 
     def _arguments(self, pre: Any) -> tuple[Any, ...]:
         count = len(inspect.signature(pre).parameters)
-        shape = torch.Size(self._slot.cut.shape)
-        every = (self._mesh, shape, contiguous_stride(shape), self._slot.homes[0].module(), self._policy)
+        shape = torch.Size(self.slot.cut.shape)
+        every = (self._mesh, shape, contiguous_stride(shape), self.slot.homes[0].module(), self._policy)
         if count not in (1, len(every)):
             raise ProtocolError(
-                f"{PRE} of parameter {self._slot.name!r} takes {count} arguments; it must take 1 (mesh) or 5 (mesh, "
+                f"{PRE} of parameter {self.slot.name!r} takes {count} arguments; it must take 1 (mesh) or 5 (mesh, "
                 "outer_size, outer_stride, module, mp_policy)."
             )
         return every[:count]
@@ -90,7 +91,7 @@ class Extension:
     def _make_outputs(self, inputs: Sequence[torch.Tensor]) -> None:
         facts = [f"a tensor of shape {tuple(each.shape)}, {each.dtype}" for each in inputs]
         what = (
-            f"what {PRE} returns for parameter {self._slot.name!r} (shards of uneven parameters have to be padded to "
+            f"what {PRE} returns for parameter {self.slot.name!r} (shards of uneven parameters have to be padded to "
             "the size of rank 0's)"
         )
         require_agreement(self._transport, self._device, what, facts)
@@ -104,19 +105,18 @@ class Extension:
 
     def finish(self) -> None:
         """Make the parameter whole out of what was gathered."""
-        post = getattr(local_of(self._slot.sharded), POST)
+        post = getattr(local_of(self.slot.sharded), POST)
         if self._whole is None:
             self._whole, inner = post(self._gathered, self._metadata, self._dtype)
-            face = wrap_like(self._whole, self._slot.whole_spec)
-            self._slot.full = nn.Parameter(face, requires_grad=self._slot.sharded.requires_grad)
-            mark_full(self._slot.full, self._slot.name)
+            face = wrap_like(self._whole, self.slot.whole_spec)
+            self.face = self.slot.full = nn.Parameter(face, requires_grad=self.slot.sharded.requires_grad)
+            mark_full(self.face, self.slot.name)
             self._own(inner)
             return
         for storage, nbytes in self._inner:
             storage.resize_(nbytes)
-        full = self._slot.full
-        assert full is not None
-        out = full if self._slot.whole_spec is None else local_of(full)
+        assert self.face is not None
+        out = self.face if self.slot.whole_spec is None else local_of(self.face)
         with keep_version(out):
             post(self._gathered, self._metadata, self._dtype, out=out)
 
@@ -139,6 +139,14 @@ class Extensions:
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
         self._kept: list[Any] = []
+
+    def enter(self) -> None:
+        """Let the slots show these faces; those not made yet follow when they are."""
+        for member in self._members:
+            member.slot.full = member.face
+
+    def faces(self) -> list[tuple[Slot, nn.Parameter]]:
+        return [(member.slot, member.face) for member in self._members if member.face is not None]
 
     def start(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Issue the gather of `outputs` from `inputs` and of these parameters."""

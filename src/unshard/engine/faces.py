@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..layout.rows import Cut
+from ..policies import MixedPrecisionPolicy
 from ..torch_private import DTensorSpec, foreach_copy, own_parameters
 
 
@@ -59,6 +60,7 @@ class Slot:
     origin: weakref.ref[nn.Parameter]
     sharded: nn.Parameter
     local: torch.Tensor
+    policy: MixedPrecisionPolicy
     whole_spec: DTensorSpec | None = None
     partial_dims: frozenset[int] = frozenset()
     """Dimensions of that distribution over which the reduction itself sums: the gradient may come unsummed there."""

@@ -29,7 +29,7 @@ class CopyOut:
 
 @dataclass(frozen=True)
 class CrossedCopyOut:
-    """The same where some parameters are cut along another dimension: piece by piece into strided views of them."""
+    """The same where parameters are cut along another dimension, or lie with gaps: piece by piece into their views."""
 
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
@@ -101,9 +101,18 @@ class Gather:
         ]
 
     def _copy_out(self, region: Region, spot: Place) -> CopyOut | CrossedCopyOut:
-        if any(self._shard.cuts[index].crossed for index in region.members):
+        crossed = any(self._shard.cuts[index].crossed for index in region.members)
+        if crossed or not self._end_to_end(region, spot):
             return self._crossed_copy_out(region, spot)
         return self._plain_copy_out(region, spot)
+
+    def _end_to_end(self, region: Region, spot: Place) -> bool:
+        """Whether the runs leave no gaps. They do where wide elements come after narrow ones."""
+        ends = [
+            start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
+            for run, start in zip(region.runs, spot.runs, strict=True)
+        ]
+        return list(spot.runs) == [0, *ends[:-1]]
 
     def _crossed_copy_out(self, region: Region, spot: Place) -> CrossedCopyOut:
         sources, targets = [], []
@@ -122,15 +131,12 @@ class Gather:
         """Columns of a packed region, in its elements or, for several dtypes, in bytes."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
-        sizes, targets, column = [], [], 0
-        for run, kind, start in zip(region.runs, kinds, spot.runs, strict=True):
-            if start != column:
-                raise AssertionError("runs of a packed region are not end to end")
+        sizes, targets = [], []
+        for run, kind in zip(region.runs, kinds, strict=True):
             for index in run.members:
                 nbytes = self._shard.cuts[index].piece * kind.compute.itemsize
                 sizes.append(nbytes // dtype.itemsize)
                 targets.append(self._full.tensor(dtype, self._full.offsets[index], (spot.copies, sizes[-1])))
-                column += nbytes
         source = self._staging.tensor(dtype, spot.offset, (spot.copies, spot.piece // dtype.itemsize))
         return CopyOut(source[:, : sum(sizes)], sizes, targets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ..comm.abandoned import abandon
 from ..comm.interface import Transport
@@ -25,6 +26,10 @@ class Gradients:
         self._reductions: dict[tuple[int, ...], Reduction] = {}
         self._local: LocalGradients | None = None
         self._pending: list[Pending] = []
+        self.others: list[tuple[int, nn.Parameter]] = []
+        """Full faces of a precision that is not in use, where a graph of an earlier forward may leave gradients."""
+        self.varied = False
+        """Whether gradients may come in other dtypes than the policy's."""
 
     @property
     def _slots(self) -> list[Slot]:
@@ -36,7 +41,7 @@ class Gradients:
         for slot in self._slots:
             if slot.full is not None and slot.full.grad is not None:
                 return True
-        return False
+        return self.varied and any(face.grad is not None for _, face in self.others)
 
     def change_transport(self, transport: Transport) -> None:
         self._transport = transport
@@ -78,12 +83,34 @@ class Gradients:
                 if slot.cut.numel:
                     gradients[index] = grad
                 full.grad = None
+        if self.varied:
+            self._take_others(gradients)
         for index in self._sharded.extended & gradients.keys():
             # Whatever tensor a user's protocol made whole, its gradient travels as the others do.
             kinds = self._sharded.master.segments.dtypes(index)
             if gradients[index].dtype not in (kinds.compute, kinds.reduce):
                 gradients[index] = gradients[index].to(kinds.compute)
         return gradients
+
+    def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Add what graphs of the other precision left. All in the reduce dtype: to be packed they must have one."""
+        for index, face in self.others:
+            if (grad := face.grad) is not None:
+                slot = self._slots[index]
+                if slot.whole_spec is not None:
+                    grad = local_gradient(grad, slot.whole_spec, slot.partial_dims)
+                if slot.cut.numel:
+                    both = index in gradients
+                    gradients[index] = self._to_reduce(index, gradients[index]) + grad if both else grad
+                face.grad = None
+        for index in gradients:
+            gradients[index] = self._to_reduce(index, gradients[index])
+        ordered = sorted(gradients.items())
+        gradients.clear()
+        gradients.update(ordered)
+
+    def _to_reduce(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self._sharded.master.segments.dtypes(index).reduce)
 
     def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
         """Zeros for trainable parameters that this rank did not use and another one may have."""
@@ -97,7 +124,8 @@ class Gradients:
                 and full is not None
                 and full.requires_grad
             ):
-                dtype = self._sharded.master.segments.dtypes(index).compute
+                kinds = self._sharded.master.segments.dtypes(index)
+                dtype = kinds.reduce if self.varied else kinds.compute
                 gradients[index] = torch.zeros(slot.cut.shape, dtype=dtype, device=self._device)
         ordered = sorted(gradients.items())
         gradients.clear()
@@ -182,6 +210,8 @@ class Gradients:
         for slot in self._slots:
             if slot.full is not None:
                 slot.full.grad = None
+        for _, face in self.others:
+            face.grad = None
 
     def forget_buffers(self, unit: object) -> None:
         """After the unit was laid out anew, or its gradients converted, nothing made before fits."""

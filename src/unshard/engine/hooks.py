@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from ..errors import StateError
+from ..policies import MixedPrecisionPolicy
 from ..torch_private import base_of, current_backward, inside_backward, never_compiled
+from .borders import Border
+from .module_buffers import ModuleBuffers
 from .optimizers import watch_optimizers
 from .options import Options
-from .precision import cast_floats
+from .precision import Precision, cast_floats
 from .root import Root, refuse_second_root
 from .states import Phase
 from .trace import traced
@@ -45,6 +48,7 @@ class ShardState:
         self._root: weakref.ref[Root] | None = None
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
+        self.buffers: ModuleBuffers | None = None
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
@@ -56,6 +60,16 @@ class ShardState:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_post_hook(self.post_load)
+
+    def attach_border(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Cast at the door of a module inside that has a precision of its own."""
+        border = Border(self, policy)
+        module.register_forward_pre_hook(border.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(border.leave)
+
+    def cast_buffers(self, buffers: ModuleBuffers) -> None:
+        """Show forward the modules' buffers in another dtype."""
+        self.buffers = buffers
 
     def adopt(self, modules: list[nn.Module]) -> None:
         self._modules += [weakref.ref(module) for module in modules]
@@ -71,20 +85,24 @@ class ShardState:
         unit = self.unit
         # An exception that is already being handled when forward begins is not forward's.
         self._handled.append(id(sys.exc_info()[1]))
+        precision = unit.precision_in(module.training)
+        if self.buffers is not None:
+            self.buffers.enter(cast=precision is Precision.POLICY)
         root = self.find_root(module)
         root.recover(unit)
         if unit is root.unit and unit.device.type != "cpu":
             args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if unit.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), unit.policy.param_dtype)
+            args, kwargs = cast_floats((args, kwargs), unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
+            unit.select(precision)
             unit.use()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
             return args, kwargs
         if self._runs_in_group(root):
             if unit.phase is Phase.FORWARD:
                 return args, kwargs  # the first module of the list has gathered and watches its inputs
             self._to_run = set(self._modules)
-        root.before_forward(unit)
+        root.before_forward(unit, precision)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
@@ -100,9 +118,14 @@ class ShardState:
     @traced("post_forward")
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         unit, root = self.unit, self._live_root()
-        if not self._handled or root is None:
-            return output  # our own pre_forward did not run, or refused
-        if id(sys.exc_info()[1]) != self._handled.pop():
+        if not self._handled:
+            return output  # our own pre_forward did not run
+        before = self._handled.pop()
+        if self.buffers is not None:
+            self.buffers.leave()
+        if root is None:
+            return output  # our own pre_forward refused
+        if id(sys.exc_info()[1]) != before:
             root.fail_forward(unit)
             return output
         if unit.phase is not Phase.BACKWARD:
@@ -112,7 +135,7 @@ class ShardState:
             self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
                 root.after_forward(unit, graph, returns)
-        return cast_floats(output, unit.policy.output_dtype)
+        return output if unit.precision is Precision.STORED else cast_floats(output, unit.policy.output_dtype)
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function` as if it were the module's forward."""
@@ -130,20 +153,28 @@ class ShardState:
         """Backward of the unit begins when a gradient reaches any output; false if none can."""
         outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         watched = [tensor for tensor in outputs if tensor.requires_grad]
+        begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
         for tensor in watched:
-            tensor.register_hook(self.pre_backward)
+            tensor.register_hook(begin)
             base = base_of(tensor)
             if base is not None and base.grad_fn is not None:
                 # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
                 # made its base stays.
-                base.grad_fn.register_prehook(self.pre_backward)
+                base.grad_fn.register_prehook(begin)
         return bool(watched)
 
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:
+        self._begin_backward(Precision.POLICY)
+
+    @traced("pre_backward")
+    def pre_backward_stored(self, gradient: Any) -> None:
+        self._begin_backward(Precision.STORED)
+
+    def _begin_backward(self, precision: Precision) -> None:
         root = self._live_root()
         if root is not None:
-            root.before_backward(self.unit)
+            root.before_backward(self.unit, precision)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Backward of the unit is over when the gradients of all inputs are done.

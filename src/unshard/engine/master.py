@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import prod
 
@@ -39,6 +40,12 @@ class Master(Shard):
         nbytes = 0 if device == META else self.placement.nbytes
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pin and device != META)
         self.locals = self._make_locals()
+
+    def stored(self) -> Master:
+        """This shard as one that is gathered in the dtypes it has."""
+        same = copy.copy(self)
+        same.segments = self.segments.stored()
+        return same
 
     def _make_locals(self) -> list[torch.Tensor]:
         tensors = [

@@ -6,23 +6,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.abandoned import abandon
-from ..comm.interface import Done, Transport, Work
+from ..comm.interface import Transport
 from ..comm.order import Event
-from ..errors import OrderError, StateError, UnsupportedError
-from ..policies import MixedPrecisionPolicy
-from ..torch_private import outside_transforms, wrap_like
-from .extension import Extension, Extensions
-from .faces import Faces, Slot, mark_full
-from .full import FullBuffer
-from .gather import Gather
+from ..errors import OrderError
+from .faces import Faces, Slot
 from .gradients import Gradients
+from .precision import Precision
 from .residence import Residence
 from .sharded import Sharded
-from .slices import Slices, Slicing
+from .slices import Slicing
+from .whole import Whole
 
 
 class Part:
@@ -36,22 +32,20 @@ class Part:
         mesh: DeviceMesh | None,
         device: torch.device,
         residence: Residence,
-        policy: MixedPrecisionPolicy,
         slicing: Slicing | None = None,
         serial: int = 0,
     ):
         self.shards, self.replicas = shards, replicas
         self.mesh, self.slicing = mesh, slicing
         """The shards' own mesh, of one dimension, if any; the smaller group that keeps slices, if any."""
-        self.sharded = Sharded(list(slots), shards, residence, policy)
+        self.sharded = Sharded(list(slots), shards, residence)
         self.gradients = Gradients(self.sharded, shards, replicas, device)
         self._faces = Faces(self.slots)
-        self._device, self._policy = device, policy
-        self._full: FullBuffer | None = None
-        self._gather: Gather | None = None
-        self._extensions: Extensions | None = None
-        self._slices: Slices | None = None
-        self._under_way: tuple[Gather, Work] | None = None
+        self._device = device
+        self._precision = Precision.POLICY
+        self._whole: Whole | None = None
+        self._wholes: dict[Precision, Whole] = {}
+        """What was made so far; `_whole` is the one of the precision in use, if it is among them."""
         self.serial = serial
         self._gathering, self._gathering_slices = Event(serial=serial), Event(serial=serial)
 
@@ -59,76 +53,86 @@ class Part:
     def slots(self) -> list[Slot]:
         return self.sharded.slots
 
+    @property
+    def held(self) -> bool:
+        """Whether memory of whole parameters is in use."""
+        return any(whole.held for whole in self._wholes.values())
+
     # -- parameters -----------------------------------------------------------------------------------------
 
     def start(self, unit: str, from_slices: bool) -> None:
         """Issue the gather, from the master shards or from the slices kept since forward."""
-        if from_slices and self._slices is not None:
-            gather, transport = self._slices.gather, self._slices.transport
+        whole = self._whole
+        assert whole is not None
+        if from_slices and whole.slices is not None:
+            transport = whole.slices.transport
             transport.announce(self._gathering_slices, lambda: f"gather the slices of unit {unit!r}")
+            whole.start(from_slices=True)
         else:
-            assert self._gather is not None
-            gather, transport = self._gather, self.shards
-            transport.announce(self._gathering, lambda: f"gather unit {unit!r}")
-        gather.prepare()
-        if self._extensions is not None:
-            work = self._extensions.start(gather.outputs, gather.inputs)
-        else:
-            work = transport.gather(gather.outputs, gather.inputs) if gather.outputs else Done()
-        self._under_way = gather, work
+            self.shards.announce(self._gathering, lambda: f"gather unit {unit!r}")
+            whole.start(from_slices=False)
 
     def finish(self) -> None:
         """Wait, and put the full faces on the modules."""
-        self._wait()
-        if self._extensions is not None:
-            self._extensions.finish()
-        if self._slices is not None:
-            self._slices.release()
+        whole = self._wait()
+        whole.finish()
         self._faces.show_full()
 
     def abandon(self) -> None:
         """Wait for a gather that nobody wants any more; `rest` follows."""
-        if self._under_way is not None:
+        if self._whole is not None:
             with suppress(OrderError):  # nobody wants the values, and whoever does next will be told
                 self._wait()
 
-    def _wait(self) -> None:
-        assert self._under_way is not None
-        gather, work = self._under_way
-        self._under_way = None
+    def _wait(self) -> Whole:
+        whole = self._whole
+        assert whole is not None
         try:
-            work.wait()
+            whole.wait()
         except OrderError:
             # The collective is still under way and will never end: its buffers are left to it.
-            abandon(gather, self._full, self._extensions, self._slices)
-            self._full = self._gather = self._extensions = self._slices = None
+            abandon(whole)
+            self._forget_wholes()
             raise
-        gather.finish()
+        return whole
 
     def rest(self) -> None:
         """The full buffer empty, the sharded faces on the modules."""
         self._faces.show_sharded()
-        if self._full is not None:
-            self._full.release()
-        if self._extensions is not None:
-            self._extensions.release()
-        if self._slices is not None:
-            self._slices.release()
+        for whole in self._wholes.values():
+            whole.release()
 
     def slice(self) -> None:
         """Keep a slice, with its faces on the modules; the full buffer is emptied."""
-        assert self._slices is not None and self._full is not None
-        with torch.no_grad():
-            self._slices.keep()
+        assert self._whole is not None
+        self._whole.slice()
         self._faces.show_sliced()
-        self._full.release()
+
+    def select(self, precision: Precision) -> None:
+        """Be gathered in `precision` from now on. What was gathered in another one stays until `rest`."""
+        self._faces.show_sharded()
+        self._precision = precision
+        self._whole = self._wholes.get(precision)
+        if self._whole is not None:
+            self._enter(self._whole)
+
+    def _enter(self, whole: Whole) -> None:
+        whole.enter()
+        number = {slot: index for index, slot in enumerate(self.slots)}
+        others = [each for each in self._wholes.values() if each is not whole]
+        self.gradients.others = [(number[slot], face) for each in others for slot, face in each.faces()]
+        self.gradients.varied = bool(others) or self._precision is Precision.STORED
+
+    def _forget_wholes(self) -> None:
+        self._whole, self._wholes = None, {}
+        self.gradients.others = []
 
     def settle(self, unit: str) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""
         if self.sharded.settled:
             return
         if self.sharded.settle(unit):
-            self._gather = None
+            self._forget_wholes()
             self._faces = Faces(self.slots)  # fewer, if parameters were tied
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(unit)
@@ -140,50 +144,17 @@ class Part:
         self.shards = transport
         self.sharded.change_transport(transport)
         self.gradients.change_transport(transport)
-        self._gather = None
+        self._forget_wholes()
 
     def get_ready(self, unit: str) -> None:
         """Everything before a gather from the master shard that is not the gather itself; nearly always nothing."""
         self.settle(unit)
-        if self._gather is None and self.sharded.find_extended():
+        if self._whole is None and self.sharded.find_extended():
             self.gradients.forget_buffers(unit)
+            self._forget_wholes()
         if not self.sharded.placed:
             self.sharded.refuse_misplaced(unit)
-        if self._gather is None:
-            self._make_gather()
-
-    def _make_gather(self) -> None:
-        for slot in self.slots:
-            if slot.sharded.requires_grad and not slot.sharded.is_floating_point():
-                raise StateError(f"Parameter {slot.name!r} is {slot.sharded.dtype} and cannot require grad.")
-        master, extended = self.sharded.master, self.sharded.extended
-        if extended and self.slicing is not None:
-            names = ", ".join(self.slots[index].name for index in sorted(extended))
-            raise UnsupportedError(
-                f"Parameters with their own gather protocol ({names}) cannot be resharded to a smaller group: pass "
-                "True or False for reshard_after_forward."
-            )
-        members = [index for index in range(len(self.slots)) if index not in extended]
-        with torch.no_grad(), torch.inference_mode(False), outside_transforms():
-            full = FullBuffer(master, members, self._device, self.shards.pool)
-            self._gather = Gather(master, full, self.shards, self.sharded.residence.away)
-            full.take()
-            for index in members:
-                slot = self.slots[index]
-                slot.anchor = full.parameter(master, index)
-                face = wrap_like(slot.anchor, slot.whole_spec)
-                slot.full = nn.Parameter(face, requires_grad=slot.sharded.requires_grad)
-                mark_full(slot.full, slot.name)
-            full.release()
-            self._full = full
-            self._extensions = self._make_extensions(sorted(extended)) if extended else None
-            if self.slicing is not None:
-                self._slices = Slices(self.slots, master, full, self.slicing)
-
-    def _make_extensions(self, members: list[int]) -> Extensions:
-        dtypes = self.sharded.master.segments.dtypes
-        made = [
-            Extension(self.slots[i], self.shards, self.mesh, self._policy, dtypes(i).compute, self._device)
-            for i in members
-        ]
-        return Extensions(made, self.shards)
+        if self._whole is None:
+            self._whole = Whole(self.sharded, self.shards, self.mesh, self._device, self._precision, self.slicing)
+            self._wholes[self._precision] = self._whole
+            self._enter(self._whole)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, partial
 from typing import Any
 
@@ -15,29 +18,40 @@ from .tree import map_tensors
 AVERAGED = frozenset((torch.float32, torch.bfloat16))
 
 
+class Precision(Enum):
+    """What a unit computes in."""
+
+    POLICY = "the dtypes of the policy"
+    STORED = "the dtypes that the parameters are stored in"
+
+
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one parameter on its way; parameters that share all three form a segment."""
+    """The dtypes of one parameter on its way; parameters that share all of them form a segment."""
 
     original: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    wire: torch.dtype
+    """What gradients travel in; nearly always what they are reduced in."""
 
 
 def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     if not original.is_floating_point:
-        return Dtypes(original, original, original)
+        return Dtypes(original, original, original, original)
     compute = policy.param_dtype or original
     # A reduce dtype equal to param_dtype means "as the gradient comes", whatever the model was converted to.
     explicit = policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None
-    return Dtypes(original, compute, explicit or compute)
+    reduce = explicit or compute
+    wire = policy.wire_dtype or reduce
+    return Dtypes(original, compute, reduce, wire if wire.itemsize <= reduce.itemsize else reduce)
 
 
 class Segments:
     """The sets of dtypes in a unit, and which one each parameter has."""
 
-    def __init__(self, originals: list[torch.dtype], policy: MixedPrecisionPolicy):
-        each = [dtypes_for(original, policy) for original in originals]
+    def __init__(self, originals: list[torch.dtype], policies: Sequence[MixedPrecisionPolicy]):
+        each = [dtypes_for(original, policy) for original, policy in zip(originals, policies, strict=True)]
         self.kinds: list[Dtypes] = list(dict.fromkeys(each))
         self.of: list[int] = [self.kinds.index(dtypes) for dtypes in each]
         self.originals = originals
@@ -46,8 +60,14 @@ class Segments:
         return self.kinds[self.of[index]]
 
     def itemsizes(self, role: str) -> list[int]:
-        """Bytes per element of each segment in the role "original", "compute" or "reduce"."""
+        """Bytes per element of each segment in the role "original", "compute", "reduce" or "wire"."""
         return [getattr(kind, role).itemsize for kind in self.kinds]
+
+    def stored(self) -> Segments:
+        """The same segments where nothing is cast on the way to the modules."""
+        same = copy.copy(self)
+        same.kinds = [replace(kind, compute=kind.original) for kind in self.kinds]
+        return same
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

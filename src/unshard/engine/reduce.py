@@ -94,9 +94,11 @@ class Reduction:
         device: torch.device,
         residence: Residence,
     ):
-        segments, itemsizes = master.segments, master.segments.itemsizes("reduce")
+        segments, itemsizes = master.segments, master.segments.itemsizes("wire")
         items = [Item(item.cut, item.segment, itemsizes[item.segment]) for item in master.items]
-        grouping = Grouping.GROUPED if shards.reduces_groups else Grouping.BY_SEGMENT
+        # An exchange takes one tensor, so few of them.
+        exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
+        grouping = Grouping.GROUPED if shards.reduces_groups and not exchanged else Grouping.BY_SEGMENT
         self._regions = arrange(items, members, grouping)
         self._master, self._slots, self._residence = master, slots, residence
         self._transport, self._replicas = shards, replicas
@@ -105,7 +107,7 @@ class Reduction:
         self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
         self._whole = Buffer(whole.nbytes, device, shards.pool)
-        self._inputs = pieces(self._whole, whole, self._regions, segments, "reduce")
+        self._inputs = pieces(self._whole, whole, self._regions, segments, "wire")
         self._rows: list[tuple[int, torch.Tensor]] = []
         self._pads: list[torch.Tensor] = []
         self._packs: list[Pack] = []
@@ -132,7 +134,7 @@ class Reduction:
         kind = self._master.segments.kinds[run.segment]
         filler = {
             dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
-            for dtype in (kind.compute, kind.reduce)  # kept sums arrive in the reduce dtype
+            for dtype in (kind.compute, kind.reduce)  # kept sums come in the reduce dtype
         }
         cuts = self._master.cuts
         crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}

@@ -7,6 +7,7 @@ from collections import deque
 
 from ..errors import ArgumentError, StateError
 from ..torch_private import inside_backward, on_backward_end
+from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
 from .trace import traced
@@ -39,13 +40,15 @@ class Root:
         if not inside_backward() and (self.in_backward or (self.in_forward and unit is self.unit)):
             self.reset()
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, precision: Precision) -> None:
         """Make `unit` whole, with the gather of the next one already under way."""
         recomputing = inside_backward()
         if recomputing:
             self._expect_end_of_backward()
         elif unit is self.unit:
             self._begin_forward()
+        if unit.precision is not precision:
+            unit.select(precision)
         if unit.stale:
             unit.reshard()
         unit.gather()
@@ -118,9 +121,11 @@ class Root:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """The first gradient reached an output of `unit`."""
+    def before_backward(self, unit: Unit, precision: Precision) -> None:
+        """The first gradient reached an output of `unit`, whose forward ran in `precision`."""
         self._expect_end_of_backward()
+        if unit.precision is not precision:
+            unit.select(precision)
         if unit.phase is Phase.BACKWARD and (unit.params is ParamState.FULL or not unit.options.unshard_in_backward):
             return
         if unit.options.unshard_in_backward:

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
 from ..errors import ParameterError
-from ..policies import MixedPrecisionPolicy
 from ..torch_private import local_of, rebind_local
 from .extension import is_extended
 from .faces import Slot
@@ -22,7 +21,7 @@ from .writes import count_writes
 class Sharded:
     """Keeps every sharded face inside the master shard."""
 
-    def __init__(self, slots: list[Slot], transport: Transport, residence: Residence, policy: MixedPrecisionPolicy):
+    def __init__(self, slots: list[Slot], transport: Transport, residence: Residence):
         self.slots = slots
         self.residence = residence
         self.placed = False
@@ -30,7 +29,6 @@ class Sharded:
         self.extended: set[int] = set()
         """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
-        self._policy = policy
         self._names = self._all_names()
         self.master = self._lay_out()
 
@@ -119,7 +117,7 @@ class Sharded:
 
     def _lay_out(self) -> Master:
         cuts = [slot.cut for slot in self.slots]
-        segments = Segments([slot.sharded.dtype for slot in self.slots], self._policy)
+        segments = Segments([slot.sharded.dtype for slot in self.slots], [slot.policy for slot in self.slots])
         before, self.extended = self.extended, self._find_extended()
         members = [index for index in range(len(cuts)) if index not in self.extended]
         master = Master(cuts, segments, self._transport, members, self._device(), self.residence.pin)

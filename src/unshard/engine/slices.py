@@ -50,7 +50,7 @@ class Slices:
         transport = slicing.transport
         cuts = [Cut(cut.shape, transport.world) for cut in master.cuts]
         dtypes = [master.segments.dtypes(index).compute for index in range(len(cuts))]
-        shard = Slice(cuts, Segments(dtypes, MixedPrecisionPolicy()), transport, full.device)
+        shard = Slice(cuts, Segments(dtypes, [MixedPrecisionPolicy()] * len(dtypes)), transport, full.device)
         self.transport = transport
         self._buffer = shard.buffer
         self.gather = Gather(shard, full, transport)

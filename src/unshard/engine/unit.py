@@ -11,6 +11,7 @@ from ..policies import MixedPrecisionPolicy
 from .faces import Slot
 from .options import Options
 from .part import Part
+from .precision import Precision
 from .states import PARAM_MOVES, ParamState, Phase, moved
 
 
@@ -26,6 +27,7 @@ class Unit:
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
+        self.precision = Precision.POLICY
         self._writes_before = 0
 
     def __str__(self) -> str:
@@ -76,8 +78,37 @@ class Unit:
             part.rest()
         self._move(ParamState.SHARDED)
 
+    def precision_in(self, training: bool) -> Precision:
+        """What a forward in training or evaluation mode computes in."""
+        full = self.policy.full_precision_in_eval and not training
+        return Precision.STORED if full else Precision.POLICY
+
+    def compute_dtype_in(self, precision: Precision) -> torch.dtype | None:
+        """What inputs have to be cast to; `None` if there is no such dtype."""
+        if precision is Precision.POLICY or self.policy.param_dtype is None:
+            return self.policy.param_dtype
+        stored = {slot.sharded.dtype for slot in self.slots if slot.sharded.is_floating_point()}
+        return stored.pop() if len(stored) == 1 else None
+
+    def select(self, precision: Precision) -> None:
+        """Compute in `precision` from now on, which takes another gather."""
+        if precision is self.precision:
+            return
+        if self.phase is Phase.BACKWARD and self.params is not ParamState.SHARDED:
+            # Graphs of both precisions in one backward: the first one may still need what is gathered.
+            self.use()
+            self._move(ParamState.SHARDED)
+        else:
+            self.reshard()
+        for part in self.parts:
+            part.select(precision)
+        self.precision = precision
+
     def slice(self) -> None:
         """Keep a slice of the whole unit until backward, as an integer `reshard_after_forward` asks."""
+        if self.precision is not Precision.POLICY:
+            self.reshard()  # slices are made for training
+            return
         for part in self.parts:
             part.slice()
         self._move(ParamState.SLICED)

@@ -39,6 +39,11 @@ class Wiring:
             raise ConflictError(
                 f"{self._unit} takes the memory of its collectives from a pool; a user's collectives bring their own."
             )
+        if reduce_scatter is not None and any(slot.policy.wire_dtype for slot in self._unit.slots):
+            raise ConflictError(
+                f"{self._unit} has a policy with wire_dtype, which only the library's own reduce-scatter knows. Cast "
+                "inside your collective instead, or leave wire_dtype None."
+            )
         self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
         self._unit.change_transport(self._transport)
 

@@ -64,6 +64,8 @@ def _complete(state: ShardState, memo: dict[Any, Any]) -> None:
     copied.__init__(unit)  # type: ignore[misc]
     copied.wiring.like(state.wiring)
     copied.adopt([memo[id(module)] for module in state.modules()])
+    if state.buffers is not None:
+        copied.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))
 
 
 def _copied_part(unit: Unit, part: Part, memo: dict[Any, Any]) -> Part:
@@ -71,11 +73,13 @@ def _copied_part(unit: Unit, part: Part, memo: dict[Any, Any]) -> Part:
     for slot in part.slots:
         homes = [home_of(memo[id(home.module())], home.name) for home in slot.homes]
         new = memo[id(slot.sharded)]
-        copied = Slot(slot.name, homes, slot.cut, slot.origin, new, local_of(new), slot.whole_spec, slot.partial_dims)
-        slots.append(copied)
+        slots.append(
+            dataclasses.replace(
+                slot, homes=homes, sharded=new, local=local_of(new), full=None, sliced=None, anchor=None
+            )
+        )
     residence = part.sharded.residence
-    mesh, policy = part.mesh, unit.policy
-    return Part(slots, part.shards, part.replicas, mesh, unit.device, residence, policy, part.slicing, part.serial)
+    return Part(slots, part.shards, part.replicas, part.mesh, unit.device, residence, part.slicing, part.serial)
 
 
 def _options(unit: Unit) -> Any:

@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
+from ..engine.borders import bordered
 from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
+from ..engine.module_buffers import ModuleBuffers, warn_of_rounding
 from ..engine.options import Options
 from ..engine.part import Part
 from ..engine.residence import residence_for
@@ -80,11 +82,11 @@ def fully_shard(
     def part(members: list[nn.Parameter]) -> Part:
         there = to[members[0]].info
         shards, replicas = there.transports(device)
-        place = partial(slot_for, dims=dp_mesh_dims, rank=shards.rank, device=residence.device)
+        place = partial(slot_for, dims=dp_mesh_dims, rank=shards.rank, device=residence.device, policy=mp_policy)
         slots = [place(each, parameters[each], to[each]) for each in members]
         slicing = there.slicing(_sliceable(slots, slices, there), device) if slices else None
         mesh, serial = there.shard_mesh, shards.serial()
-        return Part(slots, shards, replicas, mesh, device, residence, mp_policy, slicing, serial)
+        return Part(slots, shards, replicas, mesh, device, residence, slicing, serial)
 
     with torch.no_grad(), torch.inference_mode(False):
         unit = Unit([part(members) for members in _by_ranks(parameters, to)], device, mp_policy, options)
@@ -94,6 +96,10 @@ def fully_shard(
         for home in slot.homes:
             home.put(slot.sharded)
     state = ShardState(unit)
+    for inner, own in bordered(tops, unit.slots, mp_policy):
+        state.attach_border(inner, own)
+    if mp_policy.buffer_dtype is not None:
+        state.cast_buffers(_cast_buffers(tops, modules, mp_policy))
     for top in tops:
         mix_in(top)
         state.attach(top)
@@ -222,13 +228,24 @@ def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
 
 def _managed_parameters(tops: list[nn.Module], modules: list[nn.Module], ignored: set[nn.Parameter]) -> _Named:
     """Each distinct parameter with all names under which it is registered, children's first."""
-    prefixes = {child: f"{name}." if name else "" for top in tops for name, child in top.named_modules()}
+    prefixes = _prefixes(tops)
     found: _Named = {}
     for owner in modules:
         for name, parameter in own_parameters(owner).items():
             if parameter is not None and parameter not in ignored:
                 found.setdefault(parameter, []).append((prefixes[owner] + name, home_of(owner, name)))
     return found
+
+
+def _prefixes(tops: list[nn.Module]) -> dict[nn.Module, str]:
+    return {child: f"{name}." if name else "" for top in tops for name, child in top.named_modules()}
+
+
+def _cast_buffers(tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy) -> ModuleBuffers:
+    prefixes = _prefixes(tops)
+    named = [(prefixes[each], each) for each in modules]
+    warn_of_rounding(named, policy)
+    return ModuleBuffers(named, policy)
 
 
 def _facts(

@@ -39,6 +39,7 @@ class FSDPModule:
         With `async_op` the gather is only issued; `wait()` of the handle, or the module's forward, waits for it.
         """
         state = _state(self)
+        state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
         state.unit.gather()
         handle = UnshardHandle(state)
         if async_op:

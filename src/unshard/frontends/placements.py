@@ -18,6 +18,7 @@ from ..engine.extension import is_extended
 from ..engine.faces import Home, Slot
 from ..errors import ArgumentError, DimensionError, UnsupportedError
 from ..layout.rows import Cut
+from ..policies import MixedPrecisionPolicy
 from ..torch_private import concatenated_mesh, flattened_mesh, local_of, make_dtensor, spec_of, strided_shard
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo
 
@@ -91,6 +92,7 @@ def slot_for(
     dims: DataParallelMeshDims | None,
     rank: int,
     device: torch.device,
+    policy: MixedPrecisionPolicy,
 ) -> Slot:
     """The parameter's place in the unit, its rank's rows as sharded face. The unit copies them into its shard."""
     name = names[0][0]
@@ -103,7 +105,8 @@ def slot_for(
     if not local.is_meta:
         local = local.to(device)
     sharded = nn.Parameter(make_dtensor(local, mesh, placements, parameter.shape), parameter.requires_grad)
-    slot = Slot(name, [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded))
+    own = policy.for_parameter(each for each, _ in names)
+    slot = Slot(name, [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded), own)
     if isinstance(parameter, DTensor):
         slot.whole_spec = spec_of(parameter)
         if dims is not None:
