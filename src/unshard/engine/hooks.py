@@ -15,6 +15,7 @@ from ..errors import StateError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import base_of, current_backward, inside_backward, never_compiled
 from .borders import Border
+from .mismatch import explain
 from .module_buffers import ModuleBuffers
 from .optimizers import watch_optimizers
 from .options import Options
@@ -125,7 +126,9 @@ class ShardState:
             self.buffers.leave()
         if root is None:
             return output  # our own pre_forward refused
-        if id(sys.exc_info()[1]) != before:
+        error = sys.exc_info()[1]
+        if id(error) != before:
+            explain(error, module, unit)
             root.fail_forward(unit)
             return output
         if unit.phase is not Phase.BACKWARD:
