@@ -110,7 +110,7 @@ def _remedy(unit: Unit, place: Place) -> str:
     if expected and not expected.issuperset(place.buffers.values()):
         kept = _one(dtype for dtype in place.buffers.values() if dtype not in expected)
         return (
-            f"Set buffer_dtype={_one(expected)} in the unit's MixedPrecisionPolicy, so that forward sees such buffers in "
+            f"Set buffer_dtype={_one(expected)} in the unit's policy, so that forward sees such buffers in "
             f"the dtype of the parameters, or compute this module in {kept} with overrides."
         )
     if policy.param_dtype is None:
