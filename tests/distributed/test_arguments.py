@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from unshard.errors import ArgumentError
 
 
 def test_only_the_module_is_positional() -> None:
@@ -111,3 +112,12 @@ def test_no_name_changes() -> None:
     assert names(model) == before
     loss_of(model).backward()
     assert names(model) == before
+
+
+@world(1)
+def test_ignored_parameters_are_parameters() -> None:
+    model = Stack(1)
+    for wrong in ("head.weight", {"head.weight"}, [model.head], model.head.weight):
+        with pytest.raises(ArgumentError, match="must be a set of parameters"):
+            fully_shard(model, ignored_params=wrong)
+    fully_shard(model, ignored_params={nn.Parameter(torch.zeros(2))})  # of another unit, say

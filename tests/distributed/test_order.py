@@ -217,7 +217,8 @@ def test_other_parameters_of_a_unit_have_gradients() -> None:
         model = fully_shard(Branches())  # all of it is one unit
         step(model, [0, 1])
         with told(
-            model, r"reduce-scatter the gradients of unit '' without blocks.[12].*rank \d to .* without blocks.[12]"
+            model,
+            r"reduce-scatter the gradients of unit '\(root\)' without blocks.[12].*rank \d to .* without blocks.[12]",
         ):
             step(model, [0, 1] if is_last() else [0, 2])
 
@@ -249,7 +250,9 @@ def test_two_models_in_another_order() -> None:
         for _ in range(3):
             step(first, [0, 1, 2])
             step(second, [0, 1, 2])
-        with told(first, r"gather unit '' \(the one numbered [\d.]+\), rank \d to gather unit '' \(the one"):
+        with told(
+            first, r"gather unit '\(root\)' \(the one numbered [\d.]+\), rank \d to gather unit '\(root\)' \(the one"
+        ):
             models = [second, first] if is_last() else [first, second]
             for model in models:
                 step(model, [0, 1, 2])

@@ -42,7 +42,7 @@ def test_several_roots_in_one_model(shared: bool) -> None:
         assert_gradients(model, reference)
     assert_at_rest(model)
     names = [[unit.name for unit in units(half)] for half in (model.left, model.right)]
-    assert names == [["", "blocks.0"], ["", "blocks.0", "blocks.1"]]  # LZY-16: as seen from each root
+    assert names == [["(root)", "blocks.0"], ["(root)", "blocks.0", "blocks.1"]]  # LZY-16: as seen from each root
 
 
 @world(2)

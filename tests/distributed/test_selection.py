@@ -27,7 +27,7 @@ def test_a_call_takes_what_earlier_calls_left() -> None:
     loss_of(model)
     taken = {unit.name: [slot.name for slot in unit.slots] for unit in units(model)}
     assert taken == {
-        "": [
+        "(root)": [
             *(f"blocks.1.{part}.{kind}" for part in ("first", "second") for kind in ("weight", "bias")),
             "head.weight",
             "head.bias",

@@ -24,7 +24,7 @@ from .root import Root, refuse_second_root
 from .states import Phase
 from .trace import traced
 from .tree import map_tensors, tensors_in
-from .unit import Unit
+from .unit import ROOT, Unit
 from .wiring import Wiring
 
 STATE_KEY = "_unshard_state"
@@ -251,7 +251,7 @@ class ShardState:
         for state, paths in names.items():
             if state._live_root() is not None:
                 refuse_second_root(", ".join(paths))
-            state.unit.name = ", ".join(paths)
+            state.unit.name = ", ".join(path or ROOT for path in paths)
             for slot in state.unit.slots:
                 slot.name = prefixes.get(slot.homes[0].module(), "") + slot.homes[0].name
         self._own_root = Root([state.unit for state in names])

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..torch_private import own_buffers, own_parameters
 from .precision import Precision
-from .unit import Unit
+from .unit import ROOT, Unit
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)", re.IGNORECASE)
 _SEEN = "_unshard_seen"
@@ -51,7 +51,7 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
     place = _innermost(error.__traceback__, top)
     if place is None or len(place.dtypes) < 2:
         return  # whatever it is about, it is not this
-    path = ".".join(part for part in (unit.name, place.name) if part)
+    path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
     kind = type(place.module).__name__
     if place.module is top:
         kind = kind.removeprefix("FSDP")  # as the user wrote it

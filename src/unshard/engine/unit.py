@@ -14,6 +14,9 @@ from .part import Part
 from .precision import Precision
 from .states import PARAM_MOVES, ParamState, Phase, moved
 
+ROOT = "(root)"
+"""The name of the unit of the outermost module, which has none of its own."""
+
 
 class Unit:
     """Parameters, their buffers and their state. Knows neither modules above it nor other units.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ def fully_shard(
     residence = residence_for(offload_policy, device)
     tops = _tops(module)
     modules = _managed_modules(tops)
-    parameters = _managed_parameters(tops, modules, ignored_params or set())
+    parameters = _managed_parameters(tops, modules, _checked_ignored(ignored_params))
     to: dict[nn.Parameter, Destination] = {}
     for parameter, names in parameters.items():
         check_parameter(names[0][0], parameter)
@@ -206,6 +206,17 @@ def _checked_type(name: str, value: Any, expected: type) -> Any:
         found = f"{type(value).__module__}.{type(value).__name__}"
         raise ArgumentError(f"{name} must be an unshard.{expected.__name__}, got a {found}: {value!r}.")
     return value
+
+
+def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
+    """Parameters of other units may be among them: programs pass the same set to every call."""
+    given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
+    for each in given:
+        if not isinstance(each, nn.Parameter):
+            raise ArgumentError(
+                f"ignored_params must be a set of parameters, found a {type(each).__name__}: {each!r:.80}"
+            )
+    return given
 
 
 def _managed_modules(tops: list[nn.Module]) -> list[nn.Module]:

@@ -1,0 +1,148 @@
+"""Mixed precision on a CUDA device: dtypes, nested policies, and what policies can say beyond PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import world
+from bed.models import CASES
+from bed.parity import each_unit
+from bed.recorders import Collectives
+from gpu.test_cuda_features import real_collectives
+from torch import nn
+
+from unshard import MixedPrecisionPolicy, fully_shard
+
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+
+
+class Net(nn.Module):
+    """One weight is above the packing threshold; norm and router want full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 600)
+        self.router = nn.Sequential(nn.Linear(600, 16), nn.Tanh(), nn.Linear(16, 600))
+        self.down = nn.Linear(600, 64)
+        self.register_buffer("scale", torch.full((64,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.norm(x * self.scale))
+        return self.down(x * self.router(x))
+
+
+def batch(rank: int = 0) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(rank)).cuda()
+
+
+@pytest.mark.parametrize("param", [F32, F16, B16])
+@pytest.mark.parametrize("reduce", [None, F32, B16])
+@world(2)
+def test_gradients_of_every_precision(param: torch.dtype, reduce: torch.dtype | None) -> None:
+    """The table MPT-05 to MPT-16 on the device; both ranks see the same batch, so the mean is the gradient itself."""
+    model = Net().cuda()
+    reference = copy.deepcopy(model).to(param)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param, reduce, buffer_dtype=param))
+    with Collectives() as calls:
+        out = model(batch())
+        out.float().square().mean().backward()
+    expected = reference(batch().to(param))
+    expected.float().square().mean().backward()
+    assert out.dtype == param and torch.equal(out, expected)
+    assert [call.dtypes for call in calls.calls] == [{param}, {reduce or param}]
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.dtype == mine.grad.dtype == F32
+        # fp16 sums are divided before and after, where the smallest numbers lose a bit.
+        atol = 1e-7 if (reduce or param) == F16 else 0
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.to(reduce or param).float(), rtol=0, atol=atol)
+
+
+POLICY = MixedPrecisionPolicy(
+    B16, F32, overrides={"norm.*": F32, "router.*": F32}, buffer_dtype=B16, full_precision_in_eval=True
+)
+
+
+def check_overrides(rtol: float) -> None:
+    model, plain = Net().cuda(), Net().cuda()
+    reference = copy.deepcopy(model)
+    fully_shard(model, mp_policy=POLICY)
+    for part in (reference.up, reference.down):
+        part.to(B16)
+    for part in (reference.norm, reference.router):
+        part.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+        part.register_forward_hook(lambda module, args, output: output.to(B16))
+    reference.scale = reference.scale.to(B16)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(batch()), plain(batch()))
+    out, expected = model.train()(batch()), reference(batch().to(B16))
+    assert torch.equal(out, expected)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(batch()), plain(batch()))
+    model.train()
+    out.float().square().mean().backward()
+    expected.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.float(), rtol=rtol, atol=1e-8)
+    assert model.scale.dtype == F32 and torch.equal(model.scale, plain.scale)
+
+
+@world(2, 3)
+def test_overrides_buffers_and_eval() -> None:
+    check_overrides(1e-6)
+
+
+@world(1, backend="nccl")
+def test_overrides_in_one_group_of_nccl() -> None:
+    with real_collectives():
+        check_overrides(0)
+
+
+@world(2, 4)
+def test_a_narrow_wire() -> None:
+    gradients = []
+    for wire in (None, B16):
+        model = Net().cuda()
+        policy = MixedPrecisionPolicy(B16, F32, wire_dtype=wire, buffer_dtype=B16)
+        fully_shard(model.up, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model(batch(dist.get_rank())).float().square().mean().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for narrow, wide in zip(*gradients, strict=True):
+        torch.testing.assert_close(narrow, wide, rtol=1e-6, atol=1e-9)
+
+
+@world(1, backend="nccl")
+def test_a_narrow_wire_of_nccl() -> None:
+    model, reference = Net().cuda(), Net().cuda().to(B16)
+    with real_collectives():
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, F32, wire_dtype=B16, buffer_dtype=B16))
+    for each in (model, reference):
+        each(batch().to(B16)).float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.float())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@world(2)
+def test_eval_between_forward_and_backward(reshard: bool) -> None:
+    """On the device memory that is freed too early is reused at once."""
+    case = CASES[0]
+    policies = [MixedPrecisionPolicy(B16, F32, F32, full_precision_in_eval=full) for full in (True, False)]
+    models = [case.build().cuda() for _ in policies]
+    inputs = case.batch(0)[0].cuda()
+    for model, policy in zip(models, policies, strict=True):
+        each_unit(case, fully_shard, mp_policy=policy, reshard_after_forward=reshard)(model)
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            if policy.full_precision_in_eval:
+                with torch.no_grad():
+                    model.eval()(inputs)
+                    model.train()
+            loss.backward()
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
