@@ -107,6 +107,8 @@ def _run(store: dist.Store, message: bytes) -> Outcome:
 def _enter(rank: int, job: Job, store: dist.Store) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if job.backend == "nccl":
+        torch.cuda.init()  # as a program that selects its device does; a mesh warns of a device nobody chose
     dist.init_process_group(
         job.backend,
         store=dist.PrefixStore(job.id, store),
