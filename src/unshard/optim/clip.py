@@ -163,12 +163,12 @@ def _checked(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable):
-        raise ArgumentError(f"parameters must be tensors, got {type(parameters).__name__}.")
+        raise ArgumentError(f"parameters must be tensors, got {parameters!r}.")
     given = list(dict.fromkeys(parameters))
     for each in given:
         if not isinstance(each, torch.Tensor):
             hint = " Pass model.parameters(), not named_parameters()." if isinstance(each, tuple) else ""
-            raise ArgumentError(f"parameters must be tensors, got {type(each).__name__}: {each!r}.{hint}")
+            raise ArgumentError(f"parameters must be tensors, got a {type(each).__name__}.{hint}")
     if not given and isinstance(parameters, Iterator):
         warnings.warn("parameters is an iterator at its end: no gradients are clipped.", stacklevel=4)
     return given
