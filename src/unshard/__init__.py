@@ -1,5 +1,6 @@
 """Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
 
+from . import optim
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
 from .frontends.fully_shard import fully_shard
@@ -34,6 +35,7 @@ __all__ = [
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

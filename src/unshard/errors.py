@@ -52,3 +52,11 @@ class OrderError(UnshardError, RuntimeError):
 
 class ParameterError(UnshardError, RuntimeError):
     """A managed parameter is not what it has to be: on meta, on another device, of another shape."""
+
+
+class GradientError(UnshardError, RuntimeError):
+    """Gradients are not what they have to be: not finite where the caller asked for finite ones."""
+
+
+class ScalerError(UnshardError, ValueError):
+    """The gradient scaler cannot handle these gradients."""

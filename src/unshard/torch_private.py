@@ -6,7 +6,9 @@ Checked with torch 2.11 (CUDA) and 2.13 (CPU).
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -19,6 +21,7 @@ from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -32,6 +35,10 @@ foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_div = torch._foreach_div_
 foreach_zero = torch._foreach_zero_
+foreach_mul = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors of one dtype, and sets a flag if any element is not finite; what torch's scaler uses."""
 
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
@@ -54,14 +61,30 @@ def strided_shard(dim: int, factor: int) -> Placement:
     return _StridedShard(dim, split_factor=factor)
 
 
+# The same object again while anybody holds it: comparing as many equal meshes as there are parameters takes
+# milliseconds in every step. The key holds the meshes and they their roots, so no id is given to another one meanwhile.
+_concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
+
+
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The mesh that has the dimensions of all of these, which are slices of one; no public way. All versions."""
-    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+    if len(meshes) == 1:
+        return meshes[0]
+    key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
+    mesh = _concatenated.get(key)
+    if mesh is None:
+        mesh = _concatenated[key] = DeviceMesh._concatenate(meshes)
+    return mesh
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The mesh as one dimension of that name; torch's own users call this, too. All versions."""
     return mesh._flatten(name)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was sliced from, or itself. All versions."""
+    return mesh._get_root_mesh()
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -222,6 +245,11 @@ def backend_name(group: Any, device: torch.device) -> str:
         return group.name().lower()
 
 
+def served_device_types(group: Any) -> list[str]:
+    """The types of device whose tensors `group` can send; there is no public way. All versions."""
+    return [device.type for device in group._device_types]
+
+
 def is_plain_group(group: Any) -> bool:
     """Whether torch itself made the group, with real backends; groups written in Python derive from its class."""
     return type(group) is dist.ProcessGroup
@@ -238,3 +266,43 @@ def job_store() -> dist.Store:
 def group_timeout(group: Any, device: torch.device) -> timedelta:
     """How long a collective of `group` may take before its backend fails it; there is no public way. All versions."""
     return group._get_backend(device).options._timeout
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """Torch's scaler, with the parts that have no public names opened to a subclass. All versions."""
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by `inverse`; what is found for each device: 1 if any is not finite, else 0."""
+        raise NotImplementedError
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return self.unscale_gradients(optimizer, inv_scale)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> Any:
+        """A rank that has no loss never calls `scale`, and still must unscale, step and update with the others."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
+        return self._per_optimizer_states[id(optimizer)]["stage"]
+
+    def set_stage(self, optimizer: torch.optim.Optimizer, stage: OptState) -> None:
+        self._per_optimizer_states[id(optimizer)]["stage"] = stage
+
+    def found_any(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last check found a gradient that is not finite; waits for the device."""
+        return any(found.item() for found in self._found_inf_per_device(optimizer).values())
+
+    @property
+    def scale_device(self) -> torch.device | None:
+        return None if self._scale is None else self._scale.device
+
+    @staticmethod
+    def leaves_scale_to(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether torch lets the optimizer's own kernels skip a step (fused ones), and nobody else has a say in it."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "grad_scale"):
+            return False
+        return "grad_scaler" not in inspect.signature(optimizer.step).parameters

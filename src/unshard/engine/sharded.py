@@ -15,6 +15,7 @@ from .faces import Slot
 from .master import META, Master
 from .precision import Segments
 from .residence import Residence
+from .scalers import watch_scalers
 from .writes import count_writes
 
 
@@ -124,6 +125,7 @@ class Sharded:
         for index in self.extended - before:
             self._move_out(local_of(self.slots[index].sharded))
         self._bind(master)
+        watch_scalers(self.slots)
         return master
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
+from ..comm.cover import device_of
 from ..engine.borders import bordered
 from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
@@ -23,7 +24,7 @@ from ..engine.unit import Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import is_replicated, own_parameters
-from .meshes import DataParallelMeshDims, DataParallelMeshInfo, device_of, resolve
+from .meshes import DataParallelMeshDims, DataParallelMeshInfo, resolve
 from .module import mix_in
 from .placements import Choose, Destination, check_parameter, destination, slot_for
 

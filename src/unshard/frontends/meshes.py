@@ -135,12 +135,6 @@ def resolve(mesh: Any, dims: DataParallelMeshDims | None) -> DataParallelMeshInf
     return HSDPMeshInfo(mesh, 1, 0)
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()

@@ -1,0 +1,188 @@
+"""Clipping by the norm of all gradients, however they are distributed, with one reduction of one number."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..errors import ArgumentError, GradientError
+from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
+from .local import local_gradient
+from .peers import Peers, peers_of
+
+_SHOWN = 8  # gradients named in an error
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_group: Any = None,
+) -> torch.Tensor:
+    """Scale the gradients down together so that their norm is at most `max_norm`; returns the norm they had.
+
+    As `torch.nn.utils.clip_grad_norm_` of the unsharded model, for parameters on any meshes together, plain ones among
+    them. The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters has to call,
+    also one without gradients.
+
+    Each rank counts each of its parameters whole and once. Where ranks hold different parameters (plain ones that were
+    trained apart, other ranks in `process_group`), the p-th power of the norm is the mean over the ranks.
+    """
+    given = _checked(parameters)
+    order, limit = _checked_order(norm_type), _checked_limit(max_norm)
+    peers = peers_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
+    pieces = _pieces(given, peers.size)
+    power = _power_of_norm(pieces, order, peers, foreach)
+    double = bool(given) and all(parameter.dtype == torch.float64 for parameter in given)
+    norm = (power if math.isinf(order) else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
+    if error_if_nonfinite and not norm.isfinite():
+        _refuse(norm, order, given)
+    _scale(pieces, torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
+    return norm
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A gradient's part on this rank; `weight` makes the sum over all ranks count the whole gradient once."""
+
+    local: torch.Tensor
+    measured: torch.Tensor
+    weight: float
+
+
+def _pieces(parameters: Sequence[torch.Tensor], peers: int) -> list[Piece]:
+    pieces = []
+    weights: dict[Any, float] = {}
+    for parameter in parameters:
+        gradient, local = parameter.grad, local_gradient(parameter)
+        if isinstance(gradient, DTensor):
+            spec = spec_of(gradient)
+            if any(placement.is_partial() for placement in spec.placements):
+                pieces += _piece_of_partial(gradient, local, peers)
+                continue
+            key = id(spec.mesh), spec.placements
+            weight = weights.get(key)
+            if weight is None:
+                weight = weights[key] = _weight(spec, peers)
+        else:
+            weight = 1 / peers
+        if local is not None:
+            pieces.append(Piece(local, local, weight))
+    return pieces
+
+
+def _weight(spec: DTensorSpec, peers: int) -> float:
+    """Of `peers` ranks, each mesh's ranks hold the gradient between them, and copies where they are replicas."""
+    mesh = spec.mesh
+    copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
+    return mesh.size() / (peers * copies)
+
+
+def _piece_of_partial(gradient: DTensor, local: torch.Tensor | None, peers: int) -> list[Piece]:
+    """What is not summed yet has no norm; it is summed to measure it, and scaled as it is."""
+    whole = [Replicate() if placement.is_partial() else placement for placement in spec_of(gradient).placements]
+    summed = gradient.redistribute(placements=whole)
+    return [] if local is None else [Piece(local, local_of(summed), _weight(spec_of(summed), peers))]
+
+
+def _power_of_norm(pieces: list[Piece], order: float, peers: Peers, foreach: bool | None) -> torch.Tensor:
+    """The norm to the power of its order, or the largest element, over all ranks.
+
+    In float64, because powers of large numbers overflow where the norm itself does not.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = defaultdict(list)
+    for piece in pieces:
+        buckets[piece.measured.device, piece.measured.dtype, piece.weight].append(piece.measured)
+    powers = [torch.zeros((), dtype=torch.float64, device=peers.device)]
+    for (_, dtype, weight), tensors in buckets.items():
+        # Half precision would overflow at norms of 65504; complex numbers have norms of a type of their own.
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        if foreach is False:
+            norms = [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in tensors]
+        else:
+            norms = list(foreach_norm(tensors, order, dtype=wide))
+        stacked = torch.stack(norms).double()
+        power = stacked.amax() if math.isinf(order) else stacked.pow(order).sum() * weight
+        powers.append(power.to(peers.device))
+    if math.isinf(order):
+        largest = torch.stack(powers).amax()
+        peers.largest(largest)
+        return largest
+    total = torch.stack(powers).sum()
+    peers.sum(total)
+    return total
+
+
+def _scale(pieces: list[Piece], factor: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply without looking at the factor: where it is 1, that costs less than waiting to know it."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for piece in pieces:
+        buckets[piece.local.device, piece.local.dtype].append(piece.local)
+    for (device, _), tensors in buckets.items():
+        # Never in the gradients' dtype: in float16 the factor for a large norm is zero.
+        here = factor.to(device)
+        if foreach is False:
+            for tensor in tensors:
+                tensor.mul_(here)
+        else:
+            foreach_mul(tensors, here)
+
+
+def _refuse(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) -> None:
+    bad = []
+    for index, parameter in enumerate(parameters):
+        local = local_gradient(parameter)
+        if local is not None and not local.isfinite().all():
+            bad.append(f"{index} of shape {tuple(parameter.shape)}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    more = ", ..." if len(bad) > _SHOWN else ""
+    here = (
+        f"{len(bad)} gradients here are not: of parameters {', '.join(bad[:_SHOWN])}{more}" if bad else "all are here"
+    )
+    raise GradientError(
+        f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}; {here}. Nothing "
+        "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
+        "error_if_nonfinite=False to scale by that norm all the same."
+    )
+
+
+def _checked(parameters: Any) -> list[torch.Tensor]:
+    """Each parameter once."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable):
+        raise ArgumentError(f"parameters must be tensors, got {parameters!r}.")
+    given = list(dict.fromkeys(parameters))
+    for each in given:
+        if not isinstance(each, torch.Tensor):
+            hint = " Pass model.parameters(), not named_parameters()." if isinstance(each, tuple) else ""
+            raise ArgumentError(f"parameters must be tensors, got a {type(each).__name__}.{hint}")
+    if not given and isinstance(parameters, Iterator):
+        warnings.warn("parameters is an iterator at its end: no gradients are clipped.", stacklevel=4)
+    return given
+
+
+def _checked_order(norm_type: Any) -> float:
+    order = float(norm_type)
+    if not order > 0:
+        raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")
+    return order
+
+
+def _checked_limit(max_norm: Any) -> float:
+    limit = float(max_norm)
+    if not limit >= 0:
+        raise ArgumentError(f"max_norm must not be negative, got {max_norm!r}.")
+    return limit
