@@ -292,6 +292,19 @@ def test_backward_in_eval_and_through_both_precisions() -> None:
 
 
 @world(2)
+def test_a_change_of_mode_gathers_nothing_twice() -> None:
+    case = CASES[0]
+    model = case.build()
+    each_unit(case, fully_shard, mp_policy=MixedPrecisionPolicy(F64, full_precision_in_eval=True))(model)
+    inputs, _ = case.batch(0)
+    with torch.no_grad():
+        for mode in (True, True, False, False, True):
+            with Collectives() as calls:
+                model.train(mode)(inputs)
+            assert [call.dtypes for call in calls.calls] == [{F64 if mode else F32}] * len(case.units(model))
+
+
+@world(2)
 def test_inputs_in_eval() -> None:
     model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(B16, full_precision_in_eval=True)).eval()
     assert model(torch.randn(3, 4, dtype=B16)).dtype == F32

@@ -48,7 +48,7 @@ class Root:
         elif unit is self.unit:
             self._begin_forward()
         if unit.precision is not precision:
-            unit.select(precision)
+            self._change_precision(unit, precision)
         if unit.stale:
             unit.reshard()
         unit.gather()
@@ -61,6 +61,14 @@ class Root:
         unit.phase = Phase.FORWARD
         if recomputing:
             self._ahead.add(unit)  # its backward need not come: a checkpoint recomputes more than it uses
+
+    def _change_precision(self, unit: Unit, precision: Precision) -> None:
+        """The root's is what the units after it will most likely want; else they would be gathered ahead for nothing."""
+        unit.select(precision)
+        if unit is self.unit:
+            for other in self.units:
+                if other.params is ParamState.SHARDED and other.policy.full_precision_in_eval:
+                    other.select(precision)
 
     @traced("root_pre_forward")
     def _begin_forward(self) -> None:
