@@ -63,7 +63,7 @@ class Root:
             self._ahead.add(unit)  # its backward need not come: a checkpoint recomputes more than it uses
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
-        """The root's is what the units after it will most likely want; else they would be gathered ahead for nothing."""
+        """The root's is what the units after it will want, most likely; else they would be gathered ahead in vain."""
         unit.select(precision)
         if unit is self.unit:
             for other in self.units:
