@@ -130,6 +130,7 @@ def test_tensor_parallelism(order: float) -> None:
     assert model.first.weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
     assert model.second.bias.placements == (Shard(0), Replicate())
     assert {each.device_mesh.ndim for each in model.parameters()} == {1, 2}
+    assert len({id(each.device_mesh) for each in model.parameters()}) == 2  # many equal ones would be slow to compare
     for each in (model, reference):
         backward(each)
     check(model, reference, order)
@@ -271,7 +272,9 @@ def test_gradients_that_are_not_finite(order: float, bad: float) -> None:
     if rank == 2:
         model.odd.weight.grad.to_local()[0, 0] = bad
     before = [each.grad.to_local().clone() for each in model.parameters()]
-    here = r"1 gradients here are not: of parameters 4 of shape \(7, 6\)" if rank == 2 else "all are here"
+    here = (
+        r"1 gradients here are not: of parameters 4 of shape \(7, 6\)" if rank == 2 else "all gradients here are finite"
+    )
     with pytest.raises(GradientError, match=f"Rank {rank} .*{bad}; {here}.*error_if_nonfinite=False"):
         clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
     for each, gradient in zip(model.parameters(), before, strict=True):

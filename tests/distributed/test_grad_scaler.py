@@ -37,7 +37,7 @@ class Pair(nn.Module):
         self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.second(torch.relu(self.first(x))))
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
 
 
 def layers() -> tuple[nn.Module, torch.Tensor]:

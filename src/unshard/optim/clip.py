@@ -148,9 +148,9 @@ def _refuse(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) ->
             bad.append(f"{index} of shape {tuple(parameter.shape)}")
     rank = dist.get_rank() if dist.is_initialized() else 0
     more = ", ..." if len(bad) > _SHOWN else ""
-    here = (
-        f"{len(bad)} gradients here are not: of parameters {', '.join(bad[:_SHOWN])}{more}" if bad else "all are here"
-    )
+    here = "all gradients here are finite, so look at the other ranks"
+    if bad:
+        here = f"{len(bad)} gradients here are not: of parameters {', '.join(bad[:_SHOWN])}{more}"
     raise GradientError(
         f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}; {here}. Nothing "
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
