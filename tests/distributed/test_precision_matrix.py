@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from bed import world
 from bed.recorders import Collectives
 from torch import nn
