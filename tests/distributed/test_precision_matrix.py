@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from unshard import MixedPrecisionPolicy, fully_shard
-from unshard.engine.precision import division
 
 F64, F32, F16, B16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -120,12 +119,12 @@ def one_rank(
 @functools.cache
 def expected(kind: type[Net], rank: int, compute: torch.dtype, reduce: torch.dtype, way: Way) -> Expected:
     ranks = [one_rank(kind, each, compute, reduce, way) for each in range(RANKS)]
-    how = division(RANKS, 1, frozenset({reduce}), None, False)
+    # fp16 is halved before the sum, so that it does not overflow; the others are averaged.
+    before, after = (2, 1) if reduce == F16 else (1, 2)
     master, gradients, parameters = fresh(Net), {}, {}
     for name, parameter in master.named_parameters():
-        one, other = (kept[name] / how.before for _, _, kept in ranks)
-        total = one + other
-        mean = total / RANKS if how.scatter_average else total / how.after
+        one, other = (kept[name] / before for _, _, kept in ranks)
+        mean = (one + other) / after
         assert mean.dtype == reduce
         gradients[name] = mean.to(F32)
         parameters[name] = parameter.detach() - RATE * gradients[name]
