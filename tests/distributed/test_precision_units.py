@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable
 
 import pytest
@@ -282,6 +283,49 @@ def _attempt(layer: nn.Module, x: torch.Tensor) -> torch.Tensor | Exception:
     except (RuntimeError, NotImplementedError) as error:
         return error
     return out.float()
+
+
+def _send_eight_bits(local: torch.Tensor, seen: list) -> None:
+    """A gather protocol of fp8: the shard is sent in one byte per element and computed with in the compute dtype."""
+
+    def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
+        seen.append((self.dtype, mp_policy.param_dtype))
+        return (self.to(F8),), None
+
+    def post(self, gathered, metadata, param_dtype, *, out=None):
+        seen.append((gathered[0].dtype, param_dtype))
+        if out is None:
+            whole = gathered[0].to(param_dtype)
+            return whole, (whole,)
+        out.copy_(gathered[0])
+        return None
+
+    local.fsdp_pre_all_gather = types.MethodType(pre, local)
+    local.fsdp_post_all_gather = types.MethodType(post, local)
+
+
+@world(2)
+def test_eight_bits_by_a_gather_protocol() -> None:
+    """Contract MP-35, MP-36: the library hands the shard over uncast, and the dtype; gradients are precise."""
+    torch.manual_seed(0)
+    layer, seen = nn.Linear(6, 8), []
+    weight, bias = layer.weight.detach().to(F8).to(B16).requires_grad_(), layer.bias.detach().to(B16)
+    policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
+    fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
+    _send_eight_bits(layer.weight._local_tensor, seen)
+    for _ in range(2):
+        with Collectives() as calls:
+            out = layer(batch())
+            out.float().sum().backward()
+        expected = nn.functional.linear(batch().to(B16), weight, bias)
+        expected.float().sum().backward()
+        assert torch.equal(out, expected)
+        assert min(call.bytes_in for call in calls.of("gather")) <= 6 * 8 // 2  # bias: 8 bytes, weight: 24
+    assert seen[:2] == [(F32, B16), (F8, B16)] and len(seen) == 8
+    assert layer.weight.grad.dtype == layer.weight.dtype == F32
+    total = weight.grad.float()
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), total, rtol=1e-2, atol=1e-2)
+    assert_at_rest(layer)
 
 
 @world(4)

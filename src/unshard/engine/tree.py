@@ -42,10 +42,10 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`. Sets are not searched: their order differs between ranks."""
+    """Every tensor in `value`. In a set their order differs between ranks."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif _is_container(value) and not isinstance(value, set):
+    elif _is_container(value):
         if depth >= _DEEPEST:
             raise StateError(f"Results of forward are nested deeper than {_DEEPEST} levels.")
         for item in _items(value):
