@@ -285,8 +285,8 @@ def _attempt(layer: nn.Module, x: torch.Tensor) -> torch.Tensor | Exception:
     return out.float()
 
 
-def _send_eight_bits(local: torch.Tensor, seen: list) -> None:
-    """A gather protocol of fp8: the shard is sent in one byte per element and computed with in the compute dtype."""
+def _send_eight_bits(local: torch.Tensor, seen: list, whole_dtype: torch.dtype) -> None:
+    """A gather protocol of fp8: the shard is sent in one byte per element and computed with in another dtype."""
 
     def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
         seen.append((self.dtype, mp_policy.param_dtype))
@@ -295,7 +295,7 @@ def _send_eight_bits(local: torch.Tensor, seen: list) -> None:
     def post(self, gathered, metadata, param_dtype, *, out=None):
         seen.append((gathered[0].dtype, param_dtype))
         if out is None:
-            whole = gathered[0].to(param_dtype)
+            whole = gathered[0].to(whole_dtype)
             return whole, (whole,)
         out.copy_(gathered[0])
         return None
@@ -304,27 +304,41 @@ def _send_eight_bits(local: torch.Tensor, seen: list) -> None:
     local.fsdp_post_all_gather = types.MethodType(post, local)
 
 
+class Precise(nn.Linear):
+    """Computes with its weight in the dtype it has, and with all else in that of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight.t()).to(x.dtype) + self.bias
+
+
+@pytest.mark.parametrize("whole_dtype", [B16, F32])
 @world(2)
-def test_eight_bits_by_a_gather_protocol() -> None:
-    """Contract MP-35, MP-36: the library hands the shard over uncast, and the dtype; gradients are precise."""
+def test_eight_bits_by_a_gather_protocol(whole_dtype: torch.dtype) -> None:
+    """Contract MP-35, MP-36: the library hands the shard over uncast, and the dtype; gradients may be precise.
+
+    MP-34 improved: those of the other parameters may have another dtype.
+    """
     torch.manual_seed(0)
-    layer, seen = nn.Linear(6, 8), []
-    weight, bias = layer.weight.detach().to(F8).to(B16).requires_grad_(), layer.bias.detach().to(B16)
-    policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
-    fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
-    _send_eight_bits(layer.weight._local_tensor, seen)
+    layer, seen = Precise(6, 8), []
+    weight = layer.weight.detach().to(F8).to(whole_dtype).requires_grad_()
+    bias = layer.bias.detach().to(B16).requires_grad_()
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32), reshard_after_forward=True)
+    _send_eight_bits(layer.weight._local_tensor, seen, whole_dtype)
     for _ in range(2):
         with Collectives() as calls:
             out = layer(batch())
-            out.float().sum().backward()
-        expected = nn.functional.linear(batch().to(B16), weight, bias)
-        expected.float().sum().backward()
+            out.float().square().sum().backward()
+        x = batch().to(B16)
+        expected = (x.to(whole_dtype) @ weight.t()).to(B16) + bias
+        expected.float().square().sum().backward()
         assert torch.equal(out, expected)
-        assert min(call.bytes_in for call in calls.of("gather")) <= 6 * 8 // 2  # bias: 8 bytes, weight: 24
+        for mine, theirs in ((layer.weight, weight), (layer.bias, bias)):
+            assert mine.dtype == mine.grad.dtype == F32
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad.float()) and theirs.grad.any()
+            mine.grad = theirs.grad = None
+    sent = sorted(call.bytes_in for call in calls.of("gather"))
+    assert sent == [4 * 2] * 2 + [4 * 6] * 2  # half of the bias in bf16, half of the weight in fp8
     assert seen[:2] == [(F32, B16), (F8, B16)] and len(seen) == 8
-    assert layer.weight.grad.dtype == layer.weight.dtype == F32
-    total = weight.grad.float()
-    torch.testing.assert_close(layer.weight.grad.full_tensor(), total, rtol=1e-2, atol=1e-2)
     assert_at_rest(layer)
 
 
