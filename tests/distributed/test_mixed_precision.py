@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from bed import world
+from bed import loopback, world
 from bed.recorders import Collectives
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +32,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         self.seen = {"input": x.dtype, "weight": self.first.weight.dtype, "rows": rows.dtype}
+        x = x.to(self.first.weight.dtype)
         return self.last(self.table[rows] * x).sum(0) + self.first(x).sum()
+
+
+_net = functools.cache(Net)
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,22 +44,29 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 6, generator=dice), torch.randint(5500, (4,), generator=dice)
 
 
-@pytest.mark.parametrize("original", [F32, B16, F16])
-@pytest.mark.parametrize("param", [None, F32, B16, F16])
-@pytest.mark.parametrize("reduce", [None, F32, B16, F16])
+ORIGINAL, PARAM, REDUCE = (F32, B16, F16), (None, F32, B16, F16), (None, F32, B16, F16)
+
+
+@pytest.mark.parametrize("original", ORIGINAL)
+@pytest.mark.parametrize("param", PARAM)
 @world(2)
-def test_dtype_of_every_tensor(original: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
-    """The table MPT-01 to MPT-48 of the contract, row by row, and the numbers that follow from it."""
-    model = Net().to(original)
-    reference = copy.deepcopy(model).to(param or original)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
+def test_dtype_of_every_tensor(original: torch.dtype, param: torch.dtype | None) -> None:
+    """The table MPT-01 to MPT-48 of the contract, four rows at a time, and the numbers that follow from it."""
+    for reduce in REDUCE:
+        _check_row(original, param, reduce)
+
+
+def _check_row(original: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
+    model = copy.deepcopy(_net()).to(original)
     compute = param or original
+    reference = copy.deepcopy(model).to(compute)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
     x, rows = inputs()
-    x = x if param else x.to(compute)  # without a param_dtype inputs are not cast
     with Collectives() as calls:
         out = model(x, rows)
         out.sum().backward()
-    assert model.seen == {"input": compute, "weight": compute, "rows": torch.int64}
+    # Without a param_dtype inputs are not cast; the model does it then.
+    assert model.seen == {"input": param or F32, "weight": compute, "rows": torch.int64}
     assert out.dtype == compute
     gather, reduction = calls.calls
     assert (gather.kind, gather.dtypes) == ("gather", {compute})
@@ -66,6 +79,25 @@ def test_dtype_of_every_tensor(original: torch.dtype, param: torch.dtype | None,
         # Both ranks saw the same batch: the mean is the gradient itself, cast to the reduce dtype and back.
         summed = theirs.grad.to(reduce or compute)
         torch.testing.assert_close(mine.grad.full_tensor(), summed.to(original), rtol=0, atol=0)
+    model.set_requires_gradient_sync(False)
+    model(x, rows).sum().backward()
+    kept = fully_shard.state(model).unit.parts[0].gradients._local.sums()
+    assert len(kept) == 5 and {each.dtype for each in kept.values()} == {reduce or compute}
+
+
+def test_reduction_of_every_row() -> None:
+    """The column of the reductions in the table MPT-01 to MPT-48: only fp16 is summed and divided by hand."""
+    rows = list(itertools.product(ORIGINAL, PARAM, REDUCE))
+    assert len(rows) == 48
+    with loopback.job(2) as group:
+        for original, param, reduce in rows:
+            model = nn.Linear(2, 2, bias=False, dtype=original)
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
+            group.log.clear()
+            model(torch.ones(1, 2, dtype=param or original)).sum().backward()
+            (call,) = [call for call in group.log if call.kind == "reduce_scatter"]
+            wire = reduce or param or original
+            assert (call.dtypes, call.reduce) == ({wire}, "SUM" if wire == F16 else "AVG"), (original, param, reduce)
 
 
 @world(2, 3)
@@ -108,18 +140,19 @@ def test_nested_policies_and_output_dtype() -> None:
     assert loose(torch.randn(3, 6, dtype=B16)).dtype == B16
 
 
-@pytest.mark.parametrize(("reduce", "expected"), [(None, 256.0), (F32, 257.0)])
 @world(2)
-def test_unsynchronised_accumulation_in_the_reduce_dtype(reduce: torch.dtype | None, expected: float) -> None:
+def test_unsynchronised_accumulation_in_the_reduce_dtype() -> None:
     """Contract MP-11, MP-12: bf16 gradients 256 and 1 add up to 256 in bf16 and to 257 in fp32."""
-    model = nn.Linear(1, 1, bias=False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=reduce))
-    model.set_requires_gradient_sync(False)
-    model(torch.tensor([[256.0]])).sum().backward()
-    model.set_requires_gradient_sync(True)
-    model(torch.tensor([[1.0]])).sum().backward()
-    assert isinstance(model.weight.grad, DTensor) and model.weight.grad.dtype == F32
-    assert model.weight.grad.full_tensor().item() == expected
+    for reduce, synchronise, expected in ((None, False, 256.0), (F32, False, 257.0), (None, True, 257.0)):
+        model = nn.Linear(1, 1, bias=False)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=reduce))
+        model.set_requires_gradient_sync(synchronise)
+        model(torch.tensor([[256.0]])).sum().backward()
+        assert (model.weight.grad is not None) == synchronise
+        model.set_requires_gradient_sync(True)
+        model(torch.tensor([[1.0]])).sum().backward()
+        assert isinstance(model.weight.grad, DTensor) and model.weight.grad.dtype == F32
+        assert model.weight.grad.full_tensor().item() == expected, (reduce, synchronise)
 
 
 @world(3)

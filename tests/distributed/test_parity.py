@@ -26,17 +26,29 @@ def path(name: str):
     return mock.patch.object(rows, "PACK_BELOW", 0 if name == "rows" else rows.PACK_BELOW)
 
 
-@pytest.mark.parametrize("way", ["rows", "packed", "ungrouped"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @world(1, 2, 3, 4)
-def test_ten_steps_match_the_unsharded_model(case: Case, way: str) -> None:
-    with path(way):
+def test_ten_steps_match_the_unsharded_model(case: Case) -> None:
+    with path("rows"):
         check_parity(case, each_unit(case, fully_shard))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@world(2, 3, 4)
+def test_packed_parameters_match(case: Case) -> None:
+    check_parity(case, each_unit(case, fully_shard), steps=4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@world(3)
+def test_one_tensor_per_collective_matches(case: Case) -> None:
+    with path("ungrouped"):
+        check_parity(case, each_unit(case, fully_shard), steps=4)
 
 
 @pytest.mark.parametrize("way", ["rows", "packed"])
 @pytest.mark.parametrize("reshard", [True, False])
-@world(2, 3)
+@world(3)
 def test_every_reshard_mode_matches(reshard: bool, way: str) -> None:
     case = CASES[0]
     with path(way):

@@ -14,9 +14,9 @@ from unshard import fully_shard
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["blocks before", "blocks after", "model"])
-@world(1, 2, 3, 4, timeout=120)
+@world(1, 3, timeout=120)
 def test_compile(how: str) -> None:
-    """Contract INT-04: graphs break at the hooks; what lies between is compiled."""
+    """Contract INT-04: graphs break at the hooks; what lies between is compiled. One rank sends nothing, three do."""
     model, reference = Stack(2), Stack(2)
     for block in model.blocks:
         if how == "blocks before":

@@ -46,6 +46,27 @@ def test_containers_keep_their_type() -> None:
     assert cast["tuple"][1:] == (3, None) and cast["data"].inner.name == "n"
 
 
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """A dataclass that is a dict besides, as the outputs of transformers are."""
+
+    loss: torch.Tensor
+    hidden: tuple
+
+    def __post_init__(self) -> None:
+        self.update(loss=self.loss, hidden=self.hidden)
+
+
+def test_a_dataclass_that_is_a_dict_stays_one() -> None:
+    """Contract MP-17: else a model that reads `output.loss` would find a plain dict."""
+    output = Output(torch.ones(2), (torch.ones(3), None))
+    cast = cast_floats({"out": output}, torch.bfloat16)["out"]
+    assert type(cast) is Output and output.loss.dtype == torch.float32
+    assert cast.loss is cast["loss"] and cast.loss.dtype == torch.bfloat16
+    assert cast.hidden is cast["hidden"] and cast.hidden[0].dtype == torch.bfloat16 and cast.hidden[1] is None
+    assert [each.shape for each in tensors_in(output)] == [(2,), (3,)]
+
+
 def test_the_same_dtype_is_the_same_tensor() -> None:
     tensor = torch.ones(2)
     assert cast_floats((tensor,), torch.float32)[0] is tensor

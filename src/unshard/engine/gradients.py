@@ -64,6 +64,8 @@ class Gradients:
         kept, synchronise = self.state is GradState.LOCAL, options.synchronise
         if options.reduce_unused and synchronise:
             self._add_unused(gradients)
+        if self._sharded.extended and not self.varied:
+            self._equalise(gradients)
         if not gradients and not (last and self.waits(options)):
             return
         with torch.no_grad():
@@ -85,11 +87,6 @@ class Gradients:
                 full.grad = None
         if self.varied:
             self._take_others(gradients)
-        for index in self._sharded.extended & gradients.keys():
-            # Whatever tensor a user's protocol made whole, its gradient travels as the others do.
-            kinds = self._sharded.master.segments.dtypes(index)
-            if gradients[index].dtype not in (kinds.compute, kinds.reduce):
-                gradients[index] = gradients[index].to(kinds.compute)
         return gradients
 
     def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
@@ -111,6 +108,19 @@ class Gradients:
 
     def _to_reduce(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to(self._sharded.master.segments.dtypes(index).reduce)
+
+    @torch.no_grad()
+    def _equalise(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Gradients of equal dtypes in every segment, because they are packed together.
+
+        Whatever tensor a user's protocol made whole, its gradient travels as the others do; if it came in the reduce
+        dtype they take that one.
+        """
+        segments, extended = self._sharded.master.segments, self._sharded.extended & gradients.keys()
+        precise = {segments.of[i] for i in extended if gradients[i].dtype == segments.dtypes(i).reduce}
+        for index, gradient in gradients.items():
+            kinds = segments.dtypes(index)
+            gradients[index] = gradient.to(kinds.reduce if segments.of[index] in precise else kinds.compute)
 
     def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
         """Zeros for trainable parameters that this rank did not use and another one may have."""

@@ -28,13 +28,13 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
         raise StateError(
             f"Arguments or results of forward are nested deeper than {_DEEPEST} levels; do they contain themselves?"
         )
-    if isinstance(value, dict):
-        items = ((key, map_tensors(fn, item, depth + 1)) for key, item in value.items())
-        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):  # first: the outputs of some libraries are dicts besides
         fields = [field for field in dataclasses.fields(value) if field.init]
         new = {f.name: map_tensors(fn, getattr(value, f.name), depth + 1) for f in fields}
         return dataclasses.replace(value, **new)  # type: ignore[type-var]
+    if isinstance(value, dict):
+        items = ((key, map_tensors(fn, item, depth + 1)) for key, item in value.items())
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
     mapped = [map_tensors(fn, item, depth + 1) for item in value]
     if hasattr(value, "_fields"):
         return type(value)(*mapped)
@@ -42,10 +42,10 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`. Sets are not searched: their order differs between ranks."""
+    """Every tensor in `value`. In a set their order differs between ranks."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif _is_container(value) and not isinstance(value, set):
+    elif _is_container(value):
         if depth >= _DEEPEST:
             raise StateError(f"Results of forward are nested deeper than {_DEEPEST} levels.")
         for item in _items(value):
@@ -53,10 +53,10 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return list(value.values())
     return list(value)
 
 
