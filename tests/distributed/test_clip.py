@@ -321,3 +321,29 @@ def test_torchs_own_on_one_mesh(build: Callable) -> None:
     assert isinstance(theirs, DTensor)
     torch.testing.assert_close(theirs.full_tensor(), mine)
     torch.testing.assert_close(clip_grad_norm_(parameters, 1.0), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, INF])
+@world(4)
+def test_stages_of_a_pipeline(order: float) -> None:
+    """Two stages of two ranks with different layers: the norm is that of both together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    reference = Net()
+    backward(reference)
+    stage = Net()
+    backward(stage)
+    layers = [(stage.first, stage.second), (stage.odd, stage.last)][mesh.get_local_rank("stage")]
+    pieces = []
+    for layer in layers:
+        gradients = [each.grad for each in layer.parameters()]
+        fully_shard(layer, mesh=mesh["dp"])
+        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh["dp"], parameter.placements)
+            pieces.append(parameter)
+    norm = clip_grad_norm_(pieces, 0.01, order, process_group=dist.group.WORLD, pipeline_stages=2)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, order)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    with pytest.raises(ArgumentError, match="needs a process_group of all ranks"):
+        clip_grad_norm_(pieces, 1.0, pipeline_stages=2)
+    with pytest.raises(ArgumentError, match="got one of 4 ranks"):
+        clip_grad_norm_(pieces, 1.0, process_group=dist.group.WORLD, pipeline_stages=3)

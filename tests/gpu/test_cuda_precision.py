@@ -151,3 +151,21 @@ def test_eval_between_forward_and_backward(reshard: bool) -> None:
             loss.backward()
     for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+
+
+@pytest.mark.parametrize("param", [F16, B16])
+@pytest.mark.parametrize("features", [1, 2])
+@world(2)
+def test_batch_norm(param: torch.dtype, features: int) -> None:
+    """Contract MP-38, MP-39: statistics stay fp32 beside weights of low precision, where the device allows it."""
+    kind, shape = ((nn.BatchNorm1d, (8, 6)), (nn.BatchNorm2d, (8, 6, 4, 4)))[features - 1]
+    model = nn.Sequential(nn.Linear(6, 6) if features == 1 else nn.Conv2d(6, 6, 1), kind(6)).cuda()
+    policy = MixedPrecisionPolicy(param, F32)
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    out = model(torch.randn(shape).cuda())
+    out.float().square().sum().backward()
+    assert out.dtype == param and model[1].running_mean.dtype == F32 and model[1].running_mean.any()
+    assert all(parameter.grad.dtype == F32 for parameter in model.parameters())
+    with torch.no_grad():
+        assert model.eval()(torch.randn(shape).cuda()).dtype == param

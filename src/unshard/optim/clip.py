@@ -30,6 +30,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     process_group: Any = None,
+    pipeline_stages: int = 1,
 ) -> torch.Tensor:
     """Scale the gradients down together so that their norm is at most `max_norm`; returns the norm they had.
 
@@ -38,13 +39,17 @@ def clip_grad_norm_(
     also one without gradients.
 
     Each rank counts each of its parameters whole and once. Where ranks hold different parameters (plain ones that were
-    trained apart, other ranks in `process_group`), the p-th power of the norm is the mean over the ranks.
+    trained apart), the p-th power of the norm is the mean over the ranks. The stages of a pipeline hold different
+    parameters on purpose: with `process_group` all ranks and `pipeline_stages` their number, it is the sum over them.
     """
     given = _checked(parameters)
     order, limit = _checked_order(norm_type), _checked_limit(max_norm)
+    _check_stages(pipeline_stages, process_group)
     peers = peers_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
     pieces = _pieces(given, peers.size)
     power = _power_of_norm(pieces, order, peers, foreach)
+    if pipeline_stages > 1 and not math.isinf(order):
+        power *= pipeline_stages  # as many ranks each: their mean, times their number, is their sum
     double = bool(given) and all(parameter.dtype == torch.float64 for parameter in given)
     norm = (power if math.isinf(order) else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
@@ -186,3 +191,13 @@ def _checked_limit(max_norm: Any) -> float:
     if not limit >= 0:
         raise ArgumentError(f"max_norm must not be negative, got {max_norm!r}.")
     return limit
+
+
+def _check_stages(stages: Any, group: Any) -> None:
+    if not isinstance(stages, int) or stages < 1:
+        raise ArgumentError(f"pipeline_stages must be a positive integer, got {stages!r}.")
+    if stages > 1 and (group is None or group.size() % stages):
+        found = "none" if group is None else f"one of {group.size()} ranks"
+        raise ArgumentError(
+            f"pipeline_stages={stages} needs a process_group of all ranks of all stages, equally many in each; got {found}."
+        )
