@@ -199,5 +199,6 @@ def _check_stages(stages: Any, group: Any) -> None:
     if stages > 1 and (group is None or group.size() % stages):
         found = "none" if group is None else f"one of {group.size()} ranks"
         raise ArgumentError(
-            f"pipeline_stages={stages} needs a process_group of all ranks of all stages, equally many in each; got {found}."
+            f"pipeline_stages={stages} needs a process_group of all ranks of all stages, equally many in each; "
+            f"got {found}."
         )
