@@ -1,5 +1,6 @@
 """Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
 
+from . import tools
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
 from .frontends.fully_shard import fully_shard
@@ -36,6 +37,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "tools",
 ]
 
 __version__ = "0.1.0"
