@@ -10,7 +10,7 @@ from torch import nn
 from ..engine import observer
 from ..errors import StateError
 from .comparison import differences, text
-from .findings import Findings, Stage
+from .findings import Casts, Findings, Stage
 from .plan import plan_of
 from .surprises import surprises
 from .words import quoted, shorts
@@ -24,6 +24,7 @@ class PrecisionAudit:
         self._plan = plan_of(model, optimizer)
         self._findings = Findings(self._plan, optimizer)
         self._handles: list[Any] = []
+        self._casts = Casts(self._findings)
 
     def __enter__(self) -> PrecisionAudit:
         if observer.current is not None:
@@ -35,6 +36,8 @@ class PrecisionAudit:
         self._plan = plan_of(self._model, self._optimizer)
         self._findings = Findings(self._plan, self._optimizer)
         self._handles = self._findings.install()
+        self._casts = Casts(self._findings)
+        self._casts.__enter__()
         observer.current = self._findings
         return self
 
@@ -42,6 +45,7 @@ class PrecisionAudit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         observer.current = None
+        self._casts.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         self._handles = []

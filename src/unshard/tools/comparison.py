@@ -63,6 +63,14 @@ def _of_parameters(unit: UnitPlan, findings: Findings) -> Iterator[str]:
     for (stage_name, want_text, have_text), names in alike.items():
         yield f"{_title(unit)}: {stage_name} planned {want_text}, found {have_text} ({quoted(names)})."
 
+    casts = [(each, to) for each in unit.members for to in findings.casts.get(each.slot, ())]
+    for member, dtype in casts:
+        want = planned(Stage.COMPUTED, member, unit.state.unit.precision)
+        yield (
+            f"{_title(unit)}: {member.name!r} planned to be computed with in {shorts(want)}, found converted to "
+            f"{shorts([dtype])} by the model's own code."
+        )
+
 
 def _travels_as_bytes(unit: UnitPlan, dtypes: Dtypes, precision: Precision) -> bool:
     """Several dtypes in one collective are sent as bytes, and so is what a backend does not know."""

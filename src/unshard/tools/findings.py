@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from ..engine.faces import Slot
+from ..engine.faces import Slot, full_name
 from ..engine.observer import Members
 from ..engine.precision import Precision
+from ..engine.states import Phase
 from ..engine.tree import tensors_in
 from ..torch_private import never_compiled, own_buffers
 from .plan import Member, ModelPlan, UnitPlan
 from .state import parameters_of, state_dtypes
 
 Dtypes = set[torch.dtype]
+_CAST_NAMES = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+_CASTS = frozenset(getattr(torch.Tensor, name) for name in _CAST_NAMES)
 
 
 class Stage(Enum):
@@ -48,8 +52,11 @@ class Findings:
         self.outputs: dict[tuple[nn.Module, Precision], Dtypes] = {}
         self.buffers: dict[tuple[str, Precision], Dtypes] = {}
         self.autocast: dict[nn.Module, torch.dtype] = {}
+        self.casts: dict[Slot, Dtypes] = {}
+        """What full faces were converted to by the model's own code."""
         self.steps = 0
         """How often an optimizer stepped that holds parameters of the model."""
+        self._stepping: set[int] = set()  # a subclass whose step calls its parent's steps once
 
     def install(self) -> list[Any]:
         """All registrations; each is taken back with `remove()`."""
@@ -111,6 +118,12 @@ class Findings:
         if owner is not None:  # else it is another model's
             self.parameters.setdefault((stage, slot, owner[0].state.unit.precision), set()).add(dtype)
 
+    def cast(self, face: torch.Tensor, dtype: torch.dtype) -> None:
+        """The full face of some parameter was converted. Between steps that is nobody's computation."""
+        for slot, (unit, _) in self._owners.items():
+            if slot.full is face and face.dtype != dtype and unit.state.unit.phase is not Phase.IDLE:
+                self.casts.setdefault(slot, set()).add(dtype)
+
     def of(self, stage: Stage, member: Member, *precisions: Precision) -> Dtypes:
         wanted = precisions or tuple(Precision)
         return {d for each in wanted for d in self.parameters.get((stage, member.slot, each), ())}
@@ -124,17 +137,33 @@ class Findings:
         return [slots[id(each)] for each in parameters_of(optimizer) if id(each) in slots]
 
     def _before_step(self, optimizer: Any, *unused: Any) -> None:
-        for slot in self._held(optimizer):
+        held = self._held(optimizer)
+        self.steps += bool(held) and id(optimizer) not in self._stepping
+        self._stepping.add(id(optimizer))
+        for slot in held:
             if slot.sharded.grad is not None:
                 self._one(Stage.GRAD, slot, slot.sharded.grad.dtype)
                 self._one(Stage.UPDATED, slot, slot.sharded.dtype)
 
     def _after_step(self, optimizer: Any, *unused: Any) -> None:
-        held = self._held(optimizer)
-        self.steps += bool(held)
-        for slot in held:
+        self._stepping.discard(id(optimizer))
+        for slot in self._held(optimizer):
             for dtype in state_dtypes(optimizer, slot.sharded) or ():
                 self._one(Stage.STATE, slot, dtype)
+
+
+class Casts(TorchFunctionMode):
+    """Sees the model's own code convert parameters, which no input or output need show."""
+
+    def __init__(self, findings: Findings):
+        super().__init__()
+        self._findings = findings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS and full_name(args[0]) is not None:
+            self._findings.cast(args[0], result.dtype)
+        return result
 
 
 class _Look:

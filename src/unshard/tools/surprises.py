@@ -203,28 +203,34 @@ def _output(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 
 
 def _unmatched(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    together: dict[MixedPrecisionPolicy, list[UnitPlan]] = {}
+    """Units that were given the same patterns count as one: a model is often sharded with one policy for all."""
+    overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
+    keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:
-        together.setdefault(unit.policy, []).append(unit)
-    for policy, users in together.items():
-        parameters = [alias for unit in users for each in unit.members for alias in each.aliases]
-        buffers = [buffer.alias for unit in users for buffer in unit.buffers]
-        overrides = [override[0] for override in policy.overrides]
-        kept = list(policy.keep_buffers) if policy.keep_buffers != _DEFAULT_KEPT else []
-        for field, patterns, names, things in (
-            ("overrides", overrides, parameters, "parameter"),
-            ("keep_buffers", kept, buffers, "floating-point buffer"),
-        ):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    yield (
-                        f"Pattern {pattern!r} in {field} matches no {things} of {listed(users)}: names are those "
-                        "inside the module that was sharded, without its own path; correct the pattern or take it out."
-                    )
-        if kept and policy.buffer_dtype is None:
+        overriding.setdefault(tuple(override[0] for override in unit.policy.overrides), []).append(unit)
+        if unit.policy.keep_buffers != _DEFAULT_KEPT:
+            keeping.setdefault(tuple(unit.policy.keep_buffers), []).append(unit)
+    for patterns, users in overriding.items():
+        names = [alias for unit in users for each in unit.members for alias in each.aliases]
+        yield from _matching_nothing("overrides", patterns, users, "parameter", names)
+    for patterns, users in keeping.items():
+        if patterns and all(unit.policy.buffer_dtype is None for unit in users):
             yield (
-                f"Patterns {quoted(kept)} in keep_buffers of {listed(users)} have no effect: buffers are seen as they "
-                "are stored; set buffer_dtype, or take them out."
+                f"Patterns {quoted(patterns)} in keep_buffers of {listed(users)} have no effect: buffers are seen as "
+                "they are stored; set buffer_dtype, or take them out."
+            )
+        names = [buffer.alias for unit in users for buffer in unit.buffers]
+        yield from _matching_nothing("keep_buffers", patterns, users, "floating-point buffer", names)
+
+
+def _matching_nothing(
+    field: str, patterns: tuple[str, ...], users: list[UnitPlan], thing: str, names: list[str]
+) -> Iterator[str]:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield (
+                f"Pattern {pattern!r} in {field} matches no {thing} of {listed(users)}: names are those inside the "
+                "module that was sharded, without its own path; correct the pattern or take it out."
             )
 
 
