@@ -123,6 +123,14 @@ def test_honest_steps_with_replicas() -> None:
         assert cells["over replicas"] == cells["reduced"] == expected and cells[".grad"] == "fp32"
 
 
+@world(4)
+def test_honest_steps_with_slices() -> None:
+    model = sharded(MIXED, reshard_after_forward=2)
+    with precision_audit(model) as audit:
+        step(model)
+    assert audit.differences == [] and found(audit, "blocks.0")["gathered"] == "bf16"
+
+
 def parallel(mesh: DeviceMesh) -> Model:
     model = Model()
     for block in model.blocks:
@@ -193,7 +201,7 @@ def test_autocast_is_found() -> None:
     apart = [each for each in audit.differences if "module 'blocks.1.up'" in each]
     assert apart and "planned in fp32, found bf16" in apart[-1] and "autocast to bf16" in apart[-1]
     assert any("ran inside autocast" in each for each in audit.surprises)
-    assert "Differences:" in str(audit)
+    assert "Differences:" in str(audit) and f"- {audit.differences[0]}" in str(audit).splitlines()
     with precision_audit(model) as audit:
         step(model)
     assert audit.differences == [] and "No differences." in str(audit) and audit.surprises == []

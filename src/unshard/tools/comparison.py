@@ -15,6 +15,7 @@ from .report import AS_IT_COMES, listed_surprises
 from .words import NOTHING, quoted, shorts, table, titles, unit_title
 
 POLICY = Precision.POLICY
+_SHOWN = 20  # one cause often shows in every block
 _DOORS = ("unit", "inputs planned", "found", "outputs planned", "found", "buffers planned", "found")
 
 
@@ -24,7 +25,7 @@ def planned(stage: Stage, member: Member, precision: Precision = POLICY) -> Dtyp
     if stage is Stage.GATHERED:
         return set() if member.extended else {compute}
     if stage is Stage.COMPUTED:
-        return {compute}
+        return set() if member.extended else {compute}  # a protocol of its own may make anything whole
     if not member.trainable:
         return set()
     if stage is Stage.GRADIENT:
@@ -153,7 +154,9 @@ def text(plan: ModelPlan, findings: Findings, differing: list[str], surprises: l
     lines = table(head, _fold(plan, lambda unit: _parameter_lines(unit, findings, stages)), numbers=(1,))
     doors = table(_DOORS, _fold(plan, lambda unit: _door_line(unit, findings)))
     steps = f"Steps of an optimizer: {findings.steps or 'none'}."
-    apart = ["Differences:", *(f"- {each}" for each in differing)] if differing else ["No differences."]
+    apart = ["Differences:", *(f"- {each}" for each in differing[:_SHOWN])] if differing else ["No differences."]
+    if len(differing) > _SHOWN:
+        apart.append(f"- and {len(differing) - _SHOWN} more, all of them in `differences`")
     return "\n".join([*lines, "", *doors, "", steps, "", *apart, "", *listed_surprises(surprises)])
 
 

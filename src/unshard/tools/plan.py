@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.borders import bordered
-from ..engine.faces import Slot
+from ..engine.faces import Slot, full_name
 from ..engine.hooks import ShardState, state_of
 from ..engine.precision import Dtypes, Precision, dtypes_for
 from ..errors import ArgumentError
@@ -126,6 +126,8 @@ class ModelPlan:
     units: tuple[UnitPlan, ...]
     loose: tuple[tuple[str, Any], ...]
     """Trainable parameters that no unit has."""
+    own: frozenset[int]
+    """The identities of all parameters of the model as an optimizer should have them."""
 
     @property
     def rows(self) -> list[Row]:
@@ -148,7 +150,9 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
     prefixes = _prefixes(model)
     outer = set(_outermost(model))
     units = tuple(_unit_plan(state, ", ".join(names), prefixes, optimizer, outer) for state, names in paths.items())
-    return ModelPlan(units, tuple(_loose(model, units)))
+    own = {id(each.parameter) for unit in units for each in unit.members}
+    own |= {id(each) for each in model.parameters() if full_name(each) is None}
+    return ModelPlan(units, tuple(_loose(model, units)), frozenset(own))
 
 
 def owned_modules(state: ShardState) -> Iterator[tuple[int, str, nn.Module]]:

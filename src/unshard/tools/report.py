@@ -43,6 +43,8 @@ class PrecisionReport:
             "",
             *table(_DOORS, [line for group in folded(units) for line in _door_lines(group)]),
         ]
+        if len(folded(units)) < len(units):
+            lines += ["", "Numbers of several units shown as one are those of each."]
         if any(row.state and not row.state_exists for row in rows):
             lines += ["", "* will be, once the optimizer has stepped"]
         return "\n".join(lines + ["", *listed_surprises(self.surprises)])
@@ -85,15 +87,15 @@ def _parameter_lines(group: list[UnitPlan]) -> list[list[str]]:
 
 
 def _cells(row: Row) -> list[str]:
-    frozen = "" if row.trainable else " (frozen)"
     state = shorts(row.state) + ("" if row.state_exists or not row.state else "*")
     return [
-        f"{row.parameters:,}{frozen}",
+        f"{row.parameters:,}",
         f"{row.elements:,}",
         short(row.stored),
         short(row.gathered, "own protocol"),
         short(row.computed),
-        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad, row.updated)),
+        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
+        short(row.updated, "frozen"),
         state,
     ]
 

@@ -92,9 +92,8 @@ def _strangers(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     if optimizer is None:
         return
     members = [each for unit in plan.units for each in unit.members]
-    own = {id(each.parameter) for each in members} | {id(parameter) for _, parameter in plan.loose}
     before = {id(origin): each.name for each in members if (origin := each.slot.origin()) is not None}
-    others = [each for each in parameters_of(optimizer) if id(each) not in own and each.requires_grad]
+    others = [each for each in parameters_of(optimizer) if id(each) not in plan.own and each.requires_grad]
     known = [before.get(id(each)) or full_name(each) for each in others]
     if not others:
         return
@@ -165,7 +164,7 @@ def _halves(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 def _buffers(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     every = [each for unit in plan.units for each in unit.buffers]
     tables = [each for each in every if any(fnmatchcase(each.alias, pattern) for pattern in TABLES)]
-    rounded = [e for e in every if e.was is not None and torch.promote_types(e.was, e.stored) != e.stored]
+    rounded = [e for e in every if e.was is not None and _rounds(e.was, e.stored)]
     stored = [each for each in tables if is_half(each.stored) and each not in rounded]
     seen = [each for each in tables if is_half(each.seen) and each not in rounded + stored]
     if rounded:
@@ -186,6 +185,10 @@ def _buffers(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
             f"{shorts(each.seen for each in seen)} because of buffer_dtype, and far positions look the same; "
             "name them in keep_buffers."
         )
+
+
+def _rounds(was: torch.dtype, now: torch.dtype) -> bool:
+    return was != now and now.itemsize <= was.itemsize
 
 
 def _output(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
