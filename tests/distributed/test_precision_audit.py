@@ -87,6 +87,8 @@ def test_honest_steps() -> None:
             train(model, optimizer)
         assert (name, audit.differences, audit.steps) == (name, [], 3)
         assert not [each for each in audit.surprises if "step" in each or "autocast" in each]
+        rounded = [each for each in audit.surprises if "sums of several backwards" in each]
+        assert len(rounded) == (name == "wire") and all("fp32, were rounded to bf16" in each for each in rounded)
         cells = found(audit, "blocks.0 … blocks.2")
         assert tuple(cells[stage] for stage in ("gathered", "computed", "wire", "reduced")) == FOUND[name]
         assert cells["sums kept"] == cells["reduced"] and cells["over replicas"] == "-"

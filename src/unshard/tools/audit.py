@@ -11,7 +11,7 @@ from ..engine import observer
 from ..errors import StateError
 from .comparison import differences, text
 from .findings import Casts, Findings, Stage
-from .plan import plan_of
+from .plan import Member, plan_of
 from .surprises import surprises
 from .words import quoted, shorts
 
@@ -80,6 +80,14 @@ class PrecisionAudit:
                     f"Parameters {quoted(idle)} got gradients, but no optimizer that stepped holds them; add them to "
                     "one, or freeze them."
                 )
+        rounded = [each for each in members if self._sums_rounded(each)]
+        if rounded:
+            found.append(
+                f"Parameters {quoted([each.name for each in rounded])}: sums of several backwards, kept in "
+                f"{shorts(each.dtypes.reduce for each in rounded)}, were rounded to "
+                f"{shorts(each.dtypes.wire for each in rounded)} when they were sent; leave wire_dtype None where "
+                "gradients are accumulated without synchronisation."
+            )
         if findings.autocast:
             names = {module: name for name, module in self._model.named_modules()}
             modules = [names.get(module, type(module).__name__) or "(root)" for module in findings.autocast]
@@ -88,6 +96,11 @@ class PrecisionAudit:
                 "a dtype for every operation, whatever the policy says; leave it away and let param_dtype decide."
             )
         return found
+
+    def _sums_rounded(self, member: Member) -> bool:
+        """A wire as wide as the gradients loses nothing of one backward, but digits of a sum of several."""
+        kept, sent = (self._findings.of(stage, member) for stage in (Stage.KEPT, Stage.WIRE))
+        return bool(kept and sent) and min(d.itemsize for d in sent) < min(d.itemsize for d in kept)
 
     def __str__(self) -> str:
         return text(self._plan, self._findings, self.differences, self.surprises)
