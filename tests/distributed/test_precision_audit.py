@@ -55,7 +55,7 @@ def found(audit: PrecisionAudit, unit: str, row: int = 0) -> dict[str, str]:
 
 
 def assert_removed(model: nn.Module) -> None:
-    assert observer.current is None
+    assert observer.current is None and torch._C._len_torch_function_stack() == 0
     for module in model.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         assert not any("unshard.tools" in type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
