@@ -1,6 +1,6 @@
 """Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
 
-from . import optim
+from . import optim, tools
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
 from .frontends.fully_shard import fully_shard
@@ -38,6 +38,7 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "tools",
 ]
 
 __version__ = "0.1.0"

@@ -28,7 +28,8 @@ class MixedPrecisionPolicy:
     Beyond what PyTorch's policy of this name has, all off by default:
 
     ``wire_dtype``: what gradients travel in on their way to being added up in the reduce dtype. With bf16 compute,
-    fp32 reduction and a bf16 wire nothing is lost, and half the bytes are sent.
+    fp32 reduction and a bf16 wire nothing is lost, and half the bytes are sent. (Sums of several backwards that did not
+    synchronise are rounded to it.)
 
     ``overrides``: another precision for parameters whose names match a pattern (``{"*norm*": torch.float32}``; names
     as in ``named_parameters()`` of the module that is sharded; the first match counts). A module all of whose

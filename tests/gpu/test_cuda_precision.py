@@ -157,10 +157,11 @@ def test_eval_between_forward_and_backward(reshard: bool) -> None:
 @pytest.mark.parametrize("features", [1, 2])
 @world(2)
 def test_batch_norm(param: torch.dtype, features: int) -> None:
-    """Contract MP-38, MP-39: statistics stay fp32 beside weights of low precision, where the device allows it."""
+    """Contract MP-38, MP-39: statistics stay fp32 beside weights of low precision, where cuDNN allows it."""
     kind, shape = ((nn.BatchNorm1d, (8, 6)), (nn.BatchNorm2d, (8, 6, 4, 4)))[features - 1]
     model = nn.Sequential(nn.Linear(6, 6) if features == 1 else nn.Conv2d(6, 6, 1), kind(6)).cuda()
-    policy = MixedPrecisionPolicy(param, F32)
+    # Over images its backward wants them in the weights' dtype; forward can see them so.
+    policy = MixedPrecisionPolicy(param, F32, buffer_dtype=param if features == 2 else None)
     fully_shard(model[0], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     out = model(torch.randn(shape).cuda())
@@ -169,3 +170,7 @@ def test_batch_norm(param: torch.dtype, features: int) -> None:
     assert all(parameter.grad.dtype == F32 for parameter in model.parameters())
     with torch.no_grad():
         assert model.eval()(torch.randn(shape).cuda()).dtype == param
+    if features == 2:
+        plain = fully_shard(kind(6).cuda(), mp_policy=MixedPrecisionPolicy(param, F32))
+        with pytest.raises(RuntimeError, match="running_mean"):
+            plain(torch.randn(shape).cuda()).float().sum().backward()

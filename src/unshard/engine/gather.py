@@ -66,6 +66,11 @@ class Gather:
         self._staging.release()
         full.release()
 
+    @property
+    def members(self) -> list[tuple[int, ...]]:
+        """The parameters in each input."""
+        return [region.members for region in self._shard.regions]
+
     def prepare(self) -> None:
         """Have memory and the cast shard in it. Until `finish` the buffers must not be touched."""
         self._full.take()

@@ -18,6 +18,7 @@ from ..torch_private import (
     spec_of,
     storage_uses,
 )
+from . import observer
 from .buffers import ShardBuffer
 from .faces import Slot
 from .master import Master
@@ -101,3 +102,5 @@ class GradShard:
         for slot in self._slots:
             for hook in post_accumulate_hooks(slot.sharded):
                 hook(slot.sharded)
+        if observer.current is not None:
+            observer.current.delivered(self._slots)

@@ -8,6 +8,7 @@ from torch import nn
 from ..comm.abandoned import abandon
 from ..comm.interface import Transport
 from ..errors import OrderError
+from . import observer
 from .accumulate import LocalGradients
 from .faces import Slot
 from .options import Options
@@ -146,7 +147,10 @@ class Gradients:
             self._local = LocalGradients(self._sharded.master, self._device)
         self._local.add(gradients)
         self.state = moved(unit, self.state, GradState.LOCAL, GRAD_MOVES)
-        return self._local.sums()
+        sums = self._local.sums()
+        if observer.current is not None:
+            observer.current.keeping(self._slots, sums)
+        return sums
 
     def _start(self, unit: Named, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
         members = tuple(gradients)

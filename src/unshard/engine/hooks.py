@@ -50,6 +50,8 @@ class ShardState:
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
         self.buffers: ModuleBuffers | None = None
+        self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
+        """What the modules' buffers were stored in when they were sharded, by number of the module and by name."""
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""

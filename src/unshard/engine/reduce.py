@@ -13,6 +13,7 @@ from ..comm.interface import Done, Transport, Work
 from ..comm.order import Event
 from ..layout.rows import Grouping, Item, Region, arrange, place
 from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
+from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
 from .faces import Slot
 from .grad_shard import GradShard
@@ -169,7 +170,13 @@ class Reduction:
         pending.outputs.take()
         average = pending.division.scatter_average
         pending.work = self._transport.reduce_scatter(pending.outputs.pieces, self._inputs, average=average)
+        if observer.current is not None:
+            sums = pending.outputs.pieces
+            observer.current.reducing(self._slots, self._region_members(), gradients, self._inputs, sums)
         return pending
+
+    def _region_members(self) -> list[tuple[int, ...]]:
+        return [region.members for region in self._regions]
 
     @property
     def has_partial(self) -> bool:
@@ -227,6 +234,8 @@ class Reduction:
         self._replicas.announce(self._all_reducing, lambda: f"all-reduce, over the replicas, {self._described()}")
         pending.work = self._replicas.all_reduce(outputs.flats, average=pending.division.all_reduce_average)
         pending.stage = Stage.ALL_REDUCE
+        if observer.current is not None:
+            observer.current.all_reducing(self._slots, self._region_members(), outputs.pieces)
         return Outcome.GOES_ON
 
     def drop(self, pending: Pending) -> None:

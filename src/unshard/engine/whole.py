@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Done, Transport, Work
 from ..errors import StateError, UnsupportedError
 from ..torch_private import outside_transforms, wrap_like
+from . import observer
 from .extension import Extension, Extensions
 from .faces import Slot, mark_full
 from .full import FullBuffer
@@ -94,6 +95,8 @@ class Whole:
         else:
             work = transport.gather(gather.outputs, gather.inputs) if gather.outputs else Done()
         self._under_way = gather, work
+        if observer.current is not None:
+            observer.current.gathering(self._slots, gather.members, gather.inputs)
 
     def wait(self) -> None:
         """Until what is gathered is in its place; nothing, if no gather is under way."""
@@ -109,6 +112,8 @@ class Whole:
             self._extensions.finish()
         if self.slices is not None:
             self.slices.release()
+        if observer.current is not None:
+            observer.current.whole(self._slots)
 
     def slice(self) -> None:
         """Keep a slice; the full buffer is emptied."""

@@ -63,6 +63,7 @@ def _complete(state: ShardState, memo: dict[Any, Any]) -> None:
     copied: ShardState = memo[id(state)]
     copied.__init__(unit)  # type: ignore[misc]
     copied.wiring.like(state.wiring)
+    copied.buffer_dtypes = state.buffer_dtypes
     copied.adopt([memo[id(module)] for module in state.modules()])
     if state.buffers is not None:
         copied.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))

@@ -97,6 +97,11 @@ def fully_shard(
         for home in slot.homes:
             home.put(slot.sharded)
     state = ShardState(unit)
+    state.buffer_dtypes = {
+        (number, name): buffer.dtype
+        for number, top in enumerate(tops)
+        for name, buffer in top.named_buffers(remove_duplicate=False)
+    }
     for inner, own in bordered(tops, unit.slots, mp_policy):
         state.attach_border(inner, own)
     if mp_policy.buffer_dtype is not None:
