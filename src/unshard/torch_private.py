@@ -132,10 +132,9 @@ def is_replicated(module: nn.Module) -> bool:
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What users registered with `register_post_accumulate_grad_hook`; autograd calls them itself. All versions."""
-    hooks = parameter._post_accumulate_grad_hooks
-    return list(hooks.values()) if hooks else []
+post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
+post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+"""What users registered with `register_post_accumulate_grad_hook`, which autograd calls itself. All versions."""
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
@@ -171,17 +170,23 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return torch._C._DisableFuncTorch()
 
 
+_frames_compiled_by: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What compiles the Python frames of the calling thread; None outside of compiled functions. All versions."""
+
+
 def never_compiled(function: _Function) -> _Function:
     """Keep `torch.compile` from tracing `function`: it breaks the graph and runs as it is.
 
-    `torch.compiler.disable` would import the compiler, seconds for every program; this waits until somebody else has.
-    All versions.
+    `torch.compiler.disable` would import the compiler, seconds for every program; this waits until somebody else has,
+    which every optimizer does. So it also asks whether anything is being compiled here and now. All versions.
     """
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return disabled(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" in sys.modules and (torch.compiler.is_compiling() or _frames_compiled_by() is not None):
+            return disabled(*args)
+        return function(*args)
 
     return call  # type: ignore[return-value]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -17,12 +19,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from unshard.comm import process_group
+from unshard.comm.solo import SoloTransport
 from unshard.layout import rows
 
 
-def path(way: str):
-    """ "rows" sends even small parameters in regions of their own, as large ones are."""
-    return mock.patch.object(rows, "PACK_BELOW", 0 if way == "rows" else rows.PACK_BELOW)
+@contextmanager
+def path(way: str) -> Iterator[None]:
+    """ "rows" sends even small parameters in regions of their own, as large ones are; "packed" packs even few."""
+    few = 0 if way == "packed" else process_group.FEW
+    with (
+        mock.patch.object(rows, "PACK_BELOW", 0 if way == "rows" else rows.PACK_BELOW),
+        mock.patch.object(process_group, "FEW", few),
+        mock.patch.object(SoloTransport, "few", few),
+    ):
+        yield
 
 
 def whole_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

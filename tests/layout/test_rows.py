@@ -55,6 +55,16 @@ def test_large_parameters_have_regions_of_their_own() -> None:
         assert region.packed
 
 
+def test_few_small_parameters_are_not_packed() -> None:
+    large, small = (256, 128), (9, 9)
+    mixed = items(small, large, small)
+    assert [region.packed for region in arrange(mixed, range(3), Grouping.GROUPED, few=2)] == [False] * 3
+    assert [region.packed for region in arrange(mixed, range(3), Grouping.GROUPED, few=1)] == [False, True]
+    assert [region.packed for region in arrange(mixed, range(3), Grouping.WHOLE, few=2)] == [True]
+    many = items(small, *[large] * rows.GROUP_LIMIT)  # a place in the group for everybody, or nobody small gets one
+    assert [r.packed for r in arrange(many, range(len(many)), Grouping.GROUPED, few=2)].count(True) == 1
+
+
 def test_a_group_stays_small_unless_a_copy_would_cost_more() -> None:
     medium, huge = (256, 128), (2048, 1024)
     regions = arrange(items(*[medium] * 40, huge), range(41), Grouping.GROUPED)

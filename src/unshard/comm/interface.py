@@ -38,6 +38,8 @@ class Transport(ABC):
     """`gather` takes several tensors in one collective."""
     reduces_groups: bool
     """`reduce_scatter` takes several tensors in one collective."""
+    few: int = 0
+    """So many small tensors cost less in a group than the copies that packing takes."""
     in_place_only: bool = False
     """`gather` reads this rank's piece only from its place in the output."""
     piece_alignment: int = 1

@@ -65,7 +65,7 @@ class PluginTransport(Transport):
         self.reduces_groups = (
             base.reduces_groups if reduce_scatter is None else hasattr(reduce_scatter, "reduce_scatter_many")
         )
-        self.piece_alignment = base.piece_alignment
+        self.piece_alignment, self.few = base.piece_alignment, base.few
 
     def announce(self, event: Event, describe: Callable[[], str]) -> None:
         self._base.announce(event, describe)

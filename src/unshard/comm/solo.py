@@ -14,6 +14,7 @@ class SoloTransport(Transport):
     gathers_groups = True
     reduces_groups = True
     in_place_only = True
+    few = 8  # there is no group at all, but packing would cost copies
 
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         return Done()

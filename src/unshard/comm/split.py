@@ -17,6 +17,7 @@ class SplitTransport(Transport):
         self.rank, self.world = gathers.rank, gathers.world
         self._gathers, self._reductions = gathers, reductions
         self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
+        self.few = min(gathers.few, reductions.few)
         self.in_place_only = gathers.in_place_only
         self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
 

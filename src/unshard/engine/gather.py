@@ -74,15 +74,17 @@ class Gather:
     def prepare(self) -> None:
         """Have memory and the cast shard in it. Until `finish` the buffers must not be touched."""
         self._full.take()
-        self._staging.take()
+        if self._copies:
+            self._staging.take()
         if self._cast_to:
             foreach_copy(self._cast_to, self._cast_from)
 
     def finish(self) -> None:
         """After the collective: copy packed parameters to their places."""
-        for copy in self._copies:
-            copy.run()
-        self._staging.release()
+        if self._copies:
+            for copy in self._copies:
+                copy.run()
+            self._staging.release()
 
     def _place_in_full(self, region: Region) -> Place:
         index = region.members[0]

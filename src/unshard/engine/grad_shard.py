@@ -54,6 +54,7 @@ class GradShard:
                 self._add_face(slots[index], dtype, offset, transport.rank)
         self.buffer.release()
         self._idle_uses = self._uses()
+        self._known_idle = True
 
     def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
         spec = spec_of(slot.sharded)
@@ -81,11 +82,17 @@ class GradShard:
 
     @property
     def idle(self) -> bool:
-        """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`."""
-        return not self.attached and self._uses() == self._idle_uses
+        """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`.
+
+        Once it is, it stays so until it is delivered: nobody can get hold of it.
+        """
+        if not self._known_idle:
+            self._known_idle = not self.attached and self._uses() == self._idle_uses
+        return self._known_idle
 
     def deliver(self) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
+        self._known_idle = False
         existing, new, attached = [], [], False
         for slot, face, local in zip(self._slots, self.faces, self.locals, strict=True):
             grad = slot.sharded.grad
@@ -100,7 +107,8 @@ class GradShard:
         if not attached:
             self.buffer.release()
         for slot in self._slots:
-            for hook in post_accumulate_hooks(slot.sharded):
-                hook(slot.sharded)
+            if hooks := post_accumulate_hooks(slot.sharded):
+                for hook in list(hooks.values()):
+                    hook(slot.sharded)
         if observer.current is not None:
             observer.current.delivered(self._slots)

@@ -62,18 +62,23 @@ class Gradients:
         `last`: the backward is over, so sums kept by earlier backwards are reduced even if nothing was added.
         """
         gradients = self._take()
-        kept, synchronise = self.state is GradState.LOCAL, options.synchronise
-        if options.reduce_unused and synchronise:
+        if options.reduce_unused and options.synchronise:
             self._add_unused(gradients)
         if self._sharded.extended and not self.varied:
             self._equalise(gradients)
         if not gradients and not (last and self.waits(options)):
             return
-        with torch.no_grad():
-            if kept or (gradients and not synchronise):
-                gradients = self._keep(unit, gradients)
-            if synchronise:
-                self._start(unit, gradients, options, last)
+        if torch.is_grad_enabled():  # a backward that builds a graph; entering `no_grad` each time costs
+            with torch.no_grad():
+                self._go_on(unit, gradients, options, last)
+        else:
+            self._go_on(unit, gradients, options, last)
+
+    def _go_on(self, unit: Named, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
+        if self.state is GradState.LOCAL or (gradients and not options.synchronise):
+            gradients = self._keep(unit, gradients)
+        if options.synchronise:
+            self._start(unit, gradients, options, last)
 
     def _take(self) -> dict[int, torch.Tensor]:
         """Gradients by parameter; the full faces are cleared."""
@@ -183,12 +188,21 @@ class Gradients:
         """Wait for the collectives under way and take the next step; true when nothing is left to do."""
         if self.state is not GradState.REDUCING:
             return True
-        with torch.no_grad():
-            outcomes = [(pending, pending.reduction.advance(pending)) for pending in self._pending]
-        self._pending = [pending for pending, outcome in outcomes if outcome is Outcome.GOES_ON]
-        if self._pending:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._advance(unit)
+        return self._advance(unit)
+
+    def _advance(self, unit: object) -> bool:
+        partial, under_way = False, []
+        for pending in self._pending:
+            outcome = pending.reduction.advance(pending)
+            if outcome is Outcome.GOES_ON:
+                under_way.append(pending)
+            partial = partial or outcome is Outcome.PARTIAL
+        self._pending = under_way
+        if under_way:
             return False
-        partial = any(outcome is Outcome.PARTIAL for _, outcome in outcomes)
         self.state = moved(unit, self.state, GradState.PARTIAL if partial else GradState.REDUCED, GRAD_MOVES)
         return True
 

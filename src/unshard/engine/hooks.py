@@ -19,7 +19,7 @@ from .mismatch import explain
 from .module_buffers import ModuleBuffers
 from .optimizers import watch_optimizers
 from .options import Options
-from .precision import Precision, cast_floats
+from .precision import Precision, cast_floats, cast_inputs
 from .root import Root, refuse_second_root
 from .states import Phase
 from .trace import traced
@@ -96,7 +96,7 @@ class ShardState:
         if unit is root.unit and unit.device.type != "cpu":
             args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if unit.policy.cast_forward_inputs:
-            args, kwargs = cast_floats((args, kwargs), unit.compute_dtype_in(precision))
+            args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
             unit.select(precision)
             unit.use()  # recomputation inside the unit's own backward: hooks are in place, nothing to free

@@ -74,6 +74,16 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
+def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """The same for the arguments of a forward, nearly always one tensor that has the dtype already."""
+    if dtype is None:
+        return args, kwargs
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+        only = args[0]
+        return (args if only.dtype == dtype or not only.is_floating_point() else (only.to(dtype),)), kwargs
+    return map_tensors(partial(_cast, dtype), (args, kwargs))
+
+
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     """Floating-point tensors in `value` cast to `dtype`; differentiable."""
     return value if dtype is None else map_tensors(partial(_cast, dtype), value)

@@ -100,7 +100,7 @@ class Reduction:
         # An exchange takes one tensor, so few of them.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if shards.reduces_groups and not exchanged else Grouping.BY_SEGMENT
-        self._regions = arrange(items, members, grouping)
+        self._regions = arrange(items, members, grouping, shards.few)
         self._master, self._slots, self._residence = master, slots, residence
         self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]

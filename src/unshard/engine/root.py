@@ -94,8 +94,11 @@ class Root:
             self._backward_order.push(self._number[unit])
         if unit.options.slice_after_forward and graph:
             unit.slice()
+            unit.keep()
         elif self._frees_after_forward(unit, graph):
             unit.reshard()
+        else:
+            unit.keep()
         if unit is self.unit and self.in_forward:
             self._end_forward(graph)
 
@@ -160,6 +163,8 @@ class Root:
             self._complete(self._all_reducing)
         if unit.options.reshard_after_backward:
             unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
+        else:
+            unit.keep()
         unit.reduce(last)
         self._reducing.append(unit)
 

@@ -25,7 +25,7 @@ class Shard:
         itemsizes = segments.itemsizes("compute")
         self.items = [Item(cut, kind, itemsizes[kind]) for cut, kind in zip(cuts, segments.of, strict=True)]
         grouping = Grouping.GROUPED if transport.gathers_groups else Grouping.WHOLE
-        self.regions: tuple[Region, ...] = arrange(self.items, members, grouping)
+        self.regions: tuple[Region, ...] = arrange(self.items, members, grouping, transport.few)
         self.placement = place(
             self.regions, segments.itemsizes("original"), copies=1, piece_alignment=transport.piece_alignment
         )

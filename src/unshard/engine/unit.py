@@ -31,7 +31,7 @@ class Unit:
         self.phase = Phase.IDLE
         self.params = ParamState.SHARDED
         self.precision = Precision.POLICY
-        self._writes_before = 0
+        self._writes_before: int | None = None
 
     def __str__(self) -> str:
         rank = self.parts[0].shards.rank if self.parts else 0
@@ -49,7 +49,7 @@ class Unit:
         if not sliced:
             for part in self.parts:
                 part.get_ready(self.name)
-            self._writes_before = self._writes()
+            self._writes_before = None
         started: list[Part] = []
         try:
             for part in self.parts:
@@ -116,11 +116,19 @@ class Unit:
             part.slice()
         self._move(ParamState.SLICED)
 
+    def keep(self) -> None:
+        """Stay whole or sliced for a while: from now on writes to the parameters at rest make the unit stale.
+
+        Asked for only then, because counting the writes costs as much as the rest of a gather.
+        """
+        if self._writes_before is None:
+            self._writes_before = self._writes()
+
     @property
     def stale(self) -> bool:
-        """Whether a parameter at rest was written after the gather that made the unit whole."""
+        """Whether a parameter at rest was written while the unit was kept."""
         held = self.params is ParamState.FULL or self.params is ParamState.SLICED
-        return held and self._writes_before != self._writes()
+        return held and self._writes_before is not None and self._writes_before != self._writes()
 
     def _writes(self) -> int:
         return sum([part.sharded.writes() for part in self.parts])

@@ -41,6 +41,7 @@ class FSDPModule:
         state = _state(self)
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
         state.unit.gather()
+        state.unit.keep()
         handle = UnshardHandle(state)
         if async_op:
             return handle

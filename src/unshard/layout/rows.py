@@ -2,7 +2,7 @@
 
 A unit's parameters are arranged in *regions*. A large parameter has a region of its own: the pieces of all
 ranks, one after the other, *are* the parameter, so a gather straight into the region needs no copy afterwards.
-Small parameters share a *packed* region, laid out rank by rank:
+Small parameters, unless there are few of them, share a *packed* region, laid out rank by rank:
 
     world 2, weight (3, 2) and bias (3,): chunk 2 rows, pieces of 4 and 2 elements
 
@@ -124,10 +124,13 @@ class Item:
         return self.cut.numel * self.itemsize
 
 
-def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -> tuple[Region, ...]:
-    """Regions for the parameters `members` of a unit; parameters without elements need none."""
+def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0) -> tuple[Region, ...]:
+    """Regions for the parameters `members` of a unit; parameters without elements need none.
+
+    Up to `few` small parameters are not packed where tensors can be grouped.
+    """
     members = [index for index in members if items[index].cut.numel]
-    alone = _alone(items, members) if grouping is Grouping.GROUPED else set()
+    alone = _alone(items, members, few) if grouping is Grouping.GROUPED else set()
     by_segment: dict[int, list[int]] = {}
     for index in members:
         by_segment.setdefault(items[index].segment, []).append(index)
@@ -145,8 +148,11 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -
     return tuple(regions)
 
 
-def _alone(items: Sequence[Item], members: Sequence[int]) -> set[int]:
-    large = [index for index in members if items[index].nbytes >= PACK_BELOW and not items[index].cut.crossed]
+def _alone(items: Sequence[Item], members: Sequence[int], few: int) -> set[int]:
+    plain = [index for index in members if not items[index].cut.crossed]
+    large = [index for index in plain if items[index].nbytes >= PACK_BELOW]
+    if len(plain) - len(large) <= few and len(plain) <= GROUP_LIMIT:
+        return set(plain)
     large.sort(key=lambda index: -items[index].nbytes)
     room = max(GROUP_LIMIT - len({items[i].segment for i in members}), 1)
     return {index for rank, index in enumerate(large) if rank < room or items[index].nbytes >= NEVER_PACK_FROM}
