@@ -9,6 +9,7 @@ import torch
 
 from unshard import MixedPrecisionPolicy
 from unshard.errors import PolicyError
+from unshard.policies import matches
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -32,6 +33,22 @@ def test_the_first_override_that_matches_counts() -> None:
     assert policy.for_parameter(["b.bias", "a.bias"]).param_dtype == F32  # tied: any of its names
     assert policy.for_parameter(["b.bias"]) is policy
     assert policy.for_parameter(["a.weight"]).output_dtype == B16
+    assert MixedPrecisionPolicy(overrides=None).overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("router.weight", "*.router.*", True),
+        ("mlp.router.weight", "*.router.*", True),
+        ("rerouter.weight", "*.router.*", False),
+        ("_checkpoint_wrapped_module.norm.weight", "norm.*", True),
+        ("norm.weight", "norm*", True),
+        ("norm.weight", "weight", False),
+    ],
+)
+def test_patterns(name: str, pattern: str, expected: bool) -> None:
+    assert matches(name, pattern) is expected
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype"])
@@ -48,6 +65,7 @@ def test_dtypes_are_floating_point(field: str) -> None:
         ({"cast_forward_inputs": F32}, "cast_forward_inputs must be True or False"),
         ({"full_precision_in_eval": None}, "full_precision_in_eval must be True or False"),
         ({"reduce_dtype": B16, "wire_dtype": F32}, "wider than torch.bfloat16"),
+        ({"wire_dtype": torch.float8_e5m2}, "do not fit 8 bits"),
         ({"keep_buffers": "inv_freq"}, "must be a list of patterns"),
         ({"keep_buffers": [3]}, "by patterns"),
         ({"overrides": "norm"}, "must map patterns"),

@@ -12,6 +12,9 @@ import torch
 from .errors import PolicyError
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype")
+# A table of frequencies that is rounded puts tokens at wrong positions.
+_ALWAYS_KEPT = ("*inv_freq*",)
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 # What only a whole unit can have, not some of its parameters.
 _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_eval")
 
@@ -31,13 +34,15 @@ class MixedPrecisionPolicy:
     fp32 reduction and a bf16 wire nothing is lost, and half the bytes are sent. (Sums of several backwards that did not
     synchronise are rounded to it.)
 
-    ``overrides``: another precision for parameters whose names match a pattern (``{"*norm*": torch.float32}``; names
-    as in ``named_parameters()`` of the module that is sharded; the first match counts). A module all of whose
-    parameters match gets its inputs in that dtype, and returns outputs in ``param_dtype``. Instead of a dtype it
-    may be a policy, whose ``reduce_dtype``, ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then count.
+    ``overrides``: another precision for parameters of this unit whose names match a pattern (``{"*norm*":
+    torch.float32}``; the first match counts; names as in ``named_parameters()`` of the module that is sharded, and
+    ``"*.router.*"`` matches a ``router`` at the top, too). A module all of whose parameters match gets its inputs in
+    that dtype, and returns outputs in ``param_dtype``. Instead of a dtype it may be a policy, whose ``reduce_dtype``,
+    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then count.
 
     ``buffer_dtype``: what floating-point buffers are seen in by forward, except those whose names match a pattern in
-    ``keep_buffers``. Stored buffers keep their dtype.
+    ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. Stored buffers keep their dtype,
+    but what forward writes to them is rounded: running statistics are better left alone.
 
     ``full_precision_in_eval``: in ``eval()`` mode gather and compute in the original dtype, and cast nothing else.
     """
@@ -49,7 +54,7 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = None
     overrides: Mapping[str, torch.dtype | MixedPrecisionPolicy] | Iterable[tuple[str, Any]] = ()
     buffer_dtype: torch.dtype | None = None
-    keep_buffers: Sequence[str] = ("*inv_freq*",)
+    keep_buffers: Sequence[str] = ()
     full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +63,11 @@ class MixedPrecisionPolicy:
         for field in ("cast_forward_inputs", "full_precision_in_eval"):
             if not isinstance(getattr(self, field), bool):
                 raise PolicyError(f"MixedPrecisionPolicy.{field} must be True or False, got {getattr(self, field)!r}.")
+        if self.wire_dtype is not None and self.wire_dtype.itemsize < 2:
+            raise PolicyError(
+                f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}; gradients do not fit 8 bits without scales of "
+                "their own. Use torch.bfloat16."
+            )
         sums = self.reduce_dtype or self.param_dtype
         if self.wire_dtype is not None and sums is not None and self.wire_dtype.itemsize > sums.itemsize:
             raise PolicyError(
@@ -68,7 +78,7 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, "overrides", self._checked_overrides())
 
     def _checked_overrides(self) -> tuple[tuple[str, MixedPrecisionPolicy], ...]:
-        given = self.overrides
+        given = () if self.overrides is None else self.overrides
         try:
             pairs = [(pattern, value) for pattern, value in (given.items() if isinstance(given, Mapping) else given)]
         except (TypeError, ValueError):
@@ -85,7 +95,7 @@ class MixedPrecisionPolicy:
             _check_dtype(where, value)
             # An explicit reduce dtype counts for all; one that merely follows param_dtype follows this one instead.
             explicit = self.reduce_dtype if self.reduce_dtype != self.param_dtype else None
-            return MixedPrecisionPolicy(value, explicit, self.param_dtype, self.cast_forward_inputs)
+            return DtypeOverride(value, explicit, self.param_dtype, self.cast_forward_inputs)
         usual = {field.name: field.default for field in fields(MixedPrecisionPolicy)}
         wrong = [name for name in _UNIT_ONLY if getattr(value, name) != usual[name]]
         if wrong:
@@ -96,17 +106,29 @@ class MixedPrecisionPolicy:
         """The policy of a parameter that has these names: the first override that matches, else this one."""
         names = list(names)
         for pattern, policy in cast(tuple[tuple[str, MixedPrecisionPolicy], ...], self.overrides):
-            if any(fnmatchcase(name, pattern) for name in names):
+            if any(matches(name, pattern) for name in names):
                 return policy
         return self
 
     def keeps_buffer(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.keep_buffers)
+        return any(matches(name, pattern) for pattern in (*self.keep_buffers, *_ALWAYS_KEPT))
 
     @property
     def without_casts(self) -> MixedPrecisionPolicy:
         """The same reduction of gradients, but everything is computed in the dtype it is stored in."""
         return replace(self, param_dtype=None, output_dtype=None, buffer_dtype=None, overrides=())
+
+
+class DtypeOverride(MixedPrecisionPolicy):
+    """An override that was given as a dtype: the module's surroundings say what its outputs return to."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a parameter or buffer. Wrappers inside a name are nothing a user wrote."""
+    plain = name
+    for wrapper in _WRAPPERS:
+        plain = plain.replace(wrapper, "")
+    return any(fnmatchcase(each, pattern) for each in (name, plain, f".{plain}"))
 
 
 def _check_dtype(where: str, dtype: Any) -> None:

@@ -96,6 +96,39 @@ def test_an_override_of_half_a_module() -> None:
     assert "bias (float32)" in text and "match all parameters" in text
 
 
+class Odd(nn.Module):
+    """Its author calls `self` something else, and uses a child's weight directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(this, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(this.left(x), this.right.weight)
+
+
+@world(2)
+def test_a_childs_weight_used_directly() -> None:
+    text = failing(sharded(Odd(), MixedPrecisionPolicy(B16, overrides={"right.*": F32})), torch.randn(2, 4))
+    assert "Odd 'blocks.0'" in text and "right.weight (float32)" in text and "outside its own module" in text
+
+
+@world(2)
+def test_a_batch_norm_is_to_be_overridden() -> None:
+    """Where its statistics would be rounded, another remedy comes first."""
+    model = sharded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), MixedPrecisionPolicy(B16))
+    text = failing(model, torch.randn(6, 4))
+    assert 'overrides={"1.*": torch.float32}' in text and text.index("overrides") < text.index("buffer_dtype")
+
+
+@world(2)
+def test_a_value_that_is_not_in_sight() -> None:
+    model = sharded(Block(lambda x: x), MixedPrecisionPolicy(B16))
+    model.blocks[0].second.forward = lambda x: torch.nn.functional.linear(x.float(), model.blocks[0].second.weight)
+    text = failing(model, torch.randn(2, 4))
+    assert "Block 'blocks.0'" in text and "inside its forward" in text
+
+
 class Broken(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such dtype, said the user")

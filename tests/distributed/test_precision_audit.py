@@ -69,7 +69,7 @@ FOUND = {
     "fp32": ("fp32", "fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "fp32", "fp32"),
     "fp16": ("fp16", "fp16", "fp16", "fp16"),
-    "overrides": ("uint8", "fp32", "fp32", "fp32"),
+    "overrides": ("bytes", "fp32", "fp32", "fp32"),
     "wire": ("bf16", "bf16", "bf16", "fp32"),
     "buffers": ("bf16", "bf16", "fp32", "fp32"),
     "eval": ("bf16, eval fp32", "bf16, eval fp32", "fp32", "fp32"),

@@ -179,7 +179,7 @@ def test_containers_of_inputs_and_outputs() -> None:
     check_containers(model(), values, F16)
     packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 1]), enforce_sorted=False)
     model = fully_shard(Catch(packed), mp_policy=MixedPrecisionPolicy(param_dtype=B16, output_dtype=F16))
-    assert model(packed) is packed and model.args[0] is packed
+    assert model(packed).data.dtype == F16 and model.args[0].data.dtype == B16  # QK-14
 
 
 class Sum(nn.Linear):

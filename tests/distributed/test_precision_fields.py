@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from unshard import MixedPrecisionPolicy, ReduceScatter, fully_shard
-from unshard.errors import ConflictError
+from unshard.engine import module_buffers
+from unshard.errors import ConflictError, OrderError
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -46,6 +49,20 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.up(self.norm(x))
         return self.down(x * self.router(x))
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What the library warns of, even if it did so before in this process."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    module_buffers._warn.cache_clear()
+    logging.getLogger("unshard").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("unshard").removeHandler(handler)
 
 
 def block() -> Block:
@@ -84,6 +101,48 @@ def test_overrides_by_name() -> None:
     assert [call.kind for call in calls.calls] == ["gather", "reduce_scatter"]
     assert calls.calls[1].dtypes == {B16, F32} and calls.calls[1].grouped
     assert all(parameter.dtype == parameter.grad.dtype == F32 for parameter in model.parameters())
+
+
+@world(2)
+def test_patterns_mean_what_they_look_like() -> None:
+    """A dot in front of a name at the top, a wrapper inside it, members of a list, and everything."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = block()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, overrides={"*.router.*": F32}))
+    model(batch())
+    assert (model.seen["router.0"], model.seen["norm"]) == (F32, B16)
+    inner = block()
+    wrapped = checkpoint_wrapper(inner)
+    fully_shard(wrapped, mp_policy=MixedPrecisionPolicy(B16, overrides={"norm*": F32}))
+    wrapped(batch())
+    assert (inner.seen["norm"], inner.seen["up"]) == (F32, B16)
+    listed = block()
+    fully_shard([listed.norm, listed.up], mp_policy=MixedPrecisionPolicy(B16, overrides={"0.*": F32}))
+    fully_shard(listed, mp_policy=MixedPrecisionPolicy(B16))
+    listed(batch())
+    assert (listed.seen["norm"], listed.seen["up"]) == (F32, B16)
+
+
+@world(2)
+def test_an_override_of_everything_is_the_units_own() -> None:
+    """Inputs are not rounded on their way, and nothing is cast in between."""
+    model, plain = block(), block()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, overrides={"*": F32}))
+    out = model(batch())
+    assert out.dtype == B16 and torch.equal(out, plain(batch()).to(B16))
+    assert set(model.seen.values()) == {F32}
+    linear = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(B16, overrides={"*": F32}))
+    assert linear(batch()).dtype == B16
+
+
+@world(2)
+def test_overrides_without_a_param_dtype() -> None:
+    """Outputs return to what the rest is stored in."""
+    model = block().to(B16)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(overrides={"router.*": F32}))
+    out = model(batch().to(B16))
+    assert (model.seen["router"], model.seen["down in"], out.dtype) == (F32, B16, B16)
 
 
 @world(2, 3)
@@ -185,16 +244,13 @@ def test_buffers_are_cast_for_forward_only() -> None:
     torch.manual_seed(0)
     model = Rotary()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unshard").addHandler(handler)
-    try:
+    with warnings_logged() as records:
         fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, buffer_dtype=B16))
-    finally:
-        logging.getLogger("unshard").removeHandler(handler)
-    assert len(records) == 1 and "scale" in records[0] and "keep_buffers" in records[0]
-    assert "inv_freq" not in records[0] and "running_mean" not in records[0]  # zeros lose nothing
+    if dist.get_rank() == 0:
+        rounded, norms = records
+        assert "rounds scale of Rotary" in rounded and "keep_buffers" in rounded
+        assert "statistics of norm add up" in norms and "overrides" in norms
+    assert dist.get_rank() == 0 or not records
     stored = model.scale
     for _ in range(2):
         model(torch.randn(5, 4)).sum().backward()
@@ -226,8 +282,59 @@ def test_other_buffers_can_be_kept() -> None:
     model = Rotary()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, buffer_dtype=B16, keep_buffers=["sc*"]))
     model(torch.randn(5, 4))
-    assert (model.seen["scale"], model.seen["inv_freq"], model.seen["norm.running_var"]) == (F32, B16, B16)
+    assert (model.seen["scale"], model.seen["inv_freq"], model.seen["norm.running_var"]) == (F32, F32, B16)
     assert model.inv_freq.dtype == F32
+
+
+class Writes(nn.Module):
+    """Writes to its buffers in the ways that modules do."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+        self.register_buffer("count", torch.full((1,), 256.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            self.count += 2
+        elif self.how == "data":
+            self.count.data = self.count.data + 2
+        elif self.how == "replaced":
+            self.count = self.count + 2
+        else:
+            self.count.resize_(2).fill_(258.0)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "replaced", "resized"])
+@world(1)
+def test_what_forward_writes_is_kept(how: str) -> None:
+    model = Writes(how)
+    with warnings_logged() as records:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, buffer_dtype=B16))
+        for step in range(2):
+            model(torch.randn(2, 4))
+            expected = 258.0 if how == "resized" else 258.0 + 2 * step
+            assert model.count.dtype == F32 and model.count[0] == expected
+    assert any("writes to buffer 'count'" in record for record in records) is (how in ("in place", "data", "resized"))
+
+
+@world(2)
+def test_buffers_of_overridden_modules_are_theirs() -> None:
+    """A batch norm in fp32 inside a bf16 unit: its statistics are those of the unsharded model, to the last digit."""
+    policy = MixedPrecisionPolicy(B16, F32, buffer_dtype=B16, overrides={"1.*": F32})
+    model, norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.01)), nn.BatchNorm1d(4, momentum=0.01)
+
+    def beside(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        norm(output.float())
+
+    model[0].register_forward_hook(beside)
+    with warnings_logged() as records:
+        fully_shard(model, mp_policy=policy)
+    for step in range(20):
+        model(torch.randn(6, 4, generator=torch.Generator().manual_seed(step)) + 3)
+    assert torch.equal(model[1].running_mean, norm.running_mean) and norm.running_mean.any()
+    assert not records
 
 
 # --- full precision in eval --------------------------------------------------------------------------------------
@@ -302,6 +409,14 @@ def test_a_change_of_mode_gathers_nothing_twice() -> None:
             with Collectives() as calls:
                 model.train(mode)(inputs)
             assert [call.dtypes for call in calls.calls] == [{F64 if mode else F32}] * len(case.units(model))
+
+
+@world(2)
+def test_ranks_in_different_modes_are_told() -> None:
+    model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(B16, full_precision_in_eval=True))
+    model.train(dist.get_rank() == 0)
+    with pytest.raises(OrderError, match=r"as it is stored \(eval\)"):
+        model(torch.randn(3, 4))
 
 
 @world(2)

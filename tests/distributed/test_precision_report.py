@@ -212,7 +212,7 @@ POLICIES: list[tuple[dict[str, object], tuple[str, ...]]] = [
     ({"overrides": {"up.bias": F32}}, ("'blocks.0', 'blocks.1'", "'up.bias' in fp32", "module 'up'", "'up.*'")),
     ({"overrides": {"up.bias": B16}}, ()),
     ({"buffer_dtype": B16}, ()),
-    ({"buffer_dtype": B16, "keep_buffers": ()}, ("'inv_freq'", "sees them in bf16", "keep_buffers")),
+    ({"buffer_dtype": B16, "keep_buffers": ()}, ()),  # the rotary table is kept all the same
     ({"buffer_dtype": B16, "keep_buffers": ("inv*", "nix")}, ("'nix'", "keep_buffers", "no floating-point buffer")),
     ({"keep_buffers": ("scale",)}, ("'scale'", "no effect", "buffer_dtype")),
     ({"param_dtype": F64, "reduce_dtype": None}, ()),
@@ -270,6 +270,23 @@ def test_buffers_that_a_conversion_rounded() -> None:
     born = Model()
     born.inv_freq, born.scale = born.inv_freq.to(B16), born.scale.to(B16)
     only(report_of(sharded(model=born)), "'inv_freq'", "stored in bf16", "fp32")
+
+
+@world(1)
+def test_tables_and_statistics_that_forward_sees_rounded() -> None:
+    model = Model()
+    model.register_buffer("freqs", torch.ones(3))
+    policy = MixedPrecisionPolicy(B16, F32, F32, buffer_dtype=B16)
+    only(report_of(sharded(policy, model)), "'freqs'", "sees them in bf16", "keep_buffers")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(model, mp_policy=policy)
+    only(report_of(model), "'1.running_mean', '1.running_var' add up in bf16", "overrides")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(B16, F32, F32, buffer_dtype=B16, overrides={"1.*": F32}))
+    none(report_of(model))
+    for wrong in (3, "x", [torch.optim.SGD(model.parameters())]):
+        with pytest.raises(ArgumentError, match=r"one torch\.optim\.Optimizer"):
+            precision(model, wrong)
 
 
 @world(2)

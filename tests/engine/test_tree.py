@@ -7,7 +7,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from unshard.engine.precision import cast_floats
 from unshard.engine.tree import map_tensors, tensors_in
@@ -80,11 +80,6 @@ def test_the_cast_is_differentiable() -> None:
     assert tensor.grad.dtype == torch.float32
 
 
-def test_packed_sequences_pass_through() -> None:
-    packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 1]), enforce_sorted=False)
-    assert map_tensors(lambda tensor: tensor.double(), packed) is packed
-
-
 def test_a_value_that_contains_itself() -> None:
     """Contract RUN-06."""
     loop: list = []
@@ -93,3 +88,13 @@ def test_a_value_that_contains_itself() -> None:
         map_tensors(lambda tensor: tensor, loop)
     with pytest.raises(StateError, match="deeper than 128"):
         list(tensors_in(loop))
+
+
+def test_packed_sequences_are_cast() -> None:
+    """Contract MP-17, QK-14: their data; the batch sizes stay as they are."""
+    packed = pack_sequence([torch.randn(2, 3), torch.randn(4, 3)], enforce_sorted=False)
+    cast = cast_floats({"x": packed}, torch.float64)["x"]
+    assert type(cast) is type(packed) and cast.data.dtype == torch.float64
+    assert cast.batch_sizes is packed.batch_sizes and torch.equal(cast.sorted_indices, packed.sorted_indices)
+    back, lengths = pad_packed_sequence(cast)
+    assert back.shape == (4, 2, 3) and lengths.tolist() == [2, 4]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from ..policies import MixedPrecisionPolicy
+from ..policies import DtypeOverride, MixedPrecisionPolicy
 from ..torch_private import own_parameters
 from .faces import Slot
 from .precision import Precision, cast_floats
@@ -39,14 +41,41 @@ def bordered(
     tops: Sequence[nn.Module], slots: Sequence[Slot], policy: MixedPrecisionPolicy
 ) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
     """The outermost modules below `tops` all of whose parameters have one override of `policy`, and that override."""
-    if not policy.overrides:
-        return []
+    if not policy.overrides or len({slot.policy for slot in slots}) == 1:
+        return []  # nothing is overridden, or everything: see `own_door`
+    surroundings = _surroundings(slots, policy)
     own = {(id(home.parameters), home.name): slot.policy for slot in slots for home in slot.homes}
     found: dict[nn.Module, MixedPrecisionPolicy] = {}
     for top in tops:
         for child in top.children():
             _search(child, own, policy, found)
-    return list(found.items())
+    return [(module, _returning_to(surroundings, each)) for module, each in found.items()]
+
+
+def own_door(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """What casts at the doors of the unit's own modules: the override, if all parameters of the unit have one."""
+    policies = {slot.policy for slot in slots}
+    if len(policies) != 1 or policy in policies:
+        return policy
+    override = policies.pop()
+    return replace(
+        policy,
+        param_dtype=override.param_dtype,
+        output_dtype=policy.output_dtype or override.output_dtype,
+        cast_forward_inputs=override.cast_forward_inputs,
+    )
+
+
+def _surroundings(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What the rest of the unit computes in, if that is one dtype."""
+    if policy.param_dtype is not None:
+        return policy.param_dtype
+    stored = {slot.sharded.dtype for slot in slots if slot.policy is policy and slot.sharded.is_floating_point()}
+    return stored.pop() if len(stored) == 1 else None
+
+
+def _returning_to(surroundings: torch.dtype | None, override: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    return replace(override, output_dtype=surroundings) if isinstance(override, DtypeOverride) else override
 
 
 def _search(

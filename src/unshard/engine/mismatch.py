@@ -15,12 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import own_buffers, own_parameters
+from ..torch_private import BATCH_NORM, own_buffers, own_parameters
+from .faces import full_name
 from .precision import Precision
 from .unit import ROOT, Unit
 
-_ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)", re.IGNORECASE)
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)|type promoting", re.IGNORECASE)
+# What torch itself says; then some value was of another dtype even where none is in sight.
+_CERTAINLY = re.compile(
+    r"same dtype|expected scalar type|expect parameter to have scalar type|type promoting not supported|dtypes? match|"
+    r"type \(.+\) and .+ type \(.+\) should be the same",
+    re.IGNORECASE,
+)
 _SEEN = "_unshard_seen"
+_SHOWN = 12
 _CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
 
 
@@ -49,7 +57,7 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
     if not _ABOUT_DTYPES.search(text):
         return
     place = _innermost(error.__traceback__, top)
-    if place is None or len(place.dtypes) < 2:
+    if place is None or (len(place.dtypes) < 2 and not _CERTAINLY.search(text)):
         return  # whatever it is about, it is not this
     path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
     kind = type(place.module).__name__
@@ -69,7 +77,8 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
     found = None
     while trace is not None:
         frame = trace.tb_frame
-        owner = frame.f_locals.get("self")
+        arguments = frame.f_code.co_varnames  # the first is the module, whatever its author calls it
+        owner = frame.f_locals.get(arguments[0]) if arguments else None
         if isinstance(owner, nn.Module) and owner in names and frame.f_code.co_filename != _CALLS:
             found = owner, frame.f_locals
         trace = trace.tb_next
@@ -79,10 +88,19 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
     return Place(
         module,
         names[module],
-        _dtypes(own_parameters(module).items()),
+        _parameters(module),
         _dtypes(own_buffers(module).items()),
         _dtypes(values.items()),
     )
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.dtype]:
+    """The module's own, and if they agree those of its children that are whole: it may use them directly."""
+    own = _dtypes(own_parameters(module).items())
+    if len(set(own.values())) > 1:
+        return own
+    whole = _dtypes((name, each) for name, each in module.named_parameters() if full_name(each) is not None)
+    return whole if len(set(whole.values())) > 1 else own
 
 
 def _dtypes(named: Iterable[tuple[str, Any]]) -> dict[str, torch.dtype]:
@@ -91,7 +109,8 @@ def _dtypes(named: Iterable[tuple[str, Any]]) -> dict[str, torch.dtype]:
 
 
 def _listed(dtypes: dict[str, torch.dtype]) -> str:
-    return ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in dtypes.items())
+    listed = [f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in dtypes.items()]
+    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
 def _remedy(unit: Unit, place: Place) -> str:
@@ -105,13 +124,16 @@ def _remedy(unit: Unit, place: Place) -> str:
     if len(expected) > 1:
         return (
             "Its parameters have several dtypes: let a pattern in MixedPrecisionPolicy.overrides match all parameters "
-            'of the module ("name.*") or none.'
+            'of the module ("name.*") or none. A parameter that is used outside its own module gets no casts at a door.'
         )
     if expected and not expected.issuperset(place.buffers.values()):
         kept = _one(dtype for dtype in place.buffers.values() if dtype not in expected)
+        override = f'Compute this module in {kept}: overrides={{"{place.name or "*"}.*": {kept}}}.'
+        if isinstance(place.module, BATCH_NORM):
+            return f"{override} (With buffer_dtype its statistics would add up in {_one(expected)}, and stall.)"
         return (
-            f"Set buffer_dtype={_one(expected)} in the unit's policy, so that forward sees such buffers in "
-            f"the dtype of the parameters, or compute this module in {kept} with overrides."
+            f"Set buffer_dtype={_one(expected)} in the unit's policy, so that forward sees such buffers in the dtype "
+            f"of the parameters. Or: {override}"
         )
     if policy.param_dtype is None:
         return (

@@ -6,9 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..policies import MixedPrecisionPolicy
@@ -23,12 +25,14 @@ class Entry:
 
     buffers: dict[str, Any]
     name: str
+    path: str
     written_unseen: bool
     """Batch norm writes its statistics without a trace that autograd would keep."""
     stored: torch.Tensor | None = None
     cast: torch.Tensor | None = None
     version: int | None = None
     cast_version: int | None = None
+    address: int = 0
 
 
 class ModuleBuffers:
@@ -37,13 +41,13 @@ class ModuleBuffers:
     A buffer that forward writes to (running statistics) is written back when forward is over.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy):
-        """`named`: the unit's modules with the prefix of their names."""
+    def __init__(self, named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str):
+        """`named`: the unit's modules with the prefix of their names; `title` says whose they are."""
         named = list(named)
         self._named = [(prefix, weakref.ref(module)) for prefix, module in named]
-        self._policy, self._dtype = policy, policy.buffer_dtype
+        self._policy, self._dtype, self._title = policy, policy.buffer_dtype, title
         self._entries = [
-            Entry(own_buffers(module), name, isinstance(module, BATCH_NORM))
+            Entry(own_buffers(module), name, prefix + name, isinstance(module, BATCH_NORM))
             for prefix, module in named
             for name, buffer in own_buffers(module).items()
             if buffer is not None and buffer.is_floating_point() and not policy.keeps_buffer(prefix + name)
@@ -53,7 +57,11 @@ class ModuleBuffers:
     def of_copies(self, copies: Callable[[nn.Module], nn.Module]) -> ModuleBuffers:
         """The same for a copied model."""
         alive = [(prefix, module) for prefix, ref in self._named if (module := ref()) is not None]
-        return ModuleBuffers([(prefix, copies(module)) for prefix, module in alive], self._policy)
+        return ModuleBuffers([(prefix, copies(module)) for prefix, module in alive], self._policy, self._title)
+
+    def covers(self, module: nn.Module, name: str) -> bool:
+        """Whether forward sees this buffer in the policy's dtype."""
+        return any(entry.buffers is own_buffers(module) and entry.name == name for entry in self._entries)
 
     def enter(self, cast: bool) -> None:
         """Forward begins. Forwards may be nested; the outermost one casts."""
@@ -70,6 +78,13 @@ class ModuleBuffers:
                 for entry in self._entries:
                     self._restore(entry)
 
+    def _warn_of_writes(self, entry: Entry, stored: torch.Tensor) -> None:
+        if self._dtype is not None and self._dtype.itemsize < stored.dtype.itemsize:
+            _warn(
+                f"Forward of {self._title} writes to buffer {entry.path!r}, which it sees in {self._dtype}: what is "
+                "too small for its digits is lost. Name it in MixedPrecisionPolicy.keep_buffers."
+            )
+
     def _show(self, entry: Entry) -> None:
         stored = entry.buffers.get(entry.name)
         if stored is None or not stored.is_floating_point() or stored.dtype == self._dtype:
@@ -80,20 +95,23 @@ class ModuleBuffers:
         if cast is None or entry.stored is not stored or entry.version != version or version is None:
             cast = stored.to(self._dtype)
         entry.stored, entry.version = stored, version
-        entry.cast, entry.cast_version = cast, _version(cast)
+        entry.cast, entry.cast_version, entry.address = cast, _version(cast), cast.data_ptr()
         entry.buffers[entry.name] = cast
 
-    @staticmethod
-    def _restore(entry: Entry) -> None:
+    def _restore(self, entry: Entry) -> None:
         stored, cast = entry.stored, entry.cast
         now = entry.buffers.get(entry.name)
         if stored is None or cast is None or now is None:
             return
-        if now is not cast:  # forward registered another tensor
+        if now is not cast or cast.shape != stored.shape:  # forward registered, or made of it, another tensor
             entry.buffers[entry.name] = now.to(stored.dtype) if now.is_floating_point() else now
+            entry.cast = None
             return
         entry.buffers[entry.name] = stored
-        if entry.written_unseen or _version(cast) != entry.cast_version:
+        written = _version(cast) != entry.cast_version or cast.data_ptr() != entry.address
+        if written:
+            self._warn_of_writes(entry, stored)
+        if written or entry.written_unseen:
             with torch.inference_mode(stored.is_inference()):
                 # Elements that were not written keep their digits.
                 stored.copy_(torch.where(cast == stored.to(cast.dtype), stored, cast.to(stored.dtype)))
@@ -105,9 +123,16 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy) -> None:
+@cache
+def _warn(message: str) -> None:
+    """Once for all blocks alike, and on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(message)
+
+
+def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str) -> None:
     """Say which buffers lose digits: a position table that does is a model that does not learn positions."""
-    dtype = policy.buffer_dtype
+    dtype, named = policy.buffer_dtype, list(named)
     rounded = [
         prefix + name
         for prefix, module in named
@@ -119,8 +144,13 @@ def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecis
         and not torch.equal(buffer, buffer.to(dtype).to(buffer.dtype))
     ]
     if rounded:
-        _log.warning(
-            "buffer_dtype=%s rounds %s; name those that must keep their digits in MixedPrecisionPolicy.keep_buffers.",
-            dtype,
-            ", ".join(rounded),
+        _warn(
+            f"buffer_dtype={dtype} rounds {', '.join(rounded)} of {title}; name those that must keep their digits in "
+            "MixedPrecisionPolicy.keep_buffers."
+        )
+    norms = [prefix.rstrip(".") or title for prefix, module in named if isinstance(module, BATCH_NORM)]
+    if norms:
+        _warn(
+            f"buffer_dtype={dtype} lets the statistics of {', '.join(norms)} add up in that dtype, and small changes "
+            'vanish. Compute these norms as they are stored: overrides={"<name>.*": torch.float32}.'
         )

@@ -47,7 +47,8 @@ class Part:
         self._wholes: dict[Precision, Whole] = {}
         """What was made so far; `_whole` is the one of the precision in use, if it is among them."""
         self.serial = serial
-        self._gathering, self._gathering_slices = Event(serial=serial), Event(serial=serial)
+        self._gathering = {precision: Event(serial=serial) for precision in Precision}
+        self._gathering_slices = Event(serial=serial)
 
     @property
     def slots(self) -> list[Slot]:
@@ -69,7 +70,8 @@ class Part:
             transport.announce(self._gathering_slices, lambda: f"gather the slices of unit {unit!r}")
             whole.start(from_slices=True)
         else:
-            self.shards.announce(self._gathering, lambda: f"gather unit {unit!r}")
+            stored = " as it is stored (eval)" if self._precision is Precision.STORED else ""
+            self.shards.announce(self._gathering[self._precision], lambda: f"gather unit {unit!r}{stored}")
             whole.start(from_slices=False)
 
     def finish(self) -> None:

@@ -16,13 +16,14 @@ _DEEPEST = 128
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = 0) -> Any:
-    """`value` with `fn` applied to every tensor in it; containers keep their type, other values pass through.
-
-    A PackedSequence passes through whole: its batch sizes must stay on the host.
-    """
+    """`value` with `fn` applied to every tensor in it; containers keep their type, other values pass through."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, PackedSequence) or not _is_container(value):
+    if isinstance(value, PackedSequence):
+        # Its batch sizes must stay as they are, on the host.
+        named = {name: getattr(value, name) for name in ("data", "sorted_indices", "unsorted_indices")}
+        return value._replace(**{name: fn(each) for name, each in named.items() if each is not None})
+    if not _is_container(value):
         return value
     if depth >= _DEEPEST:
         raise StateError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
 from ..comm.cover import device_of
-from ..engine.borders import bordered
+from ..engine.borders import bordered, own_door
 from ..engine.faces import Home, Slot, home_of
 from ..engine.hooks import ShardState, state_of
 from ..engine.module_buffers import ModuleBuffers, warn_of_rounding
@@ -90,7 +91,9 @@ def fully_shard(
         return Part(slots, shards, replicas, mesh, device, residence, slicing, serial)
 
     with torch.no_grad(), torch.inference_mode(False):
-        unit = Unit([part(members) for members in _by_ranks(parameters, to)], device, mp_policy, options)
+        parts = [part(members) for members in _by_ranks(parameters, to)]
+    door = own_door([slot for each in parts for slot in each.slots], mp_policy)
+    unit = Unit(parts, device, door, options)
     _move_buffers(modules, device)
     unit.name = title
     for slot in unit.slots:
@@ -102,10 +105,13 @@ def fully_shard(
         for number, top in enumerate(tops)
         for name, buffer in top.named_buffers(remove_duplicate=False)
     }
-    for inner, own in bordered(tops, unit.slots, mp_policy):
+    borders = bordered(tops, unit.slots, mp_policy)
+    for inner, own in borders:
         state.attach_border(inner, own)
-    if mp_policy.buffer_dtype is not None:
-        state.cast_buffers(_cast_buffers(tops, modules, mp_policy))
+    if mp_policy.buffer_dtype is not None and door is mp_policy:
+        overridden = {child for inner, _ in borders for child in inner.modules()}
+        cast = [each for each in modules if each not in overridden]
+        state.cast_buffers(_cast_buffers(tops, cast, mp_policy, title))
     for top in tops:
         mix_in(top)
         state.attach(top)
@@ -255,14 +261,21 @@ def _managed_parameters(tops: list[nn.Module], modules: list[nn.Module], ignored
 
 
 def _prefixes(tops: list[nn.Module]) -> dict[nn.Module, str]:
-    return {child: f"{name}." if name else "" for top in tops for name, child in top.named_modules()}
+    """What comes before a name in each module; modules of a list are told apart by their places in it."""
+    prefixes: dict[nn.Module, str] = {}
+    for number, top in enumerate(tops):
+        for name, child in top.named_modules(prefix=str(number) if len(tops) > 1 else ""):
+            prefixes[child] = f"{name}." if name else ""
+    return prefixes
 
 
-def _cast_buffers(tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy) -> ModuleBuffers:
+def _cast_buffers(
+    tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy, title: str
+) -> ModuleBuffers:
     prefixes = _prefixes(tops)
     named = [(prefixes[each], each) for each in modules]
-    warn_of_rounding(named, policy)
-    return ModuleBuffers(named, policy)
+    warn_of_rounding(named, policy, title)
+    return ModuleBuffers(named, policy, title)
 
 
 def _facts(
@@ -274,7 +287,7 @@ def _facts(
     """What must be the same on every rank."""
     return [
         f"module {title}",
-        f"policy {policy}",
+        *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
         *(
             f"parameter {names[0][0]!r} of shape {tuple(each.shape)}, {each.dtype}, cut along {to[each].dim}"
             for each, names in parameters.items()

@@ -180,14 +180,21 @@ def _checked(parameters: Any) -> list[torch.Tensor]:
 
 
 def _checked_order(norm_type: Any) -> float:
-    order = float(norm_type)
+    order = _number("norm_type", norm_type)
     if not order > 0:
         raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")
     return order
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} must be a number, got {value!r}.") from None
+
+
 def _checked_limit(max_norm: Any) -> float:
-    limit = float(max_norm)
+    limit = _number("max_norm", max_norm)
     if not limit >= 0:
         raise ArgumentError(f"max_norm must not be negative, got {max_norm!r}.")
     return limit

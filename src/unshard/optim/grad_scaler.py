@@ -7,8 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from ..errors import ArgumentError
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .local import local_gradient
 from .peers import peers_of
@@ -24,11 +26,12 @@ class GradScaler(OpenGradScaler):
     as gradients are distributed in several ways. This one asks, once per `unscale_`, all ranks that hold any part of
     the optimizer's parameters. Gradients may be DTensors on any meshes and plain tensors together, in float16, and on
     the host; ranks may have none. `process_group` names the ranks instead: the stages of a pipeline share no mesh.
+    `device` is the accelerator by default, or the CPU where there is none.
     """
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -37,6 +40,11 @@ class GradScaler(OpenGradScaler):
         *,
         process_group: Any = None,
     ) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise ArgumentError(f"process_group must be a process group this rank belongs to, got {process_group!r}.")
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator()
+            device = "cpu" if accelerator is None else accelerator.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group
 

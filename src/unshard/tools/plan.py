@@ -138,6 +138,11 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
     """The plan of every unit in `model`. Reads only what is there: no step, no memory, no collective."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"Expected a sharded model, got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"Expected one torch.optim.Optimizer, got {type(optimizer).__name__}. For several optimizers ask once for "
+            "each."
+        )
     paths: dict[ShardState, list[str]] = {}
     for name, module in model.named_modules():
         if state := state_of(module):
@@ -273,7 +278,7 @@ def _buffers(state: ShardState, prefixes: dict[nn.Module, str]) -> Iterator[Buff
             if buffer is None or not (buffer.is_floating_point() or buffer.is_complex()):
                 continue
             alias = prefix + name
-            cast = policy.buffer_dtype is not None and buffer.is_floating_point() and not policy.keeps_buffer(alias)
+            cast = buffer.is_floating_point() and state.buffers is not None and state.buffers.covers(module, name)
             seen = policy.buffer_dtype if cast and policy.buffer_dtype is not None else buffer.dtype
             was = state.buffer_dtypes.get((number, alias))
             yield BufferPlan(prefixes.get(module, "") + name, alias, module, was, buffer.dtype, seen)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.faces import full_name
-from ..policies import MixedPrecisionPolicy
+from ..policies import MixedPrecisionPolicy, matches
+from ..torch_private import BATCH_NORM
 from .plan import Member, ModelPlan, UnitPlan, listed, owned_modules
 from .state import parameters_of, state_tensors
 from .words import quoted, short, shorts, unit_title
@@ -25,7 +25,18 @@ _DEFAULT_KEPT = next(f.default for f in fields(MixedPrecisionPolicy) if f.name =
 
 def surprises(plan: ModelPlan, optimizer: Any = None) -> list[str]:
     found: list[str] = []
-    for look in (_parameters, _doubles, _state, _strangers, _loose, _reductions, _halves, _buffers, _output):
+    for look in (
+        _parameters,
+        _doubles,
+        _state,
+        _strangers,
+        _loose,
+        _reductions,
+        _halves,
+        _buffers,
+        _statistics,
+        _output,
+    ):
         found += look(plan, optimizer)
     for search in (_unmatched, _uncovered, _eval):
         found += search(plan.units)
@@ -163,7 +174,7 @@ def _halves(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 
 def _buffers(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     every = [each for unit in plan.units for each in unit.buffers]
-    tables = [each for each in every if any(fnmatchcase(each.alias, pattern) for pattern in TABLES)]
+    tables = [each for each in every if any(matches(each.alias, pattern) for pattern in TABLES)]
     rounded = [e for e in every if e.was is not None and _rounds(e.was, e.stored)]
     stored = [each for each in tables if is_half(each.stored) and each not in rounded]
     seen = [each for each in tables if is_half(each.seen) and each not in rounded + stored]
@@ -189,6 +200,20 @@ def _buffers(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 
 def _rounds(was: torch.dtype, now: torch.dtype) -> bool:
     return was != now and now.itemsize <= was.itemsize
+
+
+def _statistics(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
+    narrow = [
+        buffer
+        for unit in plan.units
+        for buffer in unit.buffers
+        if isinstance(buffer.module, BATCH_NORM) and buffer.seen.itemsize < buffer.stored.itemsize
+    ]
+    if narrow:
+        yield (
+            f"Statistics {quoted([buffer.name for buffer in narrow])} add up in {shorts(b.seen for b in narrow)} "
+            "(buffer_dtype), where small changes vanish; compute these norms as they are stored, with overrides."
+        )
 
 
 def _output(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
@@ -230,10 +255,11 @@ def _matching_nothing(
     field: str, patterns: tuple[str, ...], users: list[UnitPlan], thing: str, names: list[str]
 ) -> Iterator[str]:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             yield (
                 f"Pattern {pattern!r} in {field} matches no {thing} of {listed(users)}: names are those inside the "
-                "module that was sharded, without its own path; correct the pattern or take it out."
+                "module that was sharded, without its own path, and units inside it have policies of their own; "
+                "correct the pattern or take it out."
             )
 
 

@@ -13,6 +13,8 @@ def short(dtype: torch.dtype | None, otherwise: str = NOTHING) -> str:
     """bf16, fp32, int64, fp8_e4m3fn; `otherwise` for no dtype."""
     if dtype is None:
         return otherwise
+    if dtype == torch.uint8:
+        return "bytes"  # several dtypes in one collective
     name = str(dtype).removeprefix("torch.")
     return name.replace("bfloat", "bf") if name.startswith("bfloat") else name.replace("float", "fp")
 
