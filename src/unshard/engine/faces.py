@@ -91,11 +91,10 @@ class Faces:
 
     def show_full(self) -> None:
         for slot in self._slots:
-            full, sharded = slot.full, slot.sharded
-            assert full is not None
+            full, needed = slot.full, slot.sharded.requires_grad
             # Users freeze and unfreeze the parameters they see at rest.
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
+            if full.requires_grad is not needed:  # type: ignore[union-attr]
+                full.requires_grad_(needed)  # type: ignore[union-attr]
         for parameters, name, slot in self._plain:
             parameters[name] = slot.full
         if self._special:

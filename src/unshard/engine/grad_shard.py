@@ -53,6 +53,7 @@ class GradShard:
                 offset = spot.offset + start * dtype.itemsize
                 self._add_face(slots[index], dtype, offset, transport.rank)
         self.buffer.release()
+        self._entries = list(zip(self._slots, self.faces, self.locals, strict=True))
         self._idle_uses = self._uses()
         self._known_idle = True
 
@@ -75,7 +76,7 @@ class GradShard:
     @property
     def attached(self) -> bool:
         """Whether a face is some parameter's `.grad`."""
-        for slot, face in zip(self._slots, self.faces, strict=True):  # no generator: asked several times a step
+        for slot, face, _ in self._entries:  # no generator: asked in every step
             if slot.sharded.grad is face:
                 return True
         return False
@@ -94,10 +95,11 @@ class GradShard:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
         self._known_idle = False
         existing, new, attached = [], [], False
-        for slot, face, local in zip(self._slots, self.faces, self.locals, strict=True):
-            grad = slot.sharded.grad
+        for slot, face, local in self._entries:
+            sharded = slot.sharded
+            grad = sharded.grad
             if grad is None:
-                slot.sharded.grad = face
+                sharded.grad = face
                 attached = True
             else:
                 existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)

@@ -54,7 +54,7 @@ class Gradients:
 
     @property
     def _has_partial(self) -> bool:
-        return any(reduction.has_partial for reduction in self._reductions.values())
+        return self._replicas.world > 1 and any(reduction.has_partial for reduction in self._reductions.values())
 
     def reduce(self, unit: Named, options: Options, last: bool) -> None:
         """Issue the reduction of what autograd left, or keep it for a later one.

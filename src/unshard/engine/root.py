@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 
 from ..errors import ArgumentError, StateError
-from ..torch_private import inside_backward, on_backward_end
+from ..torch_private import current_backward, inside_backward, on_backward_end
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
@@ -37,21 +37,22 @@ class Root:
 
     def recover(self, unit: Unit) -> None:
         """Notice, before a forward, that the last backward or forward was left by an exception."""
-        if not inside_backward() and (self.in_backward or (self.in_forward and unit is self.unit)):
+        if (self.in_backward or (self.in_forward and unit is self.unit)) and not inside_backward():
             self.reset()
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
         """Make `unit` whole, with the gather of the next one already under way."""
-        recomputing = inside_backward()
+        recomputing = current_backward() != -1
         if recomputing:
             self._expect_end_of_backward()
         elif unit is self.unit:
             self._begin_forward()
         if unit.precision is not precision:
             self._change_precision(unit, precision)
-        if unit.stale:
-            unit.reshard()
-        unit.gather()
+        if unit.params is not ParamState.GATHERING:  # foretold: under way since the unit before
+            if unit.stale:
+                unit.reshard()
+            unit.gather()
         if recomputing:
             self._prefetch(unit.options.backward_prefetch, self._backward_order.visit(self._number[unit]))
         else:
@@ -88,7 +89,7 @@ class Root:
         which is not so where everything up to here is frozen.
         """
         unit.phase = Phase.IDLE
-        if inside_backward():
+        if current_backward() != -1:
             return
         if returns:
             self._backward_order.push(self._number[unit])
@@ -153,7 +154,8 @@ class Root:
 
     def _close(self, unit: Unit, last: bool) -> None:
         unit.phase = Phase.IDLE
-        self._complete(self._all_reducing)
+        if self._all_reducing:
+            self._complete(self._all_reducing)
         # Few reduce buffers alive at a time: the last reduction had this unit's backward to complete in.
         while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
             oldest = self._reducing.popleft()
@@ -210,10 +212,12 @@ class Root:
         else:
             units = [] if expected is None else [self.units[expected]]
         for unit in units:
-            if not inside_backward() and unit.params is ParamState.SLICED and unit.stale:
+            if unit.params is not ParamState.SHARDED and unit.params is not ParamState.SLICED:
+                continue
+            backward = current_backward() != -1
+            if unit.params is ParamState.SLICED and not backward and unit.stale:
                 unit.reshard()
-            skipped = inside_backward() and not unit.options.unshard_in_backward
-            if unit.params in (ParamState.SHARDED, ParamState.SLICED) and not skipped:
+            if not backward or unit.options.unshard_in_backward:
                 unit.gather()
                 self._ahead.add(unit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ..errors import StateError
 
@@ -57,8 +57,12 @@ _State = TypeVar("_State", ParamState, GradState)
 def moved(owner: object, now: _State, to: _State, moves: dict[_State, set[_State]]) -> _State:
     """`to`, if it may follow `now`. A wrong order of hooks fails here, not later as a wrong gradient."""
     if to not in moves[now]:
-        raise StateError(
-            f"{owner} is {now.value} and cannot become {to.value}. If you call unshard() or reshard() inside forward "
-            "or backward, remove that; otherwise this is a defect of unshard, please report it."
-        )
+        refuse_move(owner, now, to)
     return to
+
+
+def refuse_move(owner: object, now: ParamState | GradState, to: ParamState | GradState) -> NoReturn:
+    raise StateError(
+        f"{owner} is {now.value} and cannot become {to.value}. If you call unshard() or reshard() inside forward "
+        "or backward, remove that; otherwise this is a defect of unshard, please report it."
+    )

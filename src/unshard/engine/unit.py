@@ -12,7 +12,7 @@ from .faces import Slot
 from .options import Options
 from .part import Part
 from .precision import Precision
-from .states import PARAM_MOVES, ParamState, Phase, moved
+from .states import PARAM_MOVES, ParamState, Phase, refuse_move
 
 ROOT = "(root)"
 """The name of the unit of the outermost module, which has none of its own."""
@@ -64,11 +64,13 @@ class Unit:
 
     def use(self) -> None:
         """Be whole, with the full faces on the modules."""
-        self.gather()
-        if self.params is ParamState.GATHERING:
-            for part in self.parts:
-                part.finish()
-            self._move(ParamState.FULL)
+        if self.params is ParamState.FULL:
+            return
+        if self.params is not ParamState.GATHERING:
+            self.gather()
+        for part in self.parts:
+            part.finish()
+        self._move(ParamState.FULL)
 
     def reshard(self) -> None:
         """Rest: the full buffer empty, the sharded faces on the modules."""
@@ -181,4 +183,6 @@ class Unit:
         self.phase = Phase.IDLE
 
     def _move(self, to: ParamState) -> None:
-        self.params = moved(self, self.params, to, PARAM_MOVES)
+        if to not in PARAM_MOVES[self.params]:
+            refuse_move(self, self.params, to)
+        self.params = to

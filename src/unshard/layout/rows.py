@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 ALIGNMENT = 256  # bytes; what allocators give, and what vectorised kernels and NCCL want
@@ -53,21 +54,21 @@ class Cut:
     def crossed(self) -> bool:
         return self.dim > 0
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Elements of the parameter for each index of the dimension that is cut."""
         return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Length of every rank's piece along the dimension, padding included."""
         return -(-self.shape[self.dim] // self.world)
 
-    @property
+    @cached_property
     def piece(self) -> int:
         """Elements of every rank's piece, padding included."""
         return self.chunk * self.width
