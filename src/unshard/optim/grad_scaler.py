@@ -41,7 +41,10 @@ class GradScaler(OpenGradScaler):
         process_group: Any = None,
     ) -> None:
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise ArgumentError(f"process_group must be a process group this rank belongs to, got {process_group!r}.")
+            where = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+            raise ArgumentError(
+                f"process_group must be a process group that {where} belongs to, got {process_group!r}."
+            )
         if device is None:
             accelerator = torch.accelerator.current_accelerator()
             device = "cpu" if accelerator is None else accelerator.type
