@@ -116,7 +116,8 @@ def _peak_on_gpu(start: Callable[[], Training], step: Callable[[Training], None]
 def _peak_on_cpu(start: Callable[[], Training], step: Callable[[Training], None]) -> dict[str, int]:
     """From the profiler's record of every allocation: the CPU's allocator keeps no count, and pages are too coarse.
 
-    The whole life of the side is recorded, for an allocation from before would be freed without a size.
+    The whole life of the side is recorded, for an allocation from before would be freed without a size. Only this
+    thread is seen, hence `Place.for_memory`.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         training = start()

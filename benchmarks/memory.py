@@ -1,13 +1,13 @@
 """The peak of memory in a step, against what a plan of the engine needs, side by side.
 
     python -m benchmarks.memory --cases 1b:1x1024,1b:4x2048       # a GPU as one rank of a simulated job of 8
-    python -m benchmarks.memory --place gloo --cases 10m:1x128
+    python -m benchmarks.memory --device cpu --world 2 --cases 10m:1x128
 
 The plan, for sharded sides: this rank's share of parameters and optimizer state, plus the two largest units in the
 dtype of the computation, plus gradients (this rank's share, and the largest unit's before it is reduced: as autograd
 makes it, and in the dtype of the reduction), plus activations. Those are measured on the unsharded side, which drops
 each gradient as soon as it is there. Peaks of activations and of gradients need not coincide, so a side can stay below
-the plan. MiB, in a steady state, one side at a time.
+the plan. MiB, in a steady state, one side at a time; on a CPU always as one rank of a simulated job.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _drop(parameter: torch.Tensor) -> None:
 
 def main(arguments_given: list[str] | None = None) -> None:
     options = arguments().parse_args(arguments_given)
-    place = places.chosen(options)
+    place = places.chosen(options).for_memory()
     tables.save(options.json, place, options, **places.run(place, compare, options))
 
 

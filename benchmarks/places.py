@@ -49,6 +49,10 @@ class Place:
         """Whether this rank is the one that prints."""
         return self.rank == 0
 
+    def for_memory(self) -> Place:
+        """Where memory is counted instead: Gloo's threads let go of what they sent, unseen by the profiler."""
+        return replace(self, kind="simulated") if self.kind == "gloo" else self
+
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()

@@ -6,7 +6,8 @@
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
-events on the GPU around both. Compare within one run only.
+events on the GPU around both. The peak is measured first, one side at a time (see `benchmarks.memory`). Compare within
+one run only.
 """
 
 from __future__ import annotations
@@ -65,12 +66,21 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     return {"rows": rows, "ratios": ratios}
 
 
+def peaks(place: Place, options: argparse.Namespace) -> dict[tuple[Case, str], float]:
+    """MiB of each side by itself. One that fails here will fail again when it is timed, and be reported then."""
+    found = {}
+    for case in options.cases:
+        for side in options.sides:
+            with Part(case, side).attempt():
+                bytes_held = measure.peak(place, lambda case=case, side=side: sides.start(side, case, place))
+                found[case, side] = bytes_held["peak"] / measure.MIB
+    return found
+
+
 def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list[Row]:
     parts = [Part(case, side) for side in options.sides]
     for part in parts:
-        with part.attempt():
-            found = measure.peak(place, lambda part=part: sides.start(part.side, case, place))
-            part.row["peak_mib"] = found["peak"] / measure.MIB
+        part.row["peak_mib"] = options.peaks.get((case, part.side))
     times: dict[str, Times] = {part.side: [] for part in parts}
     rounds = _kept if options.interleave else _one_at_a_time
     for part, training in rounds(parts, case, place, options):
@@ -151,6 +161,7 @@ def _add_spread(ratios: list[Row], rows: list[Row]) -> None:
 def main(arguments_given: list[str] | None = None) -> None:
     options = arguments().parse_args(arguments_given)
     place = places.chosen(options)
+    options.peaks = places.run(place.for_memory(), peaks, options)
     tables.save(options.json, place, options, **places.run(place, compare, options))
 
 

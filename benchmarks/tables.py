@@ -36,7 +36,7 @@ def show(place: Place, title: str, rows: Iterable[Row], columns: Mapping[str, st
     complete = [line for line in lines if len(line) == len(columns)]
     widths = [max(len(line[place]) for line in complete) for place in range(len(columns))]
     texts = [column for column in range(len(columns)) if any(_words(line[column]) for line in complete[1:])]
-    print(f"\n{title}")
+    print(f"\n{title}", flush=True)
     for line in lines:
         if len(line) != len(columns):
             print("  " + "  ".join(line))
@@ -44,7 +44,7 @@ def show(place: Place, title: str, rows: Iterable[Row], columns: Mapping[str, st
         cells = [
             cell.ljust(w) if i in texts else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         ]
-        print("  " + "  ".join(cells).rstrip())
+        print("  " + "  ".join(cells).rstrip(), flush=True)
 
 
 def _text(value: Any) -> str:
@@ -84,7 +84,7 @@ def save(path: str | None, place: Place, options: argparse.Namespace, **content:
     if path is None or not place.speaks:
         return
     environment = {"place": str(place), "torch": torch.__version__, "python": platform.python_version()}
-    settings = {name: str(value) for name, value in vars(options).items()}
+    settings = {name: str(value) for name, value in vars(options).items() if name != "peaks"}
     with open(path, "w") as file:
         json.dump({"environment": environment, "options": settings, **content}, file, indent=1)
         file.write("\n")
