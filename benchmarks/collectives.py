@@ -32,7 +32,7 @@ FIGURES = {"sent_mib": "sent", "copies": "copies", "copied_mib": "copied", "devi
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = parser_for(__doc__, cases="100m:1x512,1b:1x1024", cpu_cases="10m:1x64:bf16")
+    parser = parser_for(__doc__, cases="100m:1x512,1b:1x1024", cpu_cases="10m:1x8:bf16")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the one that is looked at")
     parser.add_argument("--steps", type=int, default=3, help="steps that are profiled on a GPU")
     return parser

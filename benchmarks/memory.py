@@ -30,7 +30,7 @@ _MASTER = 4  # bytes of a parameter, of its gradient and of each of the optimize
 
 
 def arguments() -> argparse.ArgumentParser:
-    return parser_for(__doc__, cases="100m:1x512,1b:1x1024,1b:4x2048", cpu_cases="10m:1x128:fp32,10m:1x128:bf16")
+    return parser_for(__doc__, cases="100m:1x512,1b:1x1024,1b:4x2048", cpu_cases="10m:1x128:fp32,10m:1x8:bf16")
 
 
 def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
