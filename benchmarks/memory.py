@@ -62,24 +62,27 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> tupl
 
 
 def _plan(case: Case, place: Place) -> dict[str, float]:
-    sizes = sorted(unit_sizes(case.build(torch.device("meta"))), reverse=True)
-    share = sum(sizes) / place.world
+    activations, sizes = _activations(case, place)
+    largest, share = sorted(sizes, reverse=True), sum(sizes) / place.world
     narrow = case.dtype.itemsize
-    gradients = share * _MASTER + sizes[0] * (narrow + (_MASTER if narrow != _MASTER else 0))
-    plan = {"state": 3 * _MASTER * share, "units": sum(sizes[:2]) * narrow, "gradients": gradients}
-    plan["activations"] = _activations(case, place)
-    return {name: size / measure.MIB for name, size in plan.items()}
+    gradients = share * _MASTER + largest[0] * (narrow + (_MASTER if narrow != _MASTER else 0))
+    plan = {"state": 3 * _MASTER * share, "units": sum(largest[:2]) * narrow, "gradients": gradients}
+    return {name: size / measure.MIB for name, size in {**plan, "activations": activations}.items()}
 
 
-def _activations(case: Case, place: Place) -> float:
+def _activations(case: Case, place: Place) -> tuple[int, list[int]]:
+    """Bytes of what autograd keeps and needs beside parameters and gradients; and the sizes of the units."""
+    sizes: list[int] = []
+
     def start() -> Training:
         training = sides.start("unsharded", case, place)
+        sizes.extend(unit_sizes(training.model))
         for parameter in training.model.parameters():
             parameter.register_post_accumulate_grad_hook(_drop)
         return training
 
     found = measure.peak(place, start, lambda training: training.forward().backward())
-    return found["peak"] - found["rest"]
+    return found["peak"] - found["rest"], sizes
 
 
 def _drop(parameter: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as listing
 from benchmarks import sides, traces
@@ -58,7 +59,7 @@ def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no such luck\nsecond line")
 
     monkeypatch.setitem(sides._SHARDERS, "fsdp1", broken)
-    found = run("step", *SIMULATED, "--cases", "tiny:1x4:fp32", "--rounds", "2", "--steps", "1", "--warmup", "1")
+    found = run("step", *SIMULATED, "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "1")
     rows = {row["side"]: row for row in found["rows"]}
     assert list(rows) == SIDES
     assert rows.pop("fsdp1")["error"] == "RuntimeError: no such luck"
@@ -86,7 +87,7 @@ def test_optimizer(run: Run) -> None:
 
 def test_memory(run: Run) -> None:
     rows = rows_of(run("memory", *SIMULATED, "--cases", "tiny:1x4:fp32"), "rest_mib", "peak_mib")
-    model = Case.parse("tiny:1x4:fp32").build(sides.torch.device("cpu"))
+    model = Case.parse("tiny:1x4:fp32").build(torch.device("cpu"))
     state = 3 * 4 * sum(unit_sizes(model)) / 2**20
     # Parameters and two numbers of state each; a step counter and the batch come on top.
     assert state < rows["unsharded"]["rest_mib"] < 1.05 * state
@@ -139,9 +140,9 @@ def test_a_case_that_does_not_exist_is_refused(text: str) -> None:
 
 def test_cases_are_read_as_they_are_written() -> None:
     assert str(Case.parse("100m:1x512")) == "100m:1x512:bf16"
-    small = Case.parse("small:1x2:fp32").build(sides.torch.device("meta"))
+    small = Case.parse("small:1x2:fp32").build(torch.device("cpu"))
     assert sum(1 for _ in small.parameters()) == 2000
-    assert 0.9e9 < sum(unit_sizes(Case.parse("1b:1x1").build(sides.torch.device("meta")))) < 1.1e9
+    assert len(unit_sizes(small)) == 50
 
 
 def test_the_listing_names_every_command() -> None:
