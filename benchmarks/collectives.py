@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,7 +23,6 @@ from . import measure, places, sides, tables, traces, traffic
 from .command import Part, parser_for
 from .models import Case, unit_sizes
 from .places import Place
-from .sides import Training
 from .tables import Row
 
 COLUMNS = {"case": "case", "side": "side", "gathers": "gathers", "reductions": "reductions", "others": "others"}
@@ -83,39 +83,37 @@ def _look(side: str, case: Case, place: Place, options: argparse.Namespace) -> R
     row["copies_by_operation"] = dict(seen.copies)
     if place.on_gpu:
         training.step()
-        times = _profiled(training, place, options.steps)
+        times = _profiled(training.step, place, options.steps)
         row |= {"device": sum(times.values()), "copying": times["copies"], "collectives": times["collectives"]}
     return row
 
 
-def _profiled(training: Training, place: Place, steps: int) -> dict[str, float]:
+def _profiled(work: Callable[[], None], place: Place, times: int) -> dict[str, float]:
     place.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-        for _ in range(steps):
-            training.step()
+        for _ in range(times):
+            work()
         place.synchronize()
-    return {kind: time / steps for kind, time in traces.device_time(traces.events_of(record)).items()}
+    return {kind: time / times for kind, time in traces.device_time(traces.events_of(record)).items()}
 
 
-def _casts(case: Case, place: Place, repeats: int = 5) -> float:
+def _casts(case: Case, place: Place) -> float:
     """Milliseconds of device time for the casts of one step: the root is gathered once, every other unit twice."""
     if case.dtype == torch.float32:
         return 0.0
     sizes = unit_sizes(case.build(torch.device("meta")))
-    whole = torch.empty(max(sizes), device=place.device)
+    whole = torch.zeros(max(sizes), device=place.device)
     narrow = torch.zeros(max(sizes), device=place.device, dtype=case.dtype)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for number in range(repeats + 1):
-        if number == 1:
-            begin.record()
+
+    def cast() -> None:
         for index, size in enumerate(sizes):
             shard = -(-size // place.world)
             for _ in range(1 if index == len(sizes) - 1 else 2):
                 narrow[:shard].copy_(whole[:shard])
             whole[:size].copy_(narrow[:size])
-    end.record()
-    place.synchronize()
-    return begin.elapsed_time(end) / repeats
+
+    cast()
+    return _profiled(cast, place, 3)["copies"]
 
 
 def main(arguments_given: list[str] | None = None) -> None:

@@ -30,7 +30,7 @@ FIGURES = {"first": "first", "last": "last"}
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = parser_for(__doc__, cases="100m:1x128", cpu_cases="tiny:1x32:fp32")
+    parser = parser_for(__doc__, cases="10m:1x128", cpu_cases="tiny:1x32:fp32")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warmup", type=int, default=20, help="steps before anything is counted")
     return parser

@@ -95,9 +95,9 @@ def chosen(options: argparse.Namespace) -> Place:
 def run(place: Place, work: Work, options: Any) -> Any:
     """What `work(place, options)` returns on rank 0; with Gloo, every rank is a process of its own."""
     if place.kind != "gloo" or place.world == 1:
-        with _joined(place, dist.HashStore()):
+        with _joined(place, dist.HashStore() if place.kind == "simulated" else _store()):
             return work(place, options)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store()
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     ranks = [
@@ -116,6 +116,11 @@ def run(place: Place, work: Work, options: Any) -> Any:
             process.join(timeout=30)
             if process.is_alive():
                 process.terminate()
+
+
+def _store() -> dist.TCPStore:
+    """On a port that is free, so that two benchmarks can run at once."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _rank(place: Place, port: int, work: Work, options: Any, send: Connection) -> None:

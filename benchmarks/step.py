@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from . import measure, places, sides, tables
 from .command import Part, parser_for
@@ -35,7 +35,8 @@ COLUMNS |= {"peak_mib": "peak MiB"}
 FIGURES = {"wall": "wall", "device": "device", "host": "host", "added": "added host", "optimizer": "optimizer"}
 FIGURES |= {"peak_mib": "peak"}
 
-Times = list[list[dict[str, float]]]
+Times = list[list[dict[str, float]]]  # rounds of steps
+Time = Callable[[Part, Training], None]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -55,6 +56,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     rows, ratios = [], []
+    if not hasattr(options, "peaks"):
+        options.peaks = peaks(place, options)
     for case in options.cases:
         found = _compare_case(case, place, options)
         against = tables.ratios(found, FIGURES)
@@ -82,42 +85,43 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list
     for part in parts:
         part.row["peak_mib"] = options.peaks.get((case, part.side))
     times: dict[str, Times] = {part.side: [] for part in parts}
-    rounds = _kept if options.interleave else _one_at_a_time
-    for part, training in rounds(parts, case, place, options):
-        with part.attempt():
-            with measure.quiet():
-                times[part.side].append([measure.timed_step(training, place) for _ in range(options.steps)])
-    base = None
+
+    def time(part: Part, training: Training) -> None:
+        with part.attempt(), measure.quiet():
+            times[part.side].append([measure.timed_step(training, place) for _ in range(options.steps)])
+
+    (_kept if options.interleave else _one_at_a_time)(parts, case, place, options, time)
     for part in parts:
-        if part.failed:
-            continue
-        each = [measure.medians(steps) for steps in times[part.side]]
-        everything = [step for steps in times[part.side] for step in steps]
-        part.row |= measure.medians(everything)
-        part.row["wall_least"] = min(step["wall"] for step in everything)
-        part.row["host"] = part.row["forward"] + part.row["backward"]
-        part.row["wall_rounds"] = [row["wall"] for row in each]
-        if part.side == "unsharded":
-            base = part.row["host"]
-        elif base is not None:
+        if not part.failed:
+            part.row |= _summary(times[part.side])
+    base = next((part.row["host"] for part in parts if part.side == "unsharded" and not part.failed), None)
+    for part in parts:
+        if base is not None and part.side != "unsharded" and not part.failed:
             part.row["added"] = part.row["host"] - base
     return [part.row for part in parts]
 
 
-def _one_at_a_time(
-    parts: list[Part], case: Case, place: Place, options: argparse.Namespace
-) -> Iterator[tuple[Part, Training]]:
+def _summary(rounds: Times) -> Row:
+    everything = [step for steps in rounds for step in steps]
+    row: Row = dict(measure.medians(everything))
+    row["wall_least"] = min(step["wall"] for step in everything)
+    row["host"] = row["forward"] + row["backward"]
+    row["wall_rounds"] = [measure.medians(steps)["wall"] for steps in rounds]
+    return row
+
+
+def _one_at_a_time(parts: list[Part], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """Each side alone, from its beginning, in each round."""
     for number in range(options.rounds):
         for part in _turned(parts, number):
             training = _warm(part, case, place, options.warmup)
             if training is not None:
-                yield part, training
-            del training
+                time(part, training)
+            del training  # before the next one is built
             measure.release(place)
 
 
-def _kept(parts: list[Part], case: Case, place: Place, options: argparse.Namespace) -> Iterator[tuple[Part, Training]]:
+def _kept(parts: list[Part], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """All sides side by side."""
     trainings = {part.side: _warm(part, case, place, options.warmup) for part in parts}
     for number in range(options.rounds):
@@ -125,7 +129,8 @@ def _kept(parts: list[Part], case: Case, place: Place, options: argparse.Namespa
             training = trainings[part.side]
             if training is not None and not part.failed:
                 training.step()  # the caches hold another side
-                yield part, training
+                time(part, training)
+    del training
     trainings.clear()
     measure.release(place)
 
@@ -161,7 +166,8 @@ def _add_spread(ratios: list[Row], rows: list[Row]) -> None:
 def main(arguments_given: list[str] | None = None) -> None:
     options = arguments().parse_args(arguments_given)
     place = places.chosen(options)
-    options.peaks = places.run(place.for_memory(), peaks, options)
+    if place.for_memory() != place:
+        options.peaks = places.run(place.for_memory(), peaks, options)
     tables.save(options.json, place, options, **places.run(place, compare, options))
 
 
