@@ -53,10 +53,16 @@ def _kinds(ranges: Iterable[Event], launches: list[Event]) -> dict[int, str]:
     """What each launch was for: ranges that are open on its thread at that moment say so, the outermost first."""
     found: dict[int, str] = {}
     per_thread: dict[Any, list[tuple[float, int, Event]]] = defaultdict(list)
+    by_number: dict[Any, Event] = {}
     for each in ranges:
         per_thread[each["tid"]].append((each["ts"], 0, each))
+        by_number[each.get("args", {}).get("External id")] = each
+    threads = set(per_thread)
     for each in launches:
-        per_thread[each["tid"]].append((each["ts"], 1, each))
+        # A thread that torch did not start may have another number here; the launch then says which operation it is of.
+        known = each["tid"] in threads
+        at = each if known else by_number.get(each["args"].get("External id"), each)
+        per_thread[at["tid"]].append((at["ts"], 1, each))
     for moments in per_thread.values():
         moments.sort(key=lambda moment: (moment[0], moment[1], -moment[2].get("dur", 0)))
         opened: list[tuple[float, str]] = []

@@ -130,6 +130,15 @@ def test_device_time_goes_to_what_launched_it() -> None:
         kernel = {"cat": "kernel", "name": "void kernel()", "tid": 7, "ts": 100 + number, "dur": length}
         events += [{**each, "args": {"correlation": number}} for each in (launch, kernel)]
     assert traces.device_time(events) == {"copies": 1.0, "collectives": 2.0, "compute": 12.0}
+    # The same launches under another thread's number, found by the number of the operation.
+    for event in events:
+        number = {0: 1, 1: 3, 2: 4}.get(event.get("args", {}).get("correlation"))
+        if event["cat"] == "cuda_runtime":
+            event["tid"] = 99
+            event["args"]["External id"] = number
+    for number, event in enumerate(events[: len(spans)]):
+        event["args"] = {"External id": number}
+    assert traces.device_time(events) == {"copies": 1.0, "collectives": 2.0, "compute": 12.0}
 
 
 @pytest.mark.parametrize("text", ["huge:1x4", "tiny", "tiny:4", "tiny:1x4:fp8"])
