@@ -36,6 +36,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the computation")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock runs")
+    more = "parameters beyond which FSDP2 is left out: torch's clip plans for a time that grows with their square"
+    parser.add_argument("--fsdp2-limit", type=int, default=5000, help=more)
     return parser
 
 
@@ -64,11 +66,14 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
 
 def _time(side: str, case: Case, place: Place, options: argparse.Namespace) -> Row:
     training = sides.start(side, case, place)
+    number = sum(1 for _ in training.model.parameters())
+    if side == "fsdp2" and number > options.fsdp2_limit:
+        raise RuntimeError(f"left out, {number} DTensors are more than --fsdp2-limit")
     for _ in range(options.warmup):
         _timed(training, place)
     with measure.quiet():
         row = measure.medians([_timed(training, place) for _ in range(options.steps)])
-    row["micro"] = row["total"] * 1e3 / sum(1 for _ in training.model.parameters())
+    row["micro"] = row["total"] * 1e3 / number
     return row
 
 
