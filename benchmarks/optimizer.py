@@ -36,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the computation")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock runs")
-    more = "parameters beyond which FSDP2 is left out: torch's clip plans for a time that grows with their square"
+    more = "parameters beyond which FSDP2 is left out: the first clip over so many DTensors may take very long"
     parser.add_argument("--fsdp2-limit", type=int, default=5000, help=more)
     return parser
 
