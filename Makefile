@@ -10,11 +10,12 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format types clean
+.PHONY: help install demo test bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (under two minutes)"
 	@echo "make test     run the tests"
+	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
 	@echo "make types    check types"
@@ -38,6 +39,12 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+# Without BENCH the step in float32, which every CPU is good at: `make bench BENCH="memory --cases 10m:1x64:fp32"`.
+BENCH ?= step --cases 10m:1x128:fp32 --rounds 2 --steps 6 --interleave
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.$(BENCH)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +58,4 @@ types: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

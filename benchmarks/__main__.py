@@ -1,0 +1,10 @@
+"""`python -m benchmarks`: which commands there are."""
+
+from importlib import import_module
+
+COMMANDS = ("step", "collectives", "optimizer", "memory", "endurance")
+
+if __name__ == "__main__":
+    for name in COMMANDS:
+        summary = (import_module(f"benchmarks.{name}").__doc__ or "").splitlines()[0]
+        print(f"python -m benchmarks.{name:12s} {summary}")

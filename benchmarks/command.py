@@ -1,0 +1,59 @@
+"""What the commands have in common: flags, and sides that may fail without ending the others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import places, sides
+from .models import Case
+from .tables import failure
+
+
+def parser_for(doc: str | None, cases: str | None = None, cpu_cases: str = "", one_rank: bool = False) -> Any:
+    """A parser with the flags of every command; `cases` are the default ones on a GPU."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = "unsharded, fsdp2, fsdp1, unshard, unshard-flat, or all that can be built"
+    parser.add_argument("--sides", type=sides.known, default="all", help=names)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    places.add_arguments(parser, one_rank)
+    if cases is not None:
+        default = cases if torch.cuda.is_available() else cpu_cases
+        parser.add_argument(
+            "--cases", type=_cases, default=default, help=f"SIZE:SAMPLESxLENGTH[:DTYPE],... ({default})"
+        )
+    return parser
+
+
+def _cases(text: str) -> list[Case]:
+    return [Case.parse(each) for each in text.split(",")]
+
+
+class Part:
+    """One side of one comparison, and its row. Once it has failed it is left out."""
+
+    def __init__(self, case: object, side: str) -> None:
+        self.side = side
+        self.row: dict[str, Any] = {"case": str(case), "side": side}
+
+    @property
+    def failed(self) -> bool:
+        return "error" in self.row
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """What goes wrong in here is written into the row; `BENCHMARKS_TRACE=1` shows where it was."""
+        try:
+            yield
+        except Exception as error:
+            if os.environ.get("BENCHMARKS_TRACE"):
+                traceback.print_exc()
+            self.row["error"] = failure(error)
+            # The frames hold the model that failed, and its memory would be the next side's.
+            traceback.clear_frames(error.__traceback__)

@@ -1,0 +1,155 @@
+"""Who is compared: the same training without sharding, with PyTorch's two engines, and with unshard."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from .models import UNIT_CLASSES, Case, units
+from .places import Place
+
+OURS = ("unshard", "unshard-flat")
+PEERS = ("fsdp2", "fsdp1", "unsharded")
+MAX_NORM = 1.0
+GROUP = 400
+
+
+@dataclass
+class Training:
+    """A model in training; the parts of a step can be called and timed one by one."""
+
+    case: Case
+    model: nn.Module
+    optimizer: Any
+    batch: Tensor
+    clip: Callable[[], Any]
+
+    def forward(self) -> Tensor:
+        return self.case.loss(self.model, self.batch)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.update()
+
+
+def start(side: str, case: Case, place: Place) -> Training:
+    """Build one side from the same weights and data as all others."""
+    # What the peers warn about (names of theirs that will go away) says nothing about a measurement.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = case.build(place.device)
+        model = _SHARDERS[side](model, case, place)
+        # A learning rate that keeps the numbers where they are: steps are timed, nothing is learned.
+        optimizer: Any = torch.optim.AdamW(_groups(model), lr=1e-5, fused=True)
+        if side == "unshard-flat":
+            optimizer = _flat(optimizer)
+    return Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups of a limited size, of whole units in the models with many parameters.
+
+    The first fused step over DTensors plans their placements, and that takes about three times as long for twice as
+    many in a group (8 s for 800 on the CPU this was written on). All sides have the same groups.
+    """
+    parameters = list(model.parameters())
+    return [{"params": parameters[first : first + GROUP]} for first in range(0, len(parameters), GROUP)]
+
+
+def known(names: str) -> list[str]:
+    """The sides that a comma-separated list names; `all` are those that can be built here."""
+    if names == "all":
+        return [name for name in _SHARDERS if name != "unshard-flat" or _flat_exists()]
+    chosen = [name.replace("_", "-") for name in names.split(",")]
+    if missing := [name for name in chosen if name not in _SHARDERS]:
+        raise ValueError(f"no such side: {', '.join(missing)}; there are {', '.join(_SHARDERS)}")
+    return chosen
+
+
+def with_unsharded(chosen: list[str]) -> list[str]:
+    """The same sides with the one that others are compared with, which comes first."""
+    return ["unsharded", *(side for side in chosen if side != "unsharded")]
+
+
+def _unsharded(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    """The limit in time: everything in the dtype of the computation, and nothing to send."""
+    return model.to(case.dtype)
+
+
+def _fsdp2(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy)
+
+
+def _unshard(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from unshard import MixedPrecisionPolicy, fully_shard
+
+    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy)
+
+
+def _per_unit(model: nn.Module, case: Case, place: Place, fully_shard: Any, policy: Any) -> nn.Module:
+    options = {"mesh": init_device_mesh(place.device.type, (place.world,))}
+    if case.dtype != torch.float32:
+        options["mp_policy"] = policy(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    for unit in units(model):
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _fsdp1(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    mixed = None
+    if case.dtype != torch.float32:
+        mixed = MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    policy = ModuleWrapPolicy(set(UNIT_CLASSES))
+    options = {"auto_wrap_policy": policy, "mixed_precision": mixed, "use_orig_params": True}
+    return FullyShardedDataParallel(model, device_id=place.device, **options)
+
+
+_SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
+    "unsharded": _unsharded,
+    "fsdp2": _fsdp2,
+    "fsdp1": _fsdp1,
+    "unshard": _unshard,
+    "unshard-flat": _unshard,
+}
+
+
+def _flat_exists() -> bool:
+    import unshard
+
+    return callable(getattr(unshard.optim, "flat", None))
+
+
+def _flat(optimizer: Any) -> Any:
+    import unshard
+
+    if not _flat_exists():
+        raise RuntimeError("this version of unshard has no unshard.optim.flat")
+    return unshard.optim.flat(optimizer) or optimizer  # type: ignore[attr-defined]
+
+
+def _clip(side: str, model: nn.Module) -> Callable[[], Any]:
+    """What users of the side would call; a list is made once, as a training loop would."""
+    if side == "fsdp1":
+        return lambda: model.clip_grad_norm_(MAX_NORM)
+    parameters: Iterable[Tensor] = list(model.parameters())
+    if side in OURS:
+        import unshard
+
+        return lambda: unshard.optim.clip_grad_norm_(parameters, MAX_NORM)
+    return lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)

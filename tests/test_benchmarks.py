@@ -1,0 +1,159 @@
+"""Every benchmark runs on a CPU and leaves a complete table; how fast anything was is not tested."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as listing
+from benchmarks import sides, traces
+from benchmarks.loopback import RANGE
+from benchmarks.models import Case, unit_sizes
+
+SIDES = ["unsharded", "fsdp2", "fsdp1", "unshard"]
+SIMULATED = ["--place", "simulated", "--device", "cpu", "--world", "2", "--sides", ",".join(SIDES)]
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def run(command: str, *arguments: str) -> dict[str, Any]:
+        path = tmp_path / "figures.json"
+        import_module(f"benchmarks.{command}").main([*arguments, "--json", str(path)])
+        return json.loads(path.read_text())
+
+    return run
+
+
+def rows_of(found: dict[str, Any], *positive: str) -> dict[str, dict[str, Any]]:
+    """The rows by side, after a check that none failed and that the named figures are there and make sense."""
+    for row in found["rows"]:
+        assert "error" not in row, row
+        for name in positive:
+            assert math.isfinite(row[name]) and row[name] > 0, (name, row)
+    return {row["side"]: row for row in found["rows"]}
+
+
+def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    found = run(
+        "step", "--place", "gloo", "--cases", "tiny:1x4:fp32", "--sides", "unsharded,unshard", "--rounds", "1",
+        *("--steps", "2", "--warmup", "1", "--interleave"),
+    )  # fmt: skip
+    rows = rows_of(found, "wall", "forward", "backward", "optimizer", "host", "peak_mib")
+    assert list(rows) == ["unsharded", "unshard"]
+    assert [(row["side"], row["peer"]) for row in found["ratios"]] == [("unshard", "unsharded")]
+    assert found["ratios"][0]["wall"] > 0
+    assert "unshard / unsharded: wall" in capfd.readouterr().out
+
+
+def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*unused: object) -> None:
+        raise RuntimeError("no such luck\nsecond line")
+
+    monkeypatch.setitem(sides._SHARDERS, "fsdp1", broken)
+    found = run("step", *SIMULATED, "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "1")
+    rows = {row["side"]: row for row in found["rows"]}
+    assert list(rows) == SIDES
+    assert rows.pop("fsdp1")["error"] == "RuntimeError: no such luck"
+    assert all(row["wall"] > 0 and row["peak_mib"] > 0 for row in rows.values())
+    assert {row["peer"] for row in found["ratios"]} == {"fsdp2", "unsharded"}
+
+
+def test_collectives(run: Run) -> None:
+    rows = rows_of(run("collectives", *SIMULATED, "--cases", "tiny:1x4:bf16", "--warmup", "2"))
+    assert list(rows) == SIDES
+    assert rows.pop("unsharded")["gathers"] == 0
+    for row in rows.values():
+        # Two blocks twice, the root once; each reduced once.
+        assert (row["gathers"], row["reductions"]) == (5, 3)
+        assert row["sent_mib"] > 0 and row["copies"] > 0 and row["copied_mib"] > 0
+    assert rows["unshard"]["copied_mib"] < rows["fsdp2"]["copied_mib"]
+
+
+def test_optimizer(run: Run) -> None:
+    found = run("optimizer", "--place", "gloo", "--sides", "unsharded,fsdp2,unshard", "--parameters", "8,16",
+                "--dtype", "fp32", "--steps", "1", "--warmup", "1")  # fmt: skip
+    rows_of(found, "clip", "step", "zero_grad", "total", "micro")
+    assert [row["parameters"] for row in found["rows"]] == [8] * 3 + [16] * 3
+
+
+def test_memory(run: Run) -> None:
+    rows = rows_of(run("memory", *SIMULATED, "--cases", "tiny:1x4:fp32"), "rest_mib", "peak_mib")
+    model = Case.parse("tiny:1x4:fp32").build(torch.device("cpu"))
+    state = 3 * 4 * sum(unit_sizes(model)) / 2**20
+    # Parameters and two numbers of state each; a step counter and the batch come on top.
+    assert state < rows["unsharded"]["rest_mib"] < 1.05 * state
+    assert state / 2 < rows["fsdp2"]["rest_mib"] < 1.05 * state / 2
+    for side in SIDES[1:]:
+        assert 0.5 < rows[side]["of_plan"] < 1.5
+        assert rows[side]["rest_mib"] < rows[side]["peak_mib"]
+
+
+def test_endurance(run: Run) -> None:
+    rows = rows_of(
+        run("endurance", *SIMULATED, "--cases", "tiny:1x4:fp32", "--steps", "10", "--warmup", "4"),
+        *("objects", "memory_mib", "first", "last", "drift"),
+    )
+    assert list(rows) == SIDES
+    assert rows["unshard"]["more_objects"] < 100
+
+
+def test_flat_side_is_reported_where_it_does_not_exist(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "_flat_exists", lambda: False)
+    assert "unshard-flat" not in sides.known("all")
+    found = run("optimizer", "--place", "gloo", "--sides", "unshard_flat", "--parameters", "8", "--steps", "1")
+    assert "unshard.optim.flat" in found["rows"][0]["error"]
+
+
+def test_device_time_goes_to_what_launched_it() -> None:
+    """A trace by hand: kernels of a copy, of a copy inside a simulated collective, and of a product."""
+    spans = [
+        ("aten::_to_copy", 0, 10),
+        ("aten::copy_", 1, 8),
+        (RANGE, 20, 20),
+        ("aten::copy_", 22, 10),
+        ("aten::mm", 50, 5),
+    ]
+    events: list[traces.Event] = [
+        {"cat": "cpu_op", "name": name, "tid": 1, "ts": start, "dur": length} for name, start, length in spans
+    ]
+    for number, (moment, length) in enumerate([(3, 1000), (24, 2000), (52, 4000), (60, 8000)]):
+        launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": moment, "dur": 1}
+        kernel = {"cat": "kernel", "name": "void kernel()", "tid": 7, "ts": 100 + number, "dur": length}
+        events += [{**each, "args": {"correlation": number}} for each in (launch, kernel)]
+    assert traces.device_time(events) == {"copies": 1.0, "collectives": 2.0, "compute": 12.0}
+    # The same launches under another thread's number, found by the number of the operation.
+    for event in events:
+        number = {0: 1, 1: 3, 2: 4}.get(event.get("args", {}).get("correlation"))
+        if event["cat"] == "cuda_runtime":
+            event["tid"] = 99
+            event["args"]["External id"] = number
+    for number, event in enumerate(events[: len(spans)]):
+        event["args"] = {"External id": number}
+    assert traces.device_time(events) == {"copies": 1.0, "collectives": 2.0, "compute": 12.0}
+
+
+@pytest.mark.parametrize("text", ["huge:1x4", "tiny", "tiny:4", "tiny:1x4:fp8"])
+def test_a_case_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a case is SIZE"):
+        Case.parse(text)
+
+
+def test_cases_are_read_as_they_are_written() -> None:
+    assert str(Case.parse("100m:1x512")) == "100m:1x512:bf16"
+    small = Case.parse("small:1x2:fp32").build(torch.device("cpu"))
+    assert sum(1 for _ in small.parameters()) == 2000
+    assert len(unit_sizes(small)) == 50
+
+
+def test_the_listing_names_every_command() -> None:
+    for name in listing.COMMANDS:
+        assert import_module(f"benchmarks.{name}").__doc__
