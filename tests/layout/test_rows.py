@@ -51,8 +51,9 @@ def test_large_parameters_have_regions_of_their_own() -> None:
     regions = arrange(items(small, large, small, large), range(4), Grouping.GROUPED)
     assert [(region.members, region.packed) for region in regions] == [((1,), False), ((3,), False), ((0, 2), True)]
     for grouping in (Grouping.BY_SEGMENT, Grouping.WHOLE):
-        (region,) = arrange(items(small, large), (0, 1), grouping)
+        (region,) = arrange(items(small, large, small, large), range(4), grouping)
         assert region.packed
+        assert region.members == (1, 3, 0, 2)  # in the same order, so that flat code finds neighbours in every buffer
 
 
 def test_a_group_stays_small_unless_a_copy_would_cost_more() -> None:
