@@ -77,7 +77,7 @@ def scalable_gradients(parameters: Sequence[torch.Tensor]) -> tuple[list[Stretch
     given, stretches = set(map(id, parameters)), []
     for shard in GradShard.living:
         if shard.belongs_to(given):
-            given.difference_update(id(parameter) for parameter in shard.parameters())
+            given.difference_update(map(id, shard.parameters()))
             stretches += shard.stretches()
             shard.buffer.soiled = True
     return stretches, [parameter for parameter in parameters if id(parameter) in given]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -105,8 +105,8 @@ class GradShard:
         """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`."""
         return not self.attached and self._uses() == self._idle_uses
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return (slot.sharded for slot in self._slots)
+    def parameters(self) -> list[torch.Tensor]:
+        return [slot.sharded for slot in self._slots]
 
     def belongs_to(self, parameters: Set[int]) -> bool:
         """Whether every face is the `.grad` of its parameter, and the ids of these are all in `parameters`."""

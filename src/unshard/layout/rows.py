@@ -129,8 +129,9 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping) -
     members = [index for index in members if items[index].cut.numel]
     alone = _alone(items, members)
     by_segment: dict[int, list[int]] = {}
-    # Large ones first in every grouping: buffers that are grouped differently then have the same order.
-    for index in sorted(members, key=lambda index: index not in alone):
+    # Large ones first in every grouping: buffers that are grouped differently then have the same order. Vectors last:
+    # optimizers treat biases and norms differently from matrices, and flat ones want those of a kind side by side.
+    for index in sorted(members, key=lambda index: (index not in alone, len(items[index].cut.shape) < 2)):
         by_segment.setdefault(items[index].segment, []).append(index)
     # Wide elements first: then every run starts at a multiple of its element size without padding.
     segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
