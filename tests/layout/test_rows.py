@@ -56,6 +56,11 @@ def test_large_parameters_have_regions_of_their_own() -> None:
         assert region.members == (1, 3, 0, 2)  # in the same order, so that flat code finds neighbours in every buffer
 
 
+def test_small_vectors_lie_behind_small_matrices() -> None:
+    (region,) = arrange(items((9, 9), (9,), (3, 3), (5,)), range(4), Grouping.GROUPED)
+    assert region.members == (0, 2, 1, 3)
+
+
 def test_a_group_stays_small_unless_a_copy_would_cost_more() -> None:
     medium, huge = (256, 128), (2048, 1024)
     regions = arrange(items(*[medium] * 40, huge), range(41), Grouping.GROUPED)
