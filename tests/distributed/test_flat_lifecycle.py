@@ -27,7 +27,7 @@ from distributed.test_plugins import ToyGather
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unshard import fully_shard
+from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.engine.grad_shard import GradShard
 from unshard.optim import GradScaler, clip_grad_norm_, flat
 from unshard.torch_private import local_of, rebind_local
@@ -152,6 +152,7 @@ def test_groups_that_are_added_and_rates_that_change() -> None:
     mirror.check()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5 * 0.9**3)
     assert calls == [len(rest), "after"] * 3
+    assert 0 < len(spans(optimizer)) < len(rest)  # the scheduler's wrapper was for the step of the class before
     assert isinstance(optimizer, optim.AdamW) and repr(optimizer).startswith("AdamW (")
     optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.5})
     old = {each: optimizer.state[each]["exp_avg"].clone() for each in rest}
@@ -253,15 +254,15 @@ class Block(nn.Module):
         return x
 
 
-def calls_of(norms: int, size: int) -> tuple[int, dict[str, int]]:
+def calls_of(norms: int, size: int, policy: MixedPrecisionPolicy) -> tuple[int, dict[str, int]]:
     with loopback.job(world=size):
-        model = nn.Sequential(Block(norms), Block(norms))
+        model = nn.Sequential(Block(norms, 161), Block(norms, 161))
         for block in model:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
         optimizer = adamw(model, foreach=True)
         for _ in range(3):
-            model(torch.randn(4, 160)).sum().backward()
+            model(torch.randn(4, 161)).sum().backward()
             with TorchCalls() as calls:
                 clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -270,10 +271,16 @@ def calls_of(norms: int, size: int) -> tuple[int, dict[str, int]]:
         return len(spans(optimizer)), dict(calls.counts)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_few_tensors_and_few_calls(size: int) -> None:
-    """A tensor for the decayed and one for the other parameters of each unit, however many there are."""
-    few, many = calls_of(2, size), calls_of(40, size)
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, HALF), (2, HALF), (3, MixedPrecisionPolicy())])
+def test_few_tensors_and_few_calls(size: int, policy: MixedPrecisionPolicy) -> None:
+    """A tensor for the decayed and one for the other parameters of each unit, however many there are.
+
+    A weight may be large in the dtype it is reduced in, and small in that it is gathered in.
+    """
+    few, many = calls_of(2, size, policy), calls_of(40, size, policy)
     assert few == many
     assert few[0] == 4
     assert sum(few[1].values()) < 50, few

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from bed import loopback
+from distributed.test_extensions import Travels
 from torch import nn
 
 from unshard import fully_shard
 from unshard.errors import ArgumentError
 from unshard.optim import flat
+from unshard.torch_private import local_of
 
 optim = torch.optim
 
@@ -89,6 +91,28 @@ def test_a_class_that_a_user_vouches_for(model: nn.Module) -> None:
     assert list(optimizer.state.values()) == [{"count": 2}] * 4
     assert optimizer.step(lambda: "loss") == "loss"
     assert flat(Tamed(model.parameters()), elementwise=True).__class__.__name__ == "Tamed"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_shards_that_bring_their_own_gather_protocol(model: nn.Module, foreach: bool) -> None:
+    """They lie outside the master shard, and are stepped by themselves, as they are."""
+    models = []
+    for wrap in (flat, lambda optimizer: optimizer):
+        torch.manual_seed(0)
+        each = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        each[0].weight = nn.Parameter(Travels(each[0].weight.detach().clone()))
+        fully_shard(each)
+        optimizer = wrap(optim.AdamW(each.parameters(), lr=0.1, foreach=foreach))
+        before = local_of(each[0].weight).inner.clone()
+        for _ in range(2):
+            each(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(local_of(each[0].weight)) is Travels and not torch.equal(local_of(each[0].weight).inner, before)
+        models.append(each)
+    assert torch.equal(local_of(models[0][0].weight).inner, local_of(models[1][0].weight).inner)
+    for mine, theirs in zip(models[0][1].parameters(), models[1][1].parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
 
 
 def test_a_step_that_raises_leaves_the_groups(model: nn.Module) -> None:
