@@ -311,3 +311,26 @@ class OpenGradScaler(torch.amp.GradScaler):
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "grad_scale"):
             return False
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning rate scheduler has put its wrapper around the step of this object. All versions."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def schedule_again(optimizer: torch.optim.Optimizer) -> None:
+    """Put such a wrapper around the step of the class that the object has now: the old one knows the old step.
+
+    The scheduler looks at the mark that a step leaves, to tell whether it was called too early. All versions.
+    """
+    del vars(optimizer)["step"]
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def marking(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        alive._opt_called = True  # type: ignore[union-attr]
+        return step(alive, *args, **kwargs)  # type: ignore[arg-type]
+
+    marking._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marking  # type: ignore[method-assign]

@@ -191,6 +191,20 @@ def test_slices_that_cross() -> None:
 
 
 @world(2)
+def test_some_gradients_of_a_unit() -> None:
+    """Those of one layer, and all where one was replaced: no others are measured, and none is scaled."""
+    model, reference = fully_shard(Net()), Net()
+    for each in (model, reference):
+        backward(each)
+    untouched = model.odd.weight.grad.to_local().clone()
+    check(model.first, reference.first, limit=1e-2)
+    assert torch.equal(model.odd.weight.grad.to_local(), untouched)
+    for each in (model, reference):
+        each.last.weight.grad = each.last.weight.grad * 3
+    check(model, reference, limit=1e-2)
+
+
+@world(2)
 def test_plain_gradients_that_differ() -> None:
     """Ranks that trained a plain parameter apart: the mean of the powers, the same on all ranks."""
     model = fully_shard(nn.Sequential(nn.Linear(2, 2, bias=False)))

@@ -51,8 +51,14 @@ def test_large_parameters_have_regions_of_their_own() -> None:
     regions = arrange(items(small, large, small, large), range(4), Grouping.GROUPED)
     assert [(region.members, region.packed) for region in regions] == [((1,), False), ((3,), False), ((0, 2), True)]
     for grouping in (Grouping.BY_SEGMENT, Grouping.WHOLE):
-        (region,) = arrange(items(small, large), (0, 1), grouping)
+        (region,) = arrange(items(small, large, small, large), range(4), grouping)
         assert region.packed
+        assert region.members == (1, 3, 0, 2)  # in the same order, so that flat code finds neighbours in every buffer
+
+
+def test_small_vectors_lie_behind_small_matrices() -> None:
+    (region,) = arrange(items((9, 9), (9,), (3, 3), (5,)), range(4), Grouping.GROUPED)
+    assert region.members == (0, 2, 1, 3)
 
 
 def test_few_small_parameters_are_not_packed() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.interface import Transport
 from ..layout.rows import Region
 from ..torch_private import (
+    DTensorSpec,
     foreach_add,
     local_of,
     make_dtensor,
@@ -21,8 +25,17 @@ from ..torch_private import (
 from . import observer
 from .buffers import ShardBuffer
 from .faces import Slot
+from .living import Living
 from .master import Master
 from .residence import Residence
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Gradients side by side that are distributed alike, as one flat tensor; what lies between them is zero."""
+
+    tensor: torch.Tensor
+    spec: DTensorSpec
 
 
 class GradShard:
@@ -31,6 +44,8 @@ class GradShard:
     The faces' local tensors lie at offsets of one storage that can be emptied; the DTensors around them were
     made at offset 0, where saving and copying work.
     """
+
+    living: ClassVar[Living[GradShard]] = Living()
 
     def __init__(
         self,
@@ -45,6 +60,10 @@ class GradShard:
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
+        self.begins: list[int] = []
+        """The byte where each face begins; they are in the order in which they lie."""
+        self._flats: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self._stretches: list[Stretch] | None = None
         self.buffer.take()
         for region, spot in zip(regions, self.buffer.placement.places, strict=True):
             run = region.runs[0]
@@ -56,6 +75,7 @@ class GradShard:
         self._entries = list(zip(self._slots, self.faces, self.locals, strict=True))
         self._idle_uses = self._uses()
         self._known_idle = True
+        self.living.add(self)
 
     def _add_face(self, slot: Slot, dtype: torch.dtype, offset: int, rank: int) -> None:
         spec = spec_of(slot.sharded)
@@ -67,6 +87,7 @@ class GradShard:
         self._slots.append(slot)
         self.faces.append(face)
         self.locals.append(local)
+        self.begins.append(offset)
 
     def _uses(self) -> int:
         """Grows by one for whoever holds a face, its local tensor or any view of either."""
@@ -90,6 +111,46 @@ class GradShard:
         if not self._known_idle:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [slot.sharded for slot in self._slots]
+
+    def belongs_to(self, parameters: Set[int]) -> bool:
+        """Whether every face is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
+        for slot, face in zip(self._slots, self.faces, strict=True):
+            parameter = slot.sharded
+            if parameter.grad is not face or id(parameter) not in parameters:
+                return False
+        return bool(self.faces)
+
+    def flat(self, dtype: torch.dtype, begin: int, numel: int) -> torch.Tensor:
+        """A range of it, made once, while there is memory: our own views must not look like a user's."""
+        key = dtype, begin, numel
+        if key not in self._flats:
+            before = self._uses()
+            self._flats[key] = self.buffer.tensor(dtype, begin, (numel,))
+            self._idle_uses += self._uses() - before
+        return self._flats[key]
+
+    def stretches(self) -> list[Stretch]:
+        if self._stretches is None:
+            self._stretches = self._find_stretches()
+        return self._stretches
+
+    def _find_stretches(self) -> list[Stretch]:
+        def kind(each: tuple[int, torch.Tensor, Slot]) -> tuple[torch.dtype, int, object]:
+            spec = spec_of(each[2].sharded)
+            return each[1].dtype, id(spec.mesh), spec.placements
+
+        found = []
+        for (dtype, _, _), run in groupby(zip(self.begins, self.locals, self._slots, strict=True), kind):
+            members = list(run)
+            first, _, slot = members[0]
+            last, local, _ = members[-1]
+            numel = (last - first) // dtype.itemsize + local.numel()
+            if numel:
+                found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
+        return found
 
     def deliver(self) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""

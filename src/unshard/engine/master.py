@@ -59,8 +59,9 @@ class Master(Shard):
         if self.device == META:
             return tensors
         storage = self._flat.untyped_storage()
-        for index, begin in self._spots():
+        for index, begin in self.spots():
             shape, itemsize = self.cuts[index].local_shape(self.rank), tensors[index].element_size()
-            slice_ = storage[begin : begin + prod(shape) * itemsize]
-            tensors[index].set_(slice_, 0, shape, contiguous_stride(shape))
+            if prod(shape):
+                slice_ = storage[begin : begin + prod(shape) * itemsize]
+                tensors[index].set_(slice_, 0, shape, contiguous_stride(shape))
         return tensors

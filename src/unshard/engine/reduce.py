@@ -11,7 +11,7 @@ import torch
 
 from ..comm.interface import Done, Transport, Work
 from ..comm.order import Event
-from ..layout.rows import Grouping, Item, Region, arrange, place
+from ..layout.rows import Grouping, Region, arrange, place
 from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
 from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
@@ -96,11 +96,11 @@ class Reduction:
         residence: Residence,
     ):
         segments, itemsizes = master.segments, master.segments.itemsizes("wire")
-        items = [Item(item.cut, item.segment, itemsizes[item.segment]) for item in master.items]
         # An exchange takes one tensor, so few of them.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if shards.reduces_groups and not exchanged else Grouping.BY_SEGMENT
-        self._regions = arrange(items, members, grouping, shards.few)
+        # By the sizes of the gather: then in the same order, which flat optimizers need.
+        self._regions = arrange(master.items, members, grouping, shards.few)
         self._master, self._slots, self._residence = master, slots, residence
         self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import torch
 
@@ -35,23 +34,23 @@ class Shard:
         """A region's runs as flat tensors of their original dtypes."""
         spot, runs = self.placement.places[region], self.regions[region].runs
         return [
-            self._tensor(self.segments.kinds[run.segment].original, spot.offset + start, run.numel)
+            self.flat(self.segments.kinds[run.segment].original, spot.offset + start, run.numel)
             for run, start in zip(runs, spot.runs, strict=True)
         ]
 
     def piece_bytes(self, region: int) -> torch.Tensor:
         """A region's piece, padding included, as bytes."""
         spot = self.placement.places[region]
-        return self._tensor(torch.uint8, spot.offset, spot.piece)
+        return self.flat(torch.uint8, spot.offset, spot.piece)
 
-    def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+    def flat(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """Some of it as a flat tensor; `offset` in bytes."""
         return self._flat[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def _spots(self) -> Iterator[tuple[int, int]]:
-        """Each parameter of which this rank has elements, and the byte where they begin."""
+    def spots(self) -> Iterator[tuple[int, int]]:
+        """Each parameter in the order in which they lie, and the byte where it begins."""
         for region, spot in zip(self.regions, self.placement.places, strict=True):
             for run, start in zip(region.runs, spot.runs, strict=True):
                 itemsize = self.segments.kinds[run.segment].original.itemsize
                 for index, first in zip(run.members, run.starts, strict=True):
-                    if prod(self.cuts[index].local_shape(self.rank)):
-                        yield index, spot.offset + start + first * itemsize
+                    yield index, spot.offset + start + first * itemsize

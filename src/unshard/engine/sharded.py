@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +12,7 @@ from ..errors import ParameterError
 from ..torch_private import local_of, rebind_local
 from .extension import is_extended
 from .faces import Slot
+from .living import Living
 from .master import META, Master
 from .precision import Segments
 from .residence import Residence
@@ -21,6 +22,8 @@ from .writes import count_writes
 
 class Sharded:
     """Keeps every sharded face inside the master shard."""
+
+    living: ClassVar[Living[Sharded]] = Living()
 
     def __init__(self, slots: list[Slot], transport: Transport, residence: Residence):
         self.slots = slots
@@ -32,6 +35,7 @@ class Sharded:
         self._transport = transport
         self._names = self._all_names()
         self.master = self._lay_out()
+        self.living.add(self)
 
     def _all_names(self) -> list[tuple[dict[str, Any], str, Slot]]:
         return [(home.parameters, home.name, slot) for slot in self.slots for home in slot.homes]

@@ -54,7 +54,7 @@ class Slices:
         self.transport = transport
         self._buffer = shard.buffer
         self.gather = Gather(shard, full, transport)
-        begins = dict(shard._spots())
+        begins = dict(shard.spots())
         self._locals: list[torch.Tensor] = []
         self._pieces: list[torch.Tensor] = []
         full.take()
@@ -67,7 +67,7 @@ class Slices:
             face = make_dtensor(local, slicing.mesh, placements, torch.Size(cuts[index].shape))
             slot.sliced = nn.Parameter(face, requires_grad=False)
             local = local_of(slot.sliced)
-            if index in begins:
+            if local.numel():
                 place = self._buffer.tensor(local.dtype, begins[index], local.shape)
                 local.set_(place.untyped_storage(), place.storage_offset(), place.shape, place.stride())
             self._locals.append(local)

@@ -131,9 +131,11 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping, f
     Up to `few` small parameters are not packed where tensors can be grouped.
     """
     members = [index for index in members if items[index].cut.numel]
-    alone = _alone(items, members, few) if grouping is Grouping.GROUPED else set()
+    alone = _alone(items, members, few)
     by_segment: dict[int, list[int]] = {}
-    for index in members:
+    # Large ones first in every grouping: buffers that are grouped differently then have the same order. Vectors last:
+    # optimizers treat biases and norms differently from matrices, and flat ones want those of a kind side by side.
+    for index in sorted(members, key=lambda index: (index not in alone, len(items[index].cut.shape) < 2)):
         by_segment.setdefault(items[index].segment, []).append(index)
     # Wide elements first: then every run starts at a multiple of its element size without padding.
     segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
@@ -141,6 +143,8 @@ def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping, f
         runs = tuple(_run(items, tuple(segment)) for segment in segments)
         return (Region(runs, packed=True),) if runs else ()
     regions = []
+    if grouping is Grouping.BY_SEGMENT:
+        alone = set()
     for segment in segments:  # a segment is a contiguous range of every buffer
         regions += [Region((_run(items, (index,)),), packed=False) for index in segment if index in alone]
         small = tuple(index for index in segment if index not in alone)

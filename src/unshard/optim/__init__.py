@@ -1,6 +1,7 @@
-"""What happens to gradients between backward and the optimizer's step, for parameters that are sharded."""
+"""What happens between backward and the end of the optimizer's step, for parameters that are sharded."""
 
 from .clip import clip_grad_norm_
+from .flat import flat
 from .grad_scaler import GradScaler
 
-__all__ = ["GradScaler", "clip_grad_norm_"]
+__all__ = ["GradScaler", "clip_grad_norm_", "flat"]

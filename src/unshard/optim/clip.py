@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..engine.flat import scalable_gradients
 from ..errors import ArgumentError, GradientError
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 from .local import local_gradient
@@ -60,7 +61,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class Piece:
-    """A gradient's part on this rank; `weight` makes the sum over all ranks count the whole gradient once."""
+    """Gradients' parts on this rank; `weight` makes the sum over all ranks count each whole gradient once."""
 
     local: torch.Tensor
     measured: torch.Tensor
@@ -68,9 +69,10 @@ class Piece:
 
 
 def _pieces(parameters: Sequence[torch.Tensor], peers: int) -> list[Piece]:
-    pieces = []
+    stretches, others = scalable_gradients(parameters)
+    pieces = [Piece(each.tensor, each.tensor, _weight(each.spec, peers)) for each in stretches]
     weights: dict[Any, float] = {}
-    for parameter in parameters:
+    for parameter in others:
         gradient, local = parameter.grad, local_gradient(parameter)
         if isinstance(gradient, DTensor):
             spec = spec_of(gradient)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from ..engine.flat import scalable_gradients
 from ..errors import ArgumentError
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .local import local_gradient
@@ -58,8 +59,8 @@ class GradScaler(OpenGradScaler):
         parameters = _parameters(optimizer)
         peers = peers_of(parameters, self._process_group, otherwise=inverse.device)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
-        for parameter in parameters:
-            gradient = local_gradient(parameter)
+        stretches, others = scalable_gradients(parameters)
+        for gradient in [*(each.tensor for each in stretches), *map(local_gradient, others)]:
             if gradient is not None:
                 buckets[gradient.device][gradient.dtype].append(gradient)
         found = {device: torch.zeros((), device=device) for device in buckets or [peers.device]}

@@ -1,0 +1,83 @@
+"""Parameters that lie side by side, in the master shard and in the gradient shard, for code that takes many as one.
+
+An elementwise operation on a range of the master shard is the same operation on each parameter in it, as long as what
+lies between them (padding, gaps) is zero and stays so. The same range of the gradient shard holds the gradients if the
+parameters lie there in the same order and at the same distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..torch_private import local_of
+from .grad_shard import GradShard, Stretch
+from .master import META, Master
+from .sharded import Sharded
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a parameter lies in a master shard: which one it is there, and its bytes."""
+
+    master: Master
+    order: int
+    begin: int
+    end: int
+
+    def precedes(self, other: Spot) -> bool:
+        """Whether nothing but padding lies between the two."""
+        return self.master is other.master and self.order + 1 == other.order
+
+
+@dataclass(frozen=True)
+class GradSpot:
+    """Where a gradient lies in a gradient shard."""
+
+    shard: GradShard
+    order: int
+    begin: int
+
+    def precedes(self, other: GradSpot) -> bool:
+        return self.shard is other.shard and self.order + 1 == other.order
+
+
+def spots_of(parameters: Iterable[torch.Tensor]) -> dict[int, Spot]:
+    """By the id of the parameter; those that do not lie in any master shard right now have none."""
+    wanted, found = set(map(id, parameters)), {}
+    for sharded in Sharded.living:
+        master = sharded.master
+        if master.device == META or wanted.isdisjoint(id(slot.sharded) for slot in sharded.slots):
+            continue
+        for order, (index, begin) in enumerate(master.spots()):
+            parameter, local = sharded.slots[index].sharded, master.locals[index]
+            if id(parameter) in wanted and local_of(parameter) is local:
+                found[id(parameter)] = Spot(master, order, begin, begin + local.numel() * local.element_size())
+    return found
+
+
+def gradient_spots() -> dict[int, GradSpot]:
+    """All gradients that parameters have from the engine, by the id of the `.grad` object."""
+    found = {}
+    for shard in GradShard.living:
+        if shard.attached:
+            for order, (face, local, begin) in enumerate(zip(shard.faces, shard.locals, shard.begins, strict=True)):
+                if local_of(face) is local:
+                    found[id(face)] = GradSpot(shard, order, begin)
+    return found
+
+
+def scalable_gradients(parameters: Sequence[torch.Tensor]) -> tuple[list[Stretch], list[torch.Tensor]]:
+    """Gradients as a few flat tensors that may be multiplied as they are; and the parameters that are not in them.
+
+    A gradient shard is used whole or not at all: only if all of its gradients are those of `parameters`.
+    """
+    given, stretches = set(map(id, parameters)), []
+    for shard in GradShard.living:
+        if shard.belongs_to(given):
+            given.difference_update(map(id, shard.parameters()))
+            stretches += shard.stretches()
+            shard.buffer.soiled = True
+    return stretches, [parameter for parameter in parameters if id(parameter) in given]

@@ -1,0 +1,155 @@
+"""What an optimizer steps instead of its parameters: flat tensors, in groups that shadow its parameter groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..engine.flat import gradient_spots
+from ..engine.grad_shard import GradShard
+from ..torch_private import local_of
+from .entries import absorb, alike, divide, show
+from .spans import Span, cut, neighbours, pieces_of, together
+
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+class Shadow:
+    """The spans of an optimizer's parameters and their flat state.
+
+    All of it follows from the parameters, where they lie, the entries of the state and the gradients. A step that finds
+    these as they were takes what the last one made: it looks at each parameter, with a few comparisons, and calls torch
+    once per span at most.
+    """
+
+    def __init__(self) -> None:
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.spans: list[Span] = []
+        self._plain: list[tuple[int, torch.Tensor]] = []
+        self._parameters: list[DTensor] = []
+        self._locals: list[torch.Tensor] = []
+        self._layout: list[Any] = []
+        self._entries: list[Any] = []
+        self._visible: Any = None
+        self._gradients: list[int] | None = None
+        self._shards: list[weakref.ref[GradShard]] = []
+        self._fed: list[tuple[Span, torch.Tensor]] = []
+        self._irregular: list[Span] = []
+
+    def groups(self, optimizer: Any) -> list[dict[str, Any]]:
+        """Groups for one step, with gradients on their tensors; `release` afterwards."""
+        visible = optimizer.param_groups
+        layout = _layout(visible)
+        if not self._fits(layout, optimizer.state):
+            self._rebuild(visible, optimizer.state, layout)
+        self._match(optimizer.state)
+        shadows = [{**group, "params": []} for group in visible]
+        for number, parameter in self._plain:
+            shadows[number]["params"].append(parameter)
+        for span, gradient in self._fed:
+            shadows[span.group]["params"].append(span.flat)
+            span.flat.grad = gradient
+        for span in self._irregular:
+            shadows[span.group]["params"].append(span.flat)
+            span.flat.grad = span.collected_gradient()
+        return shadows
+
+    def release(self, optimizer: Any, shadows: list[dict[str, Any]]) -> None:
+        """Let go of the gradients, and let the optimizer show what the step did to state and groups."""
+        for group, shadow in zip(optimizer.param_groups, shadows, strict=True):
+            shadow["params"] = group["params"]
+            group.update(shadow)
+        changed, state = bool(self._plain), optimizer.state
+        for span in [*(span for span, _ in self._fed), *self._irregular]:
+            span.flat.grad = None
+            if span.flat in self.state:
+                changed |= show(span, self.state[span.flat], state)
+        if changed:
+            own = {id(span.flat) for span in self.spans}
+            state.update({key: value for key, value in self.state.items() if id(key) not in own})
+            self._entries = _entries(state)
+
+    def _fits(self, layout: list[Any], state: Any) -> bool:
+        """Whether parameters, the places where they lie and the state are what the spans were made from."""
+        if layout != self._layout or state is not self._visible:
+            return False
+        entries = _entries(state)
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        return all(map(is_, map(local_of, self._parameters), self._locals))
+
+    def _rebuild(self, groups: list[dict[str, Any]], state: Any, layout: list[Any]) -> None:
+        """Spans as long as layout, groups and state allow, with the state that the entries show."""
+        pieces = pieces_of(groups)
+        near, like = neighbours(groups), alike(state)
+        self.spans = [Span(run) for run in cut(pieces, lambda a, b: near(a, b) and like(a, b))]
+        self._plain = [
+            (number, each)
+            for number, group in enumerate(groups)
+            for each in group["params"]
+            if not isinstance(each, DTensor)
+        ]
+        self._parameters = [piece.parameter for piece in pieces]
+        self._locals = [piece.local for piece in pieces]
+        # One span after the other, so that there are never two copies of all state.
+        self.state = defaultdict(dict)
+        for span in self.spans:
+            flat = absorb(span, state)
+            if flat is not None:
+                self.state[span.flat] = flat
+                show(span, flat, state)
+        sharded = set(map(id, self._parameters))
+        self.state.update({key: value for key, value in state.items() if id(key) not in sharded})
+        self._layout, self._visible, self._entries = layout, state, _entries(state)
+        self._gradients = None
+
+    def _match(self, state: Any) -> None:
+        """Find each span's flat gradient. Where only some parameters have one, the span is split for good."""
+        gradients = list(map(id, map(_gradient_of, self._parameters)))
+        known = gradients == self._gradients and None not in [each() for each in self._shards]
+        if known and not self._irregular:
+            return
+        self._gradients = gradients
+        spots = gradient_spots()
+        self._split(together(spots), state)
+        self._fed, self._irregular = [], []
+        shards: dict[int, weakref.ref[GradShard]] = {}
+        for span in self.spans:
+            if span.pieces[0].parameter.grad is None:
+                continue
+            found = span.gradient(spots)
+            if found is None:
+                self._irregular.append(span)
+            else:
+                shards[id(found[0])] = weakref.ref(found[0])
+                self._fed.append((span, found[1]))
+        self._shards = list(shards.values())
+
+    def _split(self, joined: Callable[[Any, Any], bool], state: Any) -> None:
+        spans: list[Span] = []
+        for span in self.spans:
+            parts = span.split(joined)
+            spans += parts
+            if len(parts) > 1 and (values := self.state.pop(span.flat, None)) is not None:
+                for part, own in zip(parts, divide(span, values, parts), strict=True):
+                    self.state[part.flat] = own
+                    show(part, own, state)
+        if len(spans) > len(self.spans):
+            self.spans = spans
+            self._entries = _entries(state)
+
+
+def _layout(groups: list[dict[str, Any]]) -> list[Any]:
+    """Which parameters are in which group, and what in a group decides how long its spans may be."""
+    return [(group.get("eps"), list(map(id, group["params"]))) for group in groups]
+
+
+def _entries(state: Any) -> list[Any]:
+    """Tells whether anybody else has changed the entries. Kept, not their ids: those of dead objects are used again."""
+    return [value for entry in state.values() if isinstance(entry, dict) for value in entry.values()]

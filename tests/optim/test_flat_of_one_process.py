@@ -1,0 +1,130 @@
+"""Which optimizers step flat shards, and what the others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from bed import loopback
+from distributed.test_extensions import Travels
+from torch import nn
+
+from unshard import fully_shard
+from unshard.errors import ArgumentError
+from unshard.optim import flat
+from unshard.torch_private import local_of
+
+optim = torch.optim
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    with loopback.job(world=2):
+        yield fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+class Signs(optim.Optimizer):
+    """Not torch's. Counts its steps in the group and in numbers of the state that are no tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rate": 0.5, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> str:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for each in group["params"]:
+                if each.grad is not None:
+                    state = self.state[each]
+                    state["count"] = state.get("count", 0) + 1
+                    each.sub_(each.grad.sign(), alpha=group["rate"])
+        return "done"
+
+
+class Tamed(optim.AdamW):
+    pass
+
+
+def test_classes_that_are_refused(model: nn.Module) -> None:
+    weights = [each for each in model.parameters() if each.ndim == 2]
+    for name, reason in (("LBFGS", "inner products"), ("Adafactor", "rows and columns"), ("Muon", "each matrix")):
+        optimizer = getattr(optim, name)(weights)
+        for vouched in (False, True):
+            with pytest.raises(ArgumentError, match=f"{name} cannot step flat shards: .*{reason}"):
+                flat(optimizer, elementwise=vouched)
+        assert type(optimizer) is getattr(optim, name)
+    with pytest.raises(ArgumentError, match="SparseAdam cannot step flat shards: it takes sparse gradients"):
+        flat(optim.SparseAdam(weights))
+    for kind in (Signs, Tamed):
+        with pytest.raises(ArgumentError, match=f"{kind.__name__} is not known .*pass elementwise=True"):
+            flat(kind(weights))
+    with pytest.raises(ArgumentError, match="autograd would not see the step"):
+        flat(optim.Adam(weights, differentiable=True))
+    with pytest.raises(ArgumentError, match=r"takes a torch\.optim\.Optimizer, got a list"):
+        flat(weights)  # type: ignore[type-var]
+
+
+def test_too_early_and_too_late(model: nn.Module) -> None:
+    with pytest.raises(ArgumentError, match="Call flat after fully_shard"):
+        flat(optim.SGD([nn.Parameter(torch.zeros(3))]))
+    optimizer = optim.SGD(model.parameters())
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ArgumentError, match="has replaced the step of this SGD object"):
+        flat(optimizer)
+
+
+def test_a_class_that_a_user_vouches_for(model: nn.Module) -> None:
+    """Its own groups, its numbers that are no tensors, its arguments and what it returns."""
+    before = [each.to_local().clone() for each in model.parameters()]
+    optimizer = flat(Signs(model.parameters()), elementwise=True)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        signs = [each.grad.to_local().sign() for each in model.parameters()]
+        assert optimizer.step() == "done"
+        optimizer.zero_grad()
+        before = [each - 0.5 * sign for each, sign in zip(before, signs, strict=True)]
+    assert all(torch.equal(a.to_local(), b) for a, b in zip(model.parameters(), before, strict=True))
+    assert optimizer.param_groups[0]["steps"] == 2
+    assert {id(each) for each in optimizer.state} == {id(each) for each in model.parameters()}
+    assert list(optimizer.state.values()) == [{"count": 2}] * 4
+    assert optimizer.step(lambda: "loss") == "loss"
+    assert flat(Tamed(model.parameters()), elementwise=True).__class__.__name__ == "Tamed"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_shards_that_bring_their_own_gather_protocol(model: nn.Module, foreach: bool) -> None:
+    """They lie outside the master shard, and are stepped by themselves, as they are."""
+    models = []
+    for wrap in (flat, lambda optimizer: optimizer):
+        torch.manual_seed(0)
+        each = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        each[0].weight = nn.Parameter(Travels(each[0].weight.detach().clone()))
+        fully_shard(each)
+        optimizer = wrap(optim.AdamW(each.parameters(), lr=0.1, foreach=foreach))
+        before = local_of(each[0].weight).inner.clone()
+        for _ in range(2):
+            each(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(local_of(each[0].weight)) is Travels and not torch.equal(local_of(each[0].weight).inner, before)
+        models.append(each)
+    assert torch.equal(local_of(models[0][0].weight).inner, local_of(models[1][0].weight).inner)
+    for mine, theirs in zip(models[0][1].parameters(), models[1][1].parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+
+
+def test_a_step_that_raises_leaves_the_groups(model: nn.Module) -> None:
+    optimizer = flat(optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False))
+    model(torch.ones(1, 4)).sum().backward()
+    groups, state = optimizer.param_groups, optimizer.state
+    groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups is groups and optimizer.state is state
+    assert list(map(id, groups[0]["params"])) == list(map(id, model.parameters()))
+    groups[0]["betas"] = (0.9, 0.99)
+    old = model[0].weight.to_local().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight.to_local(), old)
