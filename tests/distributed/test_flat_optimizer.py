@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -109,7 +110,8 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def assert_clean() -> None:
-    """Padding and gaps are zero in every master and gradient shard that is alive."""
+    """Padding and gaps are zero in every master and gradient shard that is alive; not those of other tests' models."""
+    gc.collect()
     for each in Sharded.living:
         inside = torch.zeros_like(each.master._flat, dtype=torch.bool)
         for index, begin in each.master.spots():
