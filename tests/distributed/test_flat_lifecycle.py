@@ -37,6 +37,12 @@ def adamw(model: nn.Module, **options: Any) -> Any:
     return flat(optim.AdamW(by_decay(model), lr=0.01, **options))
 
 
+def shards_of(model: nn.Module) -> list[GradShard]:
+    """Not those of other tests: collectives that were given up keep theirs as long as the process lives."""
+    mine = set(map(id, model.parameters()))
+    return [each for each in GradShard.living if not mine.isdisjoint(map(id, each.parameters()))]
+
+
 @world(2)
 def test_a_kept_unit_is_gathered_again_after_a_step() -> None:
     """Writes through flat tensors raise no version counter of the parameters."""
@@ -193,9 +199,7 @@ def test_gaps_are_clean_after_gradients_that_are_not_finite() -> None:
     model(x).sum().backward()
     local_of(model.weights[0].grad)[0, 0] = torch.nan
     assert clip_grad_norm_(model.parameters(), 1.0).isnan()
-    # Shards of other tests' models may still be alive in this process.
-    mine = model.weights[0]
-    (shard,) = [each for each in GradShard.living if any(parameter is mine for parameter in each.parameters())]
+    (shard,) = shards_of(model)
     assert any(gap.any() for gap in shard.buffer._gaps)
     loss = model(x).sum()
     model.zero_grad()  # after forward, so that the memory is never given back
@@ -232,7 +236,7 @@ def test_nothing_grows() -> None:
             optimizer.step()
             optimizer.zero_grad()
         gc.collect()
-        return list(GradShard.living), len(gc.get_objects())
+        return shards_of(model), len(gc.get_objects())
 
     shards, objects = steps()
     again = [steps(), steps()]
