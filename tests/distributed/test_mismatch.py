@@ -136,11 +136,10 @@ class Broken(nn.Linear):
 
 @world(2)
 def test_other_errors_are_left_alone() -> None:
-    for error in ("no such dtype, said the user", "something else"):
-        model = sharded(Broken(4, 4), MixedPrecisionPolicy(B16))
-        with pytest.raises(RuntimeError) as caught:
-            model(torch.randn(2, 4))
-        assert str(caught.value) == "no such dtype, said the user", error
+    model = sharded(Broken(4, 4), MixedPrecisionPolicy(B16))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 4))
+    assert str(caught.value) == "no such dtype, said the user"
     model = sharded(Block(), MixedPrecisionPolicy(B16))
     with pytest.raises(RuntimeError, match="shape") as caught:
         model(torch.randn(2, 5))
