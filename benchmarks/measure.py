@@ -59,12 +59,16 @@ class Clock:
 
 
 def timed_step(training: Training, place: Place) -> dict[str, float]:
-    """One step in milliseconds. `wall` ends when the device has finished; the rest of the host's times do not wait."""
+    """One step in milliseconds. `wall` ends when the device has finished; the rest of the host's times do not wait.
+
+    `net` is the same without the host time of the simulated ranks, which stand for kernels that a real group launches
+    at once. It says something only where the host is what a step waits for.
+    """
     place.meet()
     if place.on_gpu:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-    began, clock, row = time.perf_counter(), Clock(), {}
+    began, spent, clock, row = time.perf_counter(), METER.seconds, Clock(), {}
     loss = training.forward()
     row["forward"] = clock.lap()
     loss.backward()
@@ -76,6 +80,7 @@ def timed_step(training: Training, place: Place) -> dict[str, float]:
     row["optimizer"] = clock.lap()
     place.synchronize()
     row["wall"] = (time.perf_counter() - began) * MS
+    row["net"] = row["wall"] - (METER.seconds - spent) * MS
     if place.on_gpu:
         row["device"] = begin.elapsed_time(end)
     return row

@@ -6,8 +6,9 @@
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
-events on the GPU around both. The peak is measured first, one side at a time (see `benchmarks.memory`). Compare within
-one run only.
+events on the GPU around both, `net` the step without the host time of the simulated ranks. Ratios are medians of those
+of the rounds: a machine that changes its pace does so for all sides of a round, if rounds are short. The peak is
+measured first, one side at a time (see `benchmarks.memory`). Compare within one run only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .places import Place
 from .sides import Training
 from .tables import Row
 
-COLUMNS = {"case": "case", "side": "side", "wall": "wall ms", "wall_least": "least", "device": "device f+b"}
+COLUMNS = {"case": "case", "side": "side", "wall": "wall ms", "wall_least": "least", "net": "net"}
+COLUMNS |= {"device": "device f+b"}
 COLUMNS |= {
     "host": "host f+b",
     "forward": "forward",
@@ -32,7 +34,14 @@ COLUMNS |= {
     "optimizer": "optimizer",
 }
 COLUMNS |= {"peak_mib": "peak MiB"}
-FIGURES = {"wall": "wall", "device": "device", "host": "host", "added": "added host", "optimizer": "optimizer"}
+FIGURES = {
+    "wall": "wall",
+    "net": "net",
+    "device": "device",
+    "host": "host",
+    "added": "added host",
+    "optimizer": "optimizer",
+}
 FIGURES |= {"peak_mib": "peak"}
 
 Times = list[list[dict[str, float]]]  # rounds of steps
@@ -61,7 +70,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     for case in options.cases:
         found = _compare_case(case, place, options)
         against = tables.ratios(found, FIGURES)
-        _add_spread(against, found)
+        _by_round(against, found)
         tables.show(place, f"{case}, {place}", found, COLUMNS)
         tables.show_ratios(place, against, FIGURES)
         rows += found
@@ -94,10 +103,7 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list
     for part in parts:
         if not part.failed:
             part.row |= _summary(times[part.side])
-    base = next((part.row["host"] for part in parts if part.side == "unsharded" and not part.failed), None)
-    for part in parts:
-        if base is not None and part.side != "unsharded" and not part.failed:
-            part.row["added"] = part.row["host"] - base
+    _add_added([part.row for part in parts if not part.failed])
     return [part.row for part in parts]
 
 
@@ -106,7 +112,9 @@ def _summary(rounds: Times) -> Row:
     row: Row = dict(measure.medians(everything))
     row["wall_least"] = min(step["wall"] for step in everything)
     row["host"] = row["forward"] + row["backward"]
-    row["wall_rounds"] = [measure.medians(steps)["wall"] for steps in rounds]
+    row["rounds"] = [measure.medians(steps) for steps in rounds]
+    for each in row["rounds"]:
+        each["host"] = each["forward"] + each["backward"]
     return row
 
 
@@ -153,14 +161,27 @@ def _warm(part: Part, case: Case, place: Place, steps: int) -> Training | None:
     return None
 
 
-def _add_spread(ratios: list[Row], rows: list[Row]) -> None:
-    """The ratio of each round, smallest and largest: how far to trust the medians."""
-    rounds = {row["side"]: row.get("wall_rounds", []) for row in rows}
+def _add_added(rows: list[Row]) -> None:
+    """The host time that the unsharded side does not need."""
+    base = next((row for row in rows if row["side"] == "unsharded"), None)
+    for row in rows:
+        if base is not None and row is not base:
+            row["added"] = row["host"] - base["host"]
+            for mine, bases in zip(row["rounds"], base["rounds"], strict=True):
+                mine["added"] = mine["host"] - bases["host"]
+
+
+def _by_round(ratios: list[Row], rows: list[Row]) -> None:
+    """Medians of the ratios of the rounds; of the whole step also the smallest and largest."""
+    rounds = {row["side"]: row.get("rounds", []) for row in rows}
     for row in ratios:
-        pairs = zip(rounds[row["side"]], rounds[row["peer"]], strict=True)
-        each = [ours / theirs for ours, theirs in pairs]
-        row["wall_spread"] = [min(each), max(each)]
-        row["wall_by_round"] = statistics.median(each)
+        pairs = list(zip(rounds[row["side"]], rounds[row["peer"]], strict=True))
+        for name in FIGURES:
+            each = [ours[name] / theirs[name] for ours, theirs in pairs if theirs.get(name)]
+            if each:
+                row[name] = statistics.median(each)
+        walls = [ours["wall"] / theirs["wall"] for ours, theirs in pairs]
+        row["wall_spread"] = [min(walls), max(walls)]
 
 
 def main(arguments_given: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -104,6 +105,10 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Autograd's count of writes to a tensor. All versions."""
 
 
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+trainable: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
+
 def rebind_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Put `local` inside a DTensor, keeping the object; there is no public way. All versions."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -163,6 +168,31 @@ def inside_backward() -> bool:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward is over; only valid inside one. All versions."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def watch_gradient(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
+    """Call `hook` when a gradient reaches `tensor`, which was just made and has no hooks yet; for good.
+
+    What `register_hook` does without a handle to remove the hook with, which costs three times as much as the rest: two
+    of these are set per unit and step. All versions.
+    """
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    hooks: OrderedDict[int, Any] = OrderedDict()  # a user's own `register_hook` adds to it
+    hooks[0] = hook
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor with a place of its own in the graph. All versions.
+
+    Indexing with nothing makes an alias, whose backward hands the gradient on; that of a view reshapes it. But not
+    every subclass of tensors knows it.
+    """
+    return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

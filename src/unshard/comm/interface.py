@@ -42,6 +42,8 @@ class Transport(ABC):
     """So many small tensors cost less in a group than the copies that packing takes."""
     in_place_only: bool = False
     """`gather` reads this rank's piece only from its place in the output."""
+    reduces_in_place: bool = False
+    """`reduce_scatter` has nothing to add up and takes its outputs as inputs."""
     piece_alignment: int = 1
     """Bytes to which packed pieces are padded."""
     pool: Pool | None = None

@@ -7,6 +7,7 @@ once, and skip a layer of Python.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .patient import PatientWork
 from .solo import SoloTransport
 
 FEW = 8
+_dtype_of = attrgetter("dtype")
 
 # What Gloo's all-gather accepts; anything else travels as bytes.
 _GLOO_DTYPES = frozenset(
@@ -75,7 +77,7 @@ class ProcessGroupTransport(Transport):
         return self._joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
-        if any(output.dtype != whole.dtype for output, whole in zip(outputs, inputs, strict=True)):
+        if list(map(_dtype_of, outputs)) != list(map(_dtype_of, inputs)):
             return self._reduce_after_arrival(outputs, inputs, average)
         options = self._mean if average else self._sum
         if len(outputs) > 1 and self.reduces_groups:

@@ -14,13 +14,15 @@ class SoloTransport(Transport):
     gathers_groups = True
     reduces_groups = True
     in_place_only = True
+    reduces_in_place = True
     few = 8  # there is no group at all, but packing would cost copies
 
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         return Done()
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
-        foreach_copy(outputs, inputs)
+        if inputs is not outputs:
+            foreach_copy(outputs, inputs)
         return Done()
 
     def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:

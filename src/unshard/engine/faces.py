@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_not, setitem
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import DTensorSpec, foreach_copy, own_parameters
+from ..torch_private import DTensorSpec, foreach_copy, own_parameters, trainable
 
 
 @dataclass(frozen=True)
@@ -85,27 +87,39 @@ class Faces:
     def __init__(self, slots: Iterable[Slot]):
         self._slots = list(slots)
         homes = [(home, slot) for slot in self._slots for home in slot.homes]
-        self._plain = [(home.parameters, home.name, slot) for home, slot in homes if home.plain]
+        plain = [(home, slot) for home, slot in homes if home.plain]
+        self._dicts, self._names = [home.parameters for home, _ in plain], [home.name for home, _ in plain]
+        self._plain = [slot for _, slot in plain]
         self._special = [(home, slot) for home, slot in homes if not home.plain]
         self._chunks = Chunks(slot for _, slot in self._special)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """To be called when the slots were given other faces. `full` are those of all slots, once all have one."""
+        full = [slot.full for slot in self._slots if slot.full is not None]
+        self.full = full if len(full) == len(self._slots) else []
+        self._at_rest = [slot.sharded for slot in self._slots]
+        self._full, self._sharded = [slot.full for slot in self._plain], [slot.sharded for slot in self._plain]
+
+    def follow_freezing(self) -> None:
+        """Users freeze and unfreeze the parameters they see at rest."""
+        if any(map(is_not, map(trainable, self.full), map(trainable, self._at_rest))):
+            for full, at_rest in zip(self.full, self._at_rest, strict=True):
+                full.requires_grad_(at_rest.requires_grad)
 
     def show_full(self) -> None:
-        for slot in self._slots:
-            full, needed = slot.full, slot.sharded.requires_grad
-            # Users freeze and unfreeze the parameters they see at rest.
-            if full.requires_grad is not needed:  # type: ignore[union-attr]
-                full.requires_grad_(needed)  # type: ignore[union-attr]
-        for parameters, name, slot in self._plain:
-            parameters[name] = slot.full
+        self._put(self._full)
         if self._special:
             self._chunks.fill()
             for home, slot in self._special:
                 assert slot.full is not None
                 home.put(slot.full)
 
+    def _put(self, faces: Sequence[nn.Parameter | None]) -> None:
+        deque(map(setitem, self._dicts, self._names, faces), maxlen=0)  # a loop in C
+
     def show_sharded(self) -> None:
-        for parameters, name, slot in self._plain:
-            parameters[name] = slot.sharded
+        self._put(self._sharded)
         if self._special:
             self._chunks.empty()
             for home, slot in self._special:
@@ -115,8 +129,7 @@ class Faces:
         for slot in self._slots:
             assert slot.sliced is not None
             slot.sliced.requires_grad_(slot.sharded.requires_grad)
-        for parameters, name, slot in self._plain:
-            parameters[name] = slot.sliced
+        self._put([slot.sliced for slot in self._plain])
         if self._special:
             self._chunks.empty()
             for home, slot in self._special:

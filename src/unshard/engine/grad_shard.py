@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections import deque
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby
-from typing import ClassVar
+from itertools import groupby, repeat
+from operator import is_, is_not
+from typing import ClassVar, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from ..layout.rows import Region
 from ..torch_private import (
     DTensorSpec,
     foreach_add,
+    gradient_of,
     local_of,
     make_dtensor,
     post_accumulate_hooks,
@@ -28,6 +31,8 @@ from .faces import Slot
 from .living import Living
 from .master import Master
 from .residence import Residence
+
+_Views = TypeVar("_Views")
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class GradShard:
                 offset = spot.offset + start * dtype.itemsize
                 self._add_face(slots[index], dtype, offset, transport.rank)
         self.buffer.release()
-        self._entries = list(zip(self._slots, self.faces, self.locals, strict=True))
+        self._parameters: list[torch.Tensor] = [slot.sharded for slot in self._slots]
         self._idle_uses = self._uses()
         self._known_idle = True
         self.living.add(self)
@@ -97,10 +102,7 @@ class GradShard:
     @property
     def attached(self) -> bool:
         """Whether a face is some parameter's `.grad`."""
-        for slot, face, _ in self._entries:  # no generator: asked in every step
-            if slot.sharded.grad is face:
-                return True
-        return False
+        return any(map(is_, map(gradient_of, self._parameters), self.faces))  # a loop in C: asked in every step
 
     @property
     def idle(self) -> bool:
@@ -113,24 +115,28 @@ class GradShard:
         return self._known_idle
 
     def parameters(self) -> list[torch.Tensor]:
-        return [slot.sharded for slot in self._slots]
+        return self._parameters
 
     def belongs_to(self, parameters: Set[int]) -> bool:
         """Whether every face is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
-        for slot, face in zip(self._slots, self.faces, strict=True):
-            parameter = slot.sharded
+        for parameter, face in zip(self._parameters, self.faces, strict=True):
             if parameter.grad is not face or id(parameter) not in parameters:
                 return False
         return bool(self.faces)
 
     def flat(self, dtype: torch.dtype, begin: int, numel: int) -> torch.Tensor:
-        """A range of it, made once, while there is memory: our own views must not look like a user's."""
+        """A range of it, made once, while there is memory."""
         key = dtype, begin, numel
         if key not in self._flats:
-            before = self._uses()
-            self._flats[key] = self.buffer.tensor(dtype, begin, (numel,))
-            self._idle_uses += self._uses() - before
+            self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, (numel,)))
         return self._flats[key]
+
+    def viewing(self, make: Callable[[], _Views]) -> _Views:
+        """What `make` makes, which will keep views of this for as long as this lives: they are not a user's."""
+        before = self._uses()
+        views = make()
+        self._idle_uses += self._uses() - before
+        return views
 
     def stretches(self) -> list[Stretch]:
         if self._stretches is None:
@@ -155,23 +161,29 @@ class GradShard:
     def deliver(self) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
         self._known_idle = False
-        existing, new, attached = [], [], False
-        for slot, face, local in self._entries:
-            sharded = slot.sharded
-            grad = sharded.grad
+        parameters = self._parameters
+        before = list(map(gradient_of, parameters))
+        if any(map(is_not, before, repeat(None))):
+            self._add_to(before)
+        else:
+            deque(map(setattr, parameters, repeat("grad"), self.faces), maxlen=0)
+        hooks = list(map(post_accumulate_hooks, parameters))
+        if any(hooks):
+            for parameter, own in zip(parameters, hooks, strict=True):
+                for hook in list((own or {}).values()):
+                    hook(parameter)
+        if observer.current is not None:
+            observer.current.delivered(self._slots)
+
+    def _add_to(self, gradients: list[torch.Tensor | None]) -> None:
+        """Be added to the gradients there are; become those that are missing."""
+        existing, new = [], []
+        for parameter, grad, face, local in zip(self._parameters, gradients, self.faces, self.locals, strict=True):
             if grad is None:
-                sharded.grad = face
-                attached = True
+                parameter.grad = face
             else:
                 existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)
                 new.append(local)
-        if existing:
-            foreach_add(existing, new)
-        if not attached:
+        foreach_add(existing, new)
+        if len(existing) == len(gradients):
             self.buffer.release()
-        for slot in self._slots:
-            if hooks := post_accumulate_hooks(slot.sharded):
-                for hook in list(hooks.values()):
-                    hook(slot.sharded)
-        if observer.current is not None:
-            observer.current.delivered(self._slots)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import repeat
+from operator import is_not
+
 import torch
 from torch import nn
 
 from ..comm.abandoned import abandon
 from ..comm.interface import Transport
 from ..errors import OrderError
+from ..torch_private import gradient_of
 from . import observer
 from .accumulate import LocalGradients
 from .faces import Slot
@@ -27,10 +32,18 @@ class Gradients:
         self._reductions: dict[tuple[int, ...], Reduction] = {}
         self._local: LocalGradients | None = None
         self._pending: list[Pending] = []
+        self._full: list[nn.Parameter] = []
+        self._particular: list[int] = []
         self.others: list[tuple[int, nn.Parameter]] = []
         """Full faces of a precision that is not in use, where a graph of an earlier forward may leave gradients."""
         self.varied = False
         """Whether gradients may come in other dtypes than the policy's."""
+
+    def look_at(self, full: list[nn.Parameter]) -> None:
+        """The full faces in use, one for each slot: there autograd leaves gradients."""
+        self._full = full
+        slots = enumerate(self._slots)
+        self._particular = [index for index, slot in slots if slot.whole_spec is not None or not slot.cut.numel]
 
     @property
     def _slots(self) -> list[Slot]:
@@ -39,9 +52,8 @@ class Gradients:
     @property
     def arrived(self) -> bool:
         """Whether autograd left a gradient that was not taken yet."""
-        for slot in self._slots:
-            if slot.full is not None and slot.full.grad is not None:
-                return True
+        if any(map(is_not, map(gradient_of, self._full), repeat(None))):  # a loop in C: asked in every step
+            return True
         return self.varied and any(face.grad is not None for _, face in self.others)
 
     def change_transport(self, transport: Transport) -> None:
@@ -82,18 +94,23 @@ class Gradients:
 
     def _take(self) -> dict[int, torch.Tensor]:
         """Gradients by parameter; the full faces are cleared."""
-        gradients = {}
-        for index, slot in enumerate(self._slots):
-            full = slot.full
-            if full is not None and (grad := full.grad) is not None:
-                if slot.whole_spec is not None:
-                    grad = local_gradient(grad, slot.whole_spec, slot.partial_dims)
-                if slot.cut.numel:
-                    gradients[index] = grad
-                full.grad = None
+        found = enumerate(map(gradient_of, self._full))
+        gradients = {index: grad for index, grad in found if grad is not None}
+        for index in self._particular:
+            if index in gradients:
+                self._localise(index, gradients)
+        deque(map(setattr, self._full, repeat("grad"), repeat(None)), maxlen=0)
         if self.varied:
             self._take_others(gradients)
         return gradients
+
+    def _localise(self, index: int, gradients: dict[int, torch.Tensor]) -> None:
+        """What this rank reduces of a gradient: of a DTensor the local tensor, of nothing nothing."""
+        slot = self._slots[index]
+        if not slot.cut.numel:
+            del gradients[index]
+        elif slot.whole_spec is not None:
+            gradients[index] = local_gradient(gradients[index], slot.whole_spec, slot.partial_dims)
 
     def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
         """Add what graphs of the other precision left. All in the reduce dtype: to be packed they must have one."""

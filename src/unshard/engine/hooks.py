@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import base_of, current_backward, inside_backward, never_compiled
+from ..torch_private import alias_of, base_of, current_backward, inside_backward, never_compiled, watch_gradient
 from .borders import Border
 from .mismatch import explain
 from .module_buffers import ModuleBuffers
@@ -137,7 +137,8 @@ class ShardState:
             graph = torch.is_grad_enabled()
             # Without a graph it may be a checkpoint's first forward; modules of a list have other outputs besides.
             returns = not graph or self._watch_outputs(output) or len(self._modules) > 1
-            self._to_run.discard(weakref.ref(module))
+            if self._to_run:
+                self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
                 root.after_forward(unit, graph, returns)
         return output if unit.precision is Precision.STORED else cast_floats(output, unit.policy.output_dtype)
@@ -160,7 +161,7 @@ class ShardState:
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
         for tensor in watched:
-            tensor.register_hook(begin)
+            watch_gradient(tensor, begin)
             base = base_of(tensor)
             if base is not None and base.grad_fn is not None:
                 # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
@@ -190,8 +191,8 @@ class ShardState:
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             if not args[0].requires_grad:
                 return args, kwargs
-            watched = args[0].view_as(args[0])
-            watched.grad_fn.register_prehook(self.post_backward)  # type: ignore[union-attr]
+            watched = alias_of(args[0])
+            watch_gradient(watched, self.post_backward)
             return (watched,), kwargs
         watch = InputWatch(self)
         return map_tensors(watch.through, (args, kwargs))
@@ -274,8 +275,8 @@ class InputWatch:
     def through(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        watched = tensor.view_as(tensor)
-        watched.grad_fn.register_prehook(self._one_done)  # type: ignore[union-attr]
+        watched = alias_of(tensor)
+        watch_gradient(watched, self._one_done)
         self._inputs += 1
         return watched
 

@@ -12,6 +12,7 @@ from ..comm.abandoned import abandon
 from ..comm.interface import Transport
 from ..comm.order import Event
 from ..errors import OrderError
+from ..torch_private import current_backward
 from .faces import Faces, Slot
 from .gradients import Gradients
 from .precision import Precision
@@ -78,6 +79,10 @@ class Part:
         """Wait, and put the full faces on the modules."""
         whole = self._wait()
         whole.finish()
+        if self.sharded.extended:
+            self._look_at_faces()  # a gather protocol may make another full face each time
+        if current_backward() == -1:  # a backward goes through what its forward used
+            self._faces.follow_freezing()
         self._faces.show_full()
 
     def abandon(self) -> None:
@@ -120,10 +125,16 @@ class Part:
 
     def _enter(self, whole: Whole) -> None:
         whole.enter()
+        self._look_at_faces()
         number = {slot: index for index, slot in enumerate(self.slots)}
         others = [each for each in self._wholes.values() if each is not whole]
         self.gradients.others = [(number[slot], face) for each in others for slot, face in each.faces()]
         self.gradients.varied = bool(others) or self._precision is Precision.STORED
+
+    def _look_at_faces(self) -> None:
+        """The slots were given other faces."""
+        self._faces.refresh()
+        self.gradients.look_at(self._faces.full)
 
     def _forget_wholes(self) -> None:
         self._whole, self._wholes = None, {}
@@ -136,6 +147,7 @@ class Part:
         if self.sharded.settle(unit):
             self._forget_wholes()
             self._faces = Faces(self.slots)  # fewer, if parameters were tied
+        self._look_at_faces()
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(unit)
 
@@ -150,7 +162,9 @@ class Part:
 
     def get_ready(self, unit: str) -> None:
         """Everything before a gather from the master shard that is not the gather itself; nearly always nothing."""
-        self.settle(unit)
+        # A backward needs the values that its forward had, and only has to find the parameters that get the gradients.
+        if current_backward() == -1 or not self.sharded.registered:
+            self.settle(unit)
         if self._whole is None and self.sharded.find_extended():
             self.gradients.forget_buffers(unit)
             self._forget_wholes()

@@ -6,19 +6,21 @@ import zlib
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..comm.interface import Done, Transport, Work
 from ..comm.order import Event
-from ..layout.rows import Grouping, Region, arrange, place
-from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
+from ..layout.rows import Grouping, arrange, place
+from ..torch_private import foreach_add, foreach_copy, foreach_div
 from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
 from .faces import Slot
 from .grad_shard import GradShard
 from .master import Master
 from .options import Options
+from .packing import Packing
 from .precision import Division, division
 from .residence import Residence
 
@@ -55,28 +57,6 @@ class Pending:
     options: Options
 
 
-@dataclass(frozen=True)
-class Pack:
-    """A packed region as a table of ranks by columns, the parameters in it, and zeros for its last columns."""
-
-    table: torch.Tensor
-    members: tuple[int, ...]
-    filler: dict[torch.dtype, list[torch.Tensor]]
-    crossed: dict[int, int]
-    """The dimension along which a parameter is cut, where it is not the first."""
-
-    def fill(self, gradients: dict[int, torch.Tensor]) -> None:
-        columns = [gradients[index] for index in self.members]
-        if self.crossed:
-            columns = [self._turned(index, column) for index, column in zip(self.members, columns, strict=True)]
-        chunk_cat_into(self.table, columns + self.filler[columns[0].dtype], self.table.shape[0])
-
-    def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The ranks' pieces of a crossed parameter's gradient one after the other."""
-        dim = self.crossed.get(index)
-        return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
-
-
 class Reduction:
     """How the gradients of one set of parameters are reduced. One exists per set that ever had gradients.
 
@@ -106,14 +86,13 @@ class Reduction:
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
         self._dtypes = frozenset(kind.reduce for kind in kinds)
         self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
+        self._in_place = shards.reduces_in_place and not exchanged
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
-        self._whole = Buffer(whole.nbytes, device, shards.pool)
-        self._inputs = pieces(self._whole, whole, self._regions, segments, "wire")
-        self._rows: list[tuple[int, torch.Tensor]] = []
-        self._pads: list[torch.Tensor] = []
-        self._packs: list[Pack] = []
-        for region, tensor in zip(self._regions, self._inputs, strict=True):
-            self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
+        self._whole = Buffer(0 if self._in_place else whole.nbytes, device, shards.pool)
+        self._packing: Packing | None = None
+        if not self._in_place:
+            self._packing = self._packing_in(pieces(self._whole, whole, self._regions, segments, "wire"))
+        self._packings: WeakKeyDictionary[GradShard, Packing] = WeakKeyDictionary()
         self._whole.release()
         self._reduced = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device, shards.pool)
         self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
@@ -121,25 +100,20 @@ class Reduction:
         self._members, self._owner = members, ""
         self._scattering, self._all_reducing = Event(reduces=True), Event(reduces=True)
 
-    def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
-        index = region.members[0]
-        cut = self._master.cuts[index]
-        self._rows.append((index, tensor[: cut.numel].view(cut.shape)))
-        if cut.numel < tensor.numel():
-            self._pads.append(tensor[cut.numel :])
+    def _packing_in(self, tensors: list[torch.Tensor]) -> Packing:
+        return Packing(tensors, self._regions, self._master, self._transport.world)
 
-    def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
-        run, world = region.runs[0], self._transport.world
-        table = tensor.view(world, -1)
-        missing = table.shape[1] - run.numel
-        kind = self._master.segments.kinds[run.segment]
-        filler = {
-            dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
-            for dtype in (kind.compute, kind.reduce)  # kept sums come in the reduce dtype
-        }
-        cuts = self._master.cuts
-        crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}
-        self._packs.append(Pack(table, run.members, filler, crossed))
+    def _packing_for(self, pending: Pending) -> Packing:
+        """Where gradients are written: the reduce buffer, or at once where their sum will be."""
+        if self._packing is None and not self._direct:
+            self._packing = self._packing_in(self._reduced.pieces)
+        if self._packing is not None:
+            return self._packing
+        shard = pending.shard
+        packing = self._packings.get(shard)
+        if packing is None:
+            packing = self._packings[shard] = shard.viewing(lambda: self._packing_in(shard.buffer.pieces))
+        return packing
 
     def announce(self, unit: Named) -> None:
         """To be called before `start`."""
@@ -158,21 +132,18 @@ class Reduction:
     def start(self, gradients: dict[int, torch.Tensor], options: Options) -> Pending:
         """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""
         pending = self._pending(options)
-        self._whole.take()
-        if self._pads:
-            foreach_zero(self._pads)
-        if self._rows:
-            foreach_copy([view for _, view in self._rows], [gradients[index] for index, _ in self._rows])
-        for pack in self._packs:
-            pack.fill(gradients)
+        outputs = pending.outputs
+        outputs.take() if self._in_place else self._whole.take()
+        packing = self._packing_for(pending)
+        packing.fill(gradients)
+        inputs = packing.tensors
         if pending.division.before != 1.0:
-            foreach_div(self._inputs, pending.division.before)
-        pending.outputs.take()
+            foreach_div(inputs, pending.division.before)
+        outputs.take()
         average = pending.division.scatter_average
-        pending.work = self._transport.reduce_scatter(pending.outputs.pieces, self._inputs, average=average)
+        pending.work = self._transport.reduce_scatter(outputs.pieces, inputs, average=average)
         if observer.current is not None:
-            sums = pending.outputs.pieces
-            observer.current.reducing(self._slots, self._region_members(), gradients, self._inputs, sums)
+            observer.current.reducing(self._slots, self._region_members(), gradients, inputs, outputs.pieces)
         return pending
 
     def _region_members(self) -> list[tuple[int, ...]]:

@@ -208,18 +208,21 @@ class Root:
     def _prefetch(self, chosen: list[weakref.ref[Unit]] | None, expected: int | None) -> None:
         """Issue the gathers of the units a user chose, or of the one that the learned order expects next."""
         if chosen is not None:
-            units = [unit for ref in chosen if (unit := ref()) is not None]
-        else:
-            units = [] if expected is None else [self.units[expected]]
-        for unit in units:
-            if unit.params is not ParamState.SHARDED and unit.params is not ParamState.SLICED:
-                continue
-            backward = current_backward() != -1
-            if unit.params is ParamState.SLICED and not backward and unit.stale:
-                unit.reshard()
-            if not backward or unit.options.unshard_in_backward:
-                unit.gather()
-                self._ahead.add(unit)
+            for ref in chosen:
+                if (unit := ref()) is not None:
+                    self._gather_ahead(unit)
+        elif expected is not None:
+            self._gather_ahead(self.units[expected])
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        if unit.params is not ParamState.SHARDED and unit.params is not ParamState.SLICED:
+            return
+        backward = current_backward() != -1
+        if unit.params is ParamState.SLICED and not backward and unit.stale:
+            unit.reshard()
+        if not backward or unit.options.unshard_in_backward:
+            unit.gather()
+            self._ahead.add(unit)
 
     def _use(self, unit: Unit) -> None:
         unit.use()

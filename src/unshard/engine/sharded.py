@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -33,20 +34,19 @@ class Sharded:
         self.extended: set[int] = set()
         """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
-        self._names = self._all_names()
         self.master = self._lay_out()
         self.living.add(self)
-
-    def _all_names(self) -> list[tuple[dict[str, Any], str, Slot]]:
-        return [(home.parameters, home.name, slot) for slot in self.slots for home in slot.homes]
 
     @property
     def settled(self) -> bool:
         """Whether every parameter is the object, and holds the tensor, that it was given."""
-        for parameters, name, slot in self._names:
-            if parameters.get(name) is not slot.sharded or local_of(slot.sharded) is not slot.local:
-                return False
-        return True
+        return self.registered and all(map(is_, map(local_of, self._given), self._locals))
+
+    @property
+    def registered(self) -> bool:
+        """Whether every parameter is the object that it was, whatever it holds."""
+        # A loop in C: asked before every gather.
+        return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
 
     def settle(self, unit: str) -> bool:
         """Adopt parameters that were rebound from outside; true if the unit was laid out anew.
@@ -80,7 +80,6 @@ class Sharded:
         merged = len(kept) < len(self.slots)
         if merged:
             self.slots = list(kept.values())
-            self._names = self._all_names()
         return merged
 
     def find_extended(self) -> bool:
@@ -153,6 +152,9 @@ class Sharded:
                 rebind_local(slot.sharded, inside)
             slot.local = local_of(slot.sharded)
         self.placed = not self._misplaced(master)
+        names = [(home.parameters, home.name, slot) for slot in self.slots for home in slot.homes]
+        self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
+        self._given, self._locals = [slot.sharded for *_, slot in names], [slot.local for *_, slot in names]
         self._written = [tensor for slot in self.slots for tensor in (slot.sharded, slot.local)]
 
     def _adopt(self, slot: Slot, unit: str) -> None:

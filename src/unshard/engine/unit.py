@@ -43,20 +43,20 @@ class Unit:
 
     def gather(self) -> None:
         """Issue the gather if the unit is at rest or sliced; its buffers are in flight until `use`."""
-        if self.params is not ParamState.SHARDED and self.params is not ParamState.SLICED:
-            return
         sliced = self.params is ParamState.SLICED
         if not sliced:
+            if self.params is not ParamState.SHARDED:
+                return
             for part in self.parts:
                 part.get_ready(self.name)
             self._writes_before = None
-        started: list[Part] = []
+        started = 0
         try:
             for part in self.parts:
                 part.start(self.name, sliced)
-                started.append(part)
+                started += 1
         except BaseException:
-            for part in started:
+            for part in self.parts[:started]:
                 part.abandon()
                 part.rest()
             raise

@@ -1,0 +1,78 @@
+"""Where gradients are written for their reduction: views of what the collective takes, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..layout.rows import Region
+from ..torch_private import chunk_cat_into, foreach_copy, foreach_zero
+from .master import Master
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A packed region as a table of ranks by columns, the parameters in it, and zeros for its last columns."""
+
+    table: torch.Tensor
+    members: tuple[int, ...]
+    filler: dict[torch.dtype, list[torch.Tensor]]
+    crossed: dict[int, int]
+    """The dimension along which a parameter is cut, where it is not the first."""
+
+    def fill(self, gradients: dict[int, torch.Tensor]) -> None:
+        columns = [gradients[index] for index in self.members]
+        if self.crossed:
+            columns = [self._turned(index, column) for index, column in zip(self.members, columns, strict=True)]
+        chunk_cat_into(self.table, columns + self.filler[columns[0].dtype], self.table.shape[0])
+
+    def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The ranks' pieces of a crossed parameter's gradient one after the other."""
+        dim = self.crossed.get(index)
+        return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
+
+
+class Packing:
+    """Places in `tensors`, one per region, for the gradients of their parameters. To be made while there is memory."""
+
+    def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], master: Master, world: int):
+        self.tensors = tensors
+        self._master, self._world = master, world
+        self._rows: list[torch.Tensor] = []
+        self._members: list[int] = []
+        self._pads: list[torch.Tensor] = []
+        self._packs: list[Pack] = []
+        for region, tensor in zip(regions, tensors, strict=True):
+            self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
+
+    def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
+        index = region.members[0]
+        cut = self._master.cuts[index]
+        self._rows.append(tensor[: cut.numel].view(cut.shape))
+        self._members.append(index)
+        if cut.numel < tensor.numel():
+            self._pads.append(tensor[cut.numel :])
+
+    def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
+        run, world = region.runs[0], self._world
+        table = tensor.view(world, -1)
+        missing = table.shape[1] - run.numel
+        kind = self._master.segments.kinds[run.segment]
+        filler = {
+            dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
+            for dtype in (kind.compute, kind.reduce)  # kept sums come in the reduce dtype
+        }
+        cuts = self._master.cuts
+        crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}
+        self._packs.append(Pack(table, run.members, filler, crossed))
+
+    def fill(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Copy, and cast where needed, `gradients` (by parameter) to their places."""
+        if self._pads:
+            foreach_zero(self._pads)
+        if self._rows:
+            foreach_copy(self._rows, list(map(gradients.__getitem__, self._members)))
+        for pack in self._packs:
+            pack.fill(gradients)
