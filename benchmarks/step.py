@@ -2,7 +2,7 @@
 
     python -m benchmarks.step --cases 100m:1x512,1b:1x1024,1b:4x2048       # a GPU as one rank of a simulated job of 8
     python -m benchmarks.step --place nccl --cases 1b:1x1024,small:1x64    # a GPU as the only rank
-    python -m benchmarks.step --place gloo --cases 10m:1x128:fp32,10m:1x8:bf16   # two CPU processes
+    python -m benchmarks.step --place gloo --cases 10m:1x128:fp32,10m:1x1:bf16   # two CPU processes
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
@@ -50,7 +50,7 @@ Time = Callable[[Part, Training], None]
 
 def arguments() -> argparse.ArgumentParser:
     parser = parser_for(
-        __doc__, cases="100m:1x512,1b:1x1024,1b:4x2048,small:1x64", cpu_cases="10m:1x128:fp32,10m:1x8:bf16"
+        __doc__, cases="100m:1x512,1b:1x1024,1b:4x2048,small:1x64", cpu_cases="10m:1x128:fp32,10m:1x1:bf16"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often the sides take turns")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a side per round")

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 Shape = tuple[torch.dtype, int]
 
-_KINDS = (("gather", ("allgather", "all_gather")), ("reduce_scatter", ("reduce_scatter",)))
+# An exchange is how the engine reduces where the backend's own reduce-scatter is slow, or the wire narrow.
+_KINDS = (("gather", ("allgather", "all_gather")), ("reduce_scatter", ("reduce_scatter", "alltoall_base")))
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from bed import loopback, world
 from distributed.test_plugins import IGNORED, ToyGather, ToyMany, ToyReduceScatter
 
+from unshard.comm import process_group
 from unshard.comm.groups import group_of
 from unshard.comm.plugin import PluginTransport
 from unshard.comm.process_group import ProcessGroupTransport, transport_for
@@ -60,12 +66,82 @@ def test_process_groups_conform() -> None:
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 
-@world(2)
-def test_a_group_that_cannot_group_conforms() -> None:
-    transport = ProcessGroupTransport(dist.group.WORLD, CPU)
+@world(2, 3)
+def test_gloos_own_reduce_scatter_conforms() -> None:
+    """What tensors on a device are left to."""
+    with mock.patch.object(process_group, "_adds_on_arrival", lambda *unused: False):
+        transport = ProcessGroupTransport(dist.group.WORLD, CPU)
     assert (transport.gathers_groups, transport.reduces_groups) == (False, True)
+    conforms(transport, dist.get_rank(), dist.get_world_size())
     transport.reduces_groups = False
     conforms(transport, dist.get_rank(), dist.get_world_size())
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@world(2, 3, 4)
+def test_gloo_reduces_exactly_what_a_sum_in_the_order_of_the_ranks_is(dtype: torch.dtype) -> None:
+    """Narrow dtypes are rounded once, wide ones added one after the other; infinities and NaN stay what they are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport = transport_for(dist.group.WORLD, CPU)
+    assert not transport.reduces_groups
+    wholes = [torch.randn(size * 1001, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
+    for r, whole in enumerate(wholes):
+        whole.view(size, -1)[:, r] = torch.inf
+    wholes[0].view(size, -1)[:, 1] = -torch.inf  # meets the infinity of rank 1
+    rows = [whole.view(size, -1)[rank] for whole in wholes]
+    total = sum(row.to(dtype if dtype.itemsize > 2 else torch.float32) for row in rows)
+    for average in (False, True):
+        output = torch.full((1001,), 7.0, dtype=dtype)
+        mine = wholes[rank].clone()
+        work = transport.reduce_scatter([output], [mine], average=average)
+        work.wait()
+        work.wait()  # adds nothing twice
+        torch.testing.assert_close(
+            output, (total / size if average else total).to(dtype), rtol=0, atol=0, equal_nan=True
+        )
+        assert torch.equal(mine, wholes[rank])
+
+
+def _bytes_received() -> int:
+    """By anybody over the loopback interface."""
+    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="bytes are counted by Linux")
+@world(2, 3)
+def test_a_reduction_sends_each_piece_once() -> None:
+    """Contract CM-06: every rank sends all pieces but its own. Gloo's own reduce-scatter sends twice as many bytes."""
+    size, transport = dist.get_world_size(), transport_for(dist.group.WORLD, CPU)
+    whole, output = torch.ones(size << 20), torch.empty(1 << 20)
+    expected = size * (size - 1) * output.nbytes
+    seen = []
+    for _ in range(4):  # others may talk at the same time, but hardly as much, and not every time
+        dist.barrier()
+        before = _bytes_received()
+        dist.barrier()
+        transport.reduce_scatter([output], [whole], average=False).wait()
+        dist.barrier()
+        seen.append(_bytes_received() - before)
+    assert expected <= min(seen) < 1.5 * expected
+
+
+@world(2)
+def test_a_late_rank_is_waited_for_in_slices() -> None:
+    """A reduction may take longer than the slice after which a rank looks around, and is right all the same."""
+    transport = transport_for(dist.group.WORLD, CPU)
+    order, rank = transport._order, dist.get_rank()
+    with mock.patch.object(order, "slice", timedelta(seconds=0.05)), mock.patch.object(order, "look") as looks:
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.5)
+        output = torch.empty(3)
+        transport.reduce_scatter([output], [torch.arange(6.0) + rank], average=False).wait()
+    assert output.tolist() == [6.0 * rank + 1, 6.0 * rank + 3, 6.0 * rank + 5]
+    assert rank == 1 or looks.call_count > 1
 
 
 @IGNORED

@@ -367,9 +367,9 @@ def test_freezing_and_unfreezing_while_training() -> None:
 def test_several_dtypes_in_one_unit(grouped: bool) -> None:
     """Contract SEL-12, MP-30 and MP-32 improved: trainable parameters of several dtypes, an integer one.
 
-    One gather of bytes; one reduction, or one per dtype where a backend takes one tensor at a time.
+    One gather of bytes; one reduction, or one per dtype where a backend, or an exchange, takes one tensor at a time.
     """
-    with mock.patch.object(process_group, "_grouping", lambda *unused: (False, grouped)):
+    with mock.patch.object(process_group, "_adds_on_arrival", lambda *unused: not grouped):
         _check_several_dtypes(grouped)
 
 
