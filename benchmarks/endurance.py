@@ -5,7 +5,8 @@
 
 Objects are what the garbage collector knows after a collection. Memory is what the device's allocator has given out
 between two steps; on a CPU it is that of the whole process, with all that its allocator keeps. `drift` is the median
-time of the last tenth of the steps over that of the first.
+time of the last tenth of the steps over that of the first, divided by what the machine itself did in between: `pace`
+is the same ratio for a loop of small operations that always do the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .places import Place
 from .tables import Row
 
 COLUMNS = {"case": "case", "side": "side", "steps": "steps", "objects": "objects", "more_objects": "more"}
-COLUMNS |= {"memory_mib": "memory MiB", "more_mib": "more", "first": "first ms", "last": "last ms", "drift": "drift"}
+COLUMNS |= {"memory_mib": "memory MiB", "more_mib": "more", "first": "first ms", "last": "last ms", "pace": "pace"}
+COLUMNS |= {"drift": "drift"}
 FIGURES = {"first": "first", "last": "last"}
 
 
@@ -58,20 +60,37 @@ def _endure(side: str, case: Case, place: Place, options: argparse.Namespace) ->
     training = sides.start(side, case, place)
     for _ in range(options.warmup):
         training.step()
-    times = [0.0] * options.steps  # made before the count: it is not to be found in it
+    pace = Pace(place)
+    times, paces = [0.0] * options.steps, [0.0] * options.steps  # before the count: they are not to be found in it
     before = _counted(place)
     for number in range(options.steps):
         place.meet()
         began = time.perf_counter()
         training.step()
         place.synchronize()
-        times[number] = (time.perf_counter() - began) * measure.MS
+        ended = time.perf_counter()
+        pace.run()
+        times[number], paces[number] = ended - began, time.perf_counter() - ended
     after = _counted(place)
     tenth = max(1, options.steps // 10)
-    first, last = statistics.median(times[:tenth]), statistics.median(times[-tenth:])
+    first, last = statistics.median(times[:tenth]) * measure.MS, statistics.median(times[-tenth:]) * measure.MS
+    slower = statistics.median(paces[-tenth:]) / statistics.median(paces[:tenth])
     row = {"steps": options.steps, "objects": before[0], "more_objects": after[0] - before[0]}
     row |= {"memory_mib": before[1] / measure.MIB, "more_mib": (after[1] - before[1]) / measure.MIB}
-    return {**row, "first": first, "last": last, "drift": last / first}
+    return {**row, "first": first, "last": last, "pace": slower, "drift": last / first / slower}
+
+
+class Pace:
+    """The same few milliseconds of small operations after every step: how fast the machine is at the moment."""
+
+    def __init__(self, place: Place):
+        self._place = place
+        self._tensor = torch.ones(64, device="cuda" if place.on_gpu else "cpu")
+
+    def run(self) -> None:
+        for _ in range(200):
+            self._tensor.mul_(1.0)
+        self._place.synchronize()
 
 
 def _counted(place: Place) -> tuple[int, int]:
