@@ -121,6 +121,8 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """What all batch and instance norms derive from. All versions."""
+BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""What batch norms derive from; the class that FSDP1 names in its defaults. All versions."""
 
 
 def is_replicated(module: nn.Module) -> bool:
