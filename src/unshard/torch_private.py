@@ -114,6 +114,12 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` have another dtype than the parameter. From 2.10 on there is an attribute for it."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        parameter.grad_dtype = dtype
+
+
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The dict a module registers its own buffers in, likewise."""
     return module._buffers

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.flat import FlatCut
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import DTensorSpec, foreach_copy, own_parameters
@@ -56,7 +57,7 @@ class Slot:
 
     name: str
     homes: list[Home]
-    cut: Cut
+    cut: Cut | FlatCut
     origin: weakref.ref[nn.Parameter]
     sharded: nn.Parameter
     local: torch.Tensor
