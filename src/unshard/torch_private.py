@@ -126,6 +126,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """What all batch and instance norms derive from. All versions."""
+BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""What batch norms derive from; the class that FSDP1 names in its defaults. All versions."""
 
 
 def is_replicated(module: nn.Module) -> bool:
