@@ -125,6 +125,11 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict a module registers its children in; `named_children` leaves out second names of a child."""
+    return module._modules
+
+
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """What all batch and instance norms derive from. All versions."""
 BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
