@@ -77,9 +77,10 @@ class Unit:
 
     def hide(self) -> None:
         """Stay whole, with the sharded faces on the modules until the next use."""
-        self._hidden = True
-        for part in self.parts:
-            part.hide()
+        if self.params is ParamState.FULL:
+            self._hidden = True
+            for part in self.parts:
+                part.hide()
 
     def _show(self) -> None:
         self._hidden = False

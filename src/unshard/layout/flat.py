@@ -106,6 +106,16 @@ def lay_end_to_end(numels: Sequence[int], world: int, itemsize: int, aligned: bo
     return Flat(tuple(begins), tuple(entries), end, share)
 
 
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements cover their memory without gaps or overlap, in whatever order of the dimensions."""
+    reach = 1
+    for step, length in sorted((step, length) for length, step in zip(shape, stride, strict=True) if length != 1):
+        if step != reach:
+            return False
+        reach *= length
+    return True
+
+
 class EndToEnd:
     """One region for the whole unit: its cuts say where each parameter lies, whichever of them have gradients."""
 
