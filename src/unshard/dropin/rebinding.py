@@ -76,7 +76,7 @@ class Rebinding:
     def run(self) -> None:
         for name, module in _loaded():
             self._module, self._for_torch = name, is_torch(name)
-            self._mapping(vars(module), DEEPEST, name)
+            self._mapping(vars(module), 1 if self._for_torch else DEEPEST, name)
 
     def _mapping(self, values: dict[Any, Any], depth: int, where: str) -> None:
         for key, value in list(values.items()):
