@@ -114,6 +114,20 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def put_in_weights(module: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Into the list that a recurrent layer computes with, which its `__setattr__` keeps. All versions."""
+    names: Any = getattr(module, "_flat_weights_names", ())
+    weights: Any = getattr(module, "_flat_weights", [])
+    if name in names:
+        weights[names.index(name)] = weight
+
+
+def allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` have another dtype than the parameter. From 2.10 on there is an attribute for it."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        parameter.grad_dtype = dtype
+
+
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The dict a module registers its own buffers in, likewise."""
     return module._buffers

@@ -11,10 +11,10 @@ from .master import Master
 
 
 class LocalGradients:
-    """Sums of unreduced gradients in the reduce dtype, one flat buffer per unit."""
+    """Sums of unreduced gradients, nearly always in the reduce dtype, one flat buffer per unit."""
 
     def __init__(self, master: Master, device: torch.device):
-        itemsizes = master.segments.itemsizes("reduce")
+        itemsizes = master.segments.itemsizes("kept")
         items = [Item(Cut(item.cut.shape, 1), item.segment, itemsizes[item.segment]) for item in master.items]
         regions = [
             Region(arrange(items, (index,), Grouping.BY_SEGMENT)[0].runs, packed=False)
@@ -25,7 +25,7 @@ class LocalGradients:
         self._buffer = Buffer(placement.nbytes, device)
         self._views = {
             region.members[0]: self._buffer.tensor(
-                master.segments.dtypes(region.members[0]).reduce,
+                master.segments.dtypes(region.members[0]).kept,
                 spot.offset,
                 master.cuts[region.members[0]].shape,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -56,7 +56,7 @@ class GradShard:
         residence: Residence,
     ):
         segments = master.segments
-        self.buffer = ShardBuffer(regions, segments, "original", transport.piece_alignment, residence.device)
+        self.buffer = ShardBuffer(regions, segments, "gradient", transport.piece_alignment, residence.device)
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
@@ -67,8 +67,8 @@ class GradShard:
         self.buffer.take()
         for region, spot in zip(regions, self.buffer.placement.places, strict=True):
             run = region.runs[0]
-            dtype = segments.kinds[run.segment].original
-            for index, start in zip(run.members, run.starts, strict=True):
+            dtype = segments.kinds[run.segment].gradient
+            for index, start in region.begins(run, transport.rank):
                 offset = spot.offset + start * dtype.itemsize
                 self._add_face(slots[index], dtype, offset, transport.rank)
         self.buffer.release()
@@ -152,11 +152,17 @@ class GradShard:
                 found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
         return found
 
-    def deliver(self) -> None:
-        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
+    def deliver(self, absent: Collection[Slot] = ()) -> None:
+        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
+
+        `absent` are parameters that had no gradient, where all of the unit is reduced all the same.
+        """
         self._known_idle = False
         existing, new, attached = [], [], False
-        for slot, face, local in self._entries:
+        entries = self._entries
+        if absent:
+            entries = [entry for entry in entries if entry[0] not in absent]
+        for slot, face, local in entries:
             sharded = slot.sharded
             grad = sharded.grad
             if grad is None:
@@ -169,7 +175,7 @@ class GradShard:
             foreach_add(existing, new)
         if not attached:
             self.buffer.release()
-        for slot in self._slots:
+        for slot, _, _ in entries:
             if hooks := post_accumulate_hooks(slot.sharded):
                 for hook in list(hooks.values()):
                     hook(slot.sharded)

@@ -158,7 +158,7 @@ class Gradients:
         return sums
 
     def _start(self, unit: Named, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
-        members = tuple(gradients)
+        members = self._sharded.reduced_with(gradients)
         if members:
             self._reduction(members).announce(unit)
         self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
@@ -174,13 +174,7 @@ class Gradients:
         """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
         if members not in self._reductions:
             self._reductions[members] = Reduction(
-                self._sharded.master,
-                members,
-                self._slots,
-                self._transport,
-                self._replicas,
-                self._device,
-                self._sharded.residence,
+                self._sharded, self._sharded.master, members, self._transport, self._replicas, self._device
             )
         return self._reductions[members]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -12,7 +12,7 @@ from ..comm.abandoned import abandon
 from ..comm.interface import Transport
 from ..comm.order import Event
 from ..errors import OrderError
-from .faces import Faces, Slot
+from .faces import Slot
 from .gradients import Gradients
 from .precision import Precision
 from .residence import Residence
@@ -34,13 +34,14 @@ class Part:
         residence: Residence,
         slicing: Slicing | None = None,
         serial: int = 0,
+        keep: Callable[[list[Slot], Transport, Residence], Sharded] = Sharded,
     ):
         self.shards, self.replicas = shards, replicas
         self.mesh, self.slicing = mesh, slicing
         """The shards' own mesh, of one dimension, if any; the smaller group that keeps slices, if any."""
-        self.sharded = Sharded(list(slots), shards, residence)
+        self.sharded = keep(list(slots), shards, residence)
         self.gradients = Gradients(self.sharded, shards, replicas, device)
-        self._faces = Faces(self.slots)
+        self._faces = self.sharded.faces()
         self._device = device
         self._precision = Precision.POLICY
         self._whole: Whole | None = None
@@ -104,6 +105,14 @@ class Part:
         for whole in self._wholes.values():
             whole.release()
 
+    def show(self) -> None:
+        """The full faces on the modules again."""
+        self._faces.show_full()
+
+    def hide(self) -> None:
+        """The sharded faces on the modules, while the full buffer is kept."""
+        self._faces.show_sharded()
+
     def slice(self) -> None:
         """Keep a slice, with its faces on the modules; the full buffer is emptied."""
         assert self._whole is not None
@@ -135,7 +144,7 @@ class Part:
             return
         if self.sharded.settle(unit):
             self._forget_wholes()
-            self._faces = Faces(self.slots)  # fewer, if parameters were tied
+            self._faces = self.sharded.faces()  # fewer, if parameters were tied
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(unit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -11,7 +12,7 @@ import torch
 
 from ..comm.interface import Done, Transport, Work
 from ..comm.order import Event
-from ..layout.rows import Grouping, Region, arrange, place
+from ..layout.rows import Grouping, Region, place
 from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
 from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
@@ -20,7 +21,7 @@ from .grad_shard import GradShard
 from .master import Master
 from .options import Options
 from .precision import Division, division
-from .residence import Residence
+from .sharded import Sharded
 
 
 class Stage(Enum):
@@ -53,6 +54,8 @@ class Pending:
     stage: Stage
     division: Division
     options: Options
+    absent: Collection[Slot] = ()
+    """Parameters without gradient, where all of the unit is reduced all the same."""
 
 
 @dataclass(frozen=True)
@@ -87,25 +90,24 @@ class Reduction:
 
     def __init__(
         self,
+        sharded: Sharded,
         master: Master,
         members: tuple[int, ...],
-        slots: list[Slot],
         shards: Transport,
         replicas: Transport,
         device: torch.device,
-        residence: Residence,
     ):
         segments, itemsizes = master.segments, master.segments.itemsizes("wire")
         # An exchange takes one tensor, so few of them.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if shards.reduces_groups and not exchanged else Grouping.BY_SEGMENT
         # By the sizes of the gather: then in the same order, which flat optimizers need.
-        self._regions = arrange(master.items, members, grouping, shards.few)
-        self._master, self._slots, self._residence = master, slots, residence
+        self._regions = master.layout.arrange(master.items, members, grouping, shards.few)
+        self._master, self._sharded, self._slots = master, sharded, sharded.slots
         self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
         self._dtypes = frozenset(kind.reduce for kind in kinds)
-        self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
+        self._direct = not sharded.residence.away and all(kind.reduce == kind.gradient for kind in kinds)
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
         self._whole = Buffer(whole.nbytes, device, shards.pool)
         self._inputs = pieces(self._whole, whole, self._regions, segments, "wire")
@@ -122,11 +124,18 @@ class Reduction:
         self._scattering, self._all_reducing = Event(reduces=True), Event(reduces=True)
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
-        index = region.members[0]
-        cut = self._master.cuts[index]
-        self._rows.append((index, tensor[: cut.numel].view(cut.shape)))
-        if cut.numel < tensor.numel():
-            self._pads.append(tensor[cut.numel :])
+        end = 0
+        for index, start in zip(region.runs[0].members, region.runs[0].starts, strict=True):
+            cut = self._master.cuts[index]
+            if start > end:
+                self._pads.append(tensor[end:start])
+            end = start + cut.numel
+            row = tensor[start:end]
+            self._rows.append(
+                (index, row.view(cut.shape) if cut.stride is None else row.as_strided(cut.shape, cut.stride))
+            )
+        if end < tensor.numel():
+            self._pads.append(tensor[end:])
 
     def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
         run, world = region.runs[0], self._transport.world
@@ -162,7 +171,10 @@ class Reduction:
         if self._pads:
             foreach_zero(self._pads)
         if self._rows:
-            foreach_copy([view for _, view in self._rows], [gradients[index] for index, _ in self._rows])
+            rows = self._rows
+            if len(gradients) < len(self._members):
+                rows = self._present(gradients, pending)
+            foreach_copy([view for _, view in rows], [gradients[index] for index, _ in rows])
         for pack in self._packs:
             pack.fill(gradients)
         if pending.division.before != 1.0:
@@ -174,6 +186,12 @@ class Reduction:
             sums = pending.outputs.pieces
             observer.current.reducing(self._slots, self._region_members(), gradients, self._inputs, sums)
         return pending
+
+    def _present(self, gradients: dict[int, torch.Tensor], pending: Pending) -> list[tuple[int, torch.Tensor]]:
+        """Zeros where parameters have no gradient; the places of the others."""
+        pending.absent = {self._slots[index] for index, _ in self._rows if index not in gradients}
+        foreach_zero([view for index, view in self._rows if index not in gradients])
+        return [(index, view) for index, view in self._rows if index in gradients]
 
     def _region_members(self) -> list[tuple[int, ...]]:
         return [region.members for region in self._regions]
@@ -194,7 +212,12 @@ class Reduction:
         shard = self._idle_shard()
         outputs = shard.buffer if self._direct else self._reduced
         how = division(
-            self._transport.world, self._replicas.world, self._dtypes, options.divide_factor, options.force_sum
+            self._transport.world,
+            self._replicas.world,
+            self._dtypes,
+            options.divide_factor,
+            options.force_sum,
+            options.divide_in_halves,
         )
         return Pending(self, shard, outputs, Done(), Stage.SCATTER, how, options)
 
@@ -215,7 +238,7 @@ class Reduction:
             pending.shard.buffer.take()
             foreach_copy(pending.shard.buffer.bodies, outputs.bodies)
             outputs.release()
-        pending.shard.deliver()
+        pending.shard.deliver(pending.absent)
         return Outcome.DELIVERED
 
     def _next_over_replicas(self, pending: Pending) -> Outcome:
@@ -256,7 +279,7 @@ class Reduction:
                 return shard
         # Shards that a user holds live on through what the user holds; we need not keep track of them.
         self._shards = [shard for shard in self._shards if shard.attached]
-        self._shards.append(GradShard(self._master, self._regions, self._slots, self._transport, self._residence))
+        self._shards.append(self._sharded.grad_shard(self._master, self._regions, self._transport))
         return self._shards[-1]
 
     def release_idle(self) -> None:
