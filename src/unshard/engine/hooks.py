@@ -279,11 +279,7 @@ class ShardState:
         return self
 
     @property
-    def all_states(self) -> list[ShardState]:
-        return [self]
-
-    @property
-    def _fsdp_param_groups(self) -> list[Any]:
+    def all_states(self) -> list[Any]:
         """... to close one by one; ours are closed by the call below, all at once."""
         return []
 
