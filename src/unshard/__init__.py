@@ -3,6 +3,7 @@
 from . import optim, tools
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
+from .frontends.flat_parameter import FlatParameter
 from .frontends.fully_shard import fully_shard
 from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from .frontends.module import (
@@ -14,6 +15,7 @@ from .frontends.module import (
     share_comm_ctx,
 )
 from .frontends.placements import ShardPlacementResult
+from .frontends.wrapper import FullyShardedDataParallel
 from .frontends.wrapper_api import (
     BackwardPrefetch,
     CPUOffload,
@@ -43,8 +45,10 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

@@ -34,14 +34,17 @@ class FlatFace:
     """Elements of the whole unit, without padding at the end."""
     name: str = "_flat_param"
     whole: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
+    """The full buffer, once it was gathered, without and with padding at the end."""
     _of: Any = None
     _shows_whole: bool = False
 
     def show_whole(self, anchor: torch.Tensor) -> None:
         """`anchor` is any parameter's place in the full buffer, which has memory now."""
         if self._of is not anchor:
-            empty = torch.empty(0, dtype=anchor.dtype, device=anchor.device)
-            self.whole = empty.set_(anchor.untyped_storage(), 0, (self.length,), (1,))
+            storage, empty = anchor.untyped_storage(), torch.empty(0, dtype=anchor.dtype, device=anchor.device)
+            self.padded = empty.set_(storage, 0, (storage.nbytes() // anchor.dtype.itemsize,), (1,))
+            self.whole = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
             self._of = anchor
         assert self.whole is not None
         self.sharded.data = self.whole

@@ -85,6 +85,11 @@ class FlatSharded(Sharded):
     def find_extended(self) -> bool:
         return False
 
+    @property
+    def has_elements(self) -> bool:
+        """Whether this rank's piece is more than padding."""
+        return any(local.numel() for local in self.master.locals)
+
     def _dtypes(self) -> list[torch.dtype]:
         return [slot.sharded.dtype for slot in self.slots]
 

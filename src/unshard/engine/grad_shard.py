@@ -112,6 +112,10 @@ class GradShard:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
 
+    def serves(self, slots: Sequence[Slot]) -> bool:
+        """Whether these are gradients of some of `slots`."""
+        return any(slot in slots for slot in self._slots)
+
     def parameters(self) -> list[torch.Tensor]:
         return [slot.sharded for slot in self._slots]
 

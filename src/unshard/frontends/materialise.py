@@ -39,12 +39,12 @@ def compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> t
     return _indexed(accelerator.type)
 
 
-def _named(device_id: object) -> torch.device:
-    if isinstance(device_id, int):
+def _named(device_id: Any) -> torch.device:
+    if type(device_id) is int:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
-    device = torch.device(device_id)  # type: ignore[arg-type]
-    if device.type != "cpu" and device.index is None:
+    device = torch.device(device_id)
+    if str(device) == device.type != "cpu":
         chosen = _indexed(device.type)
         warnings.warn(f"device_id={device_id} does not say which one; {chosen} is taken.", stacklevel=5)
         return chosen

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.hooks import WRAPPED, ShardState, state_of
-from ..engine.residence import residence_for
-from ..errors import ArgumentError, StateError
-from ..policies import CPUOffloadPolicy, OffloadPolicy
+from ..engine.hooks import WRAPPED
+from ..errors import StateError
 from .auto_wrap import Policy, auto_wrap
-from .flatten import Where, check_parameters, flat_unit, managed_by
+from .flat_call import flat_state
+from .flat_parameter import Handle
 from .ignored import resolve_ignored
-from .materialise import broadcast, compute_device, materialise, move_buffers, states_to_send
+from .summon import summon_full_params
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .wrapper_clip import clip_gradients
 from .wrapper_groups import resolve_groups
-from .wrapper_precision import policy_for
+from .wrapper_state import Call, TrainingState, WrapperState, wrapper_state_of, wrapper_states
 
 FSDP_WRAPPED_MODULE = WRAPPED.rstrip(".")
+FLAT_PARAM = "_flat_param"
+_CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module whose parameters are cut over ranks, laid end to end as one unit."""
+    """Wraps a module whose parameters are cut over ranks, laid end to end as one unit.
+
+    Parameters that a module inside was wrapped with already are not its own. Build the optimizer afterwards: what
+    `parameters()` gives is one flat parameter for each unit or, with `use_orig_params`, the original ones, of which
+    each rank holds some elements in a row. Inside forward and `summon_full_params` they are whole.
+    """
 
     def __init__(
         self,
@@ -47,60 +55,48 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ):
+        """`process_group`, `device_mesh`: which ranks share the module; for hybrid strategies a pair of groups or a
+        mesh of two dimensions. `auto_wrap_policy` wraps modules inside first. `device_id`: where it computes, else
+        where it is. `sync_module_states` sends the values of rank 0 to all. `param_init_fn` initialises modules that
+        are on meta. Gathers are issued one unit ahead in forward, whatever `forward_prefetch` and `limit_all_gathers`
+        say.
+        """
         super().__init__()
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
+        _warn_about_containers(module)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        common: dict[str, Any] = {
+            "backward_prefetch": backward_prefetch,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+        }
         if auto_wrap_policy is not None:
             inside = {
                 **groups.arguments(),
                 **ignored.given,
+                **common,
                 "sharding_strategy": groups.strategy,
                 "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
                 "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
             }
             auto_wrap(module, auto_wrap_policy, type(self), inside, ignored.modules, ignored.parameters)
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self._groups = groups
-
-        def find() -> Any:
-            return managed_by(module, ignored.modules, ignored.parameters)
-
-        managed = find()
-        device = compute_device(device_id, device_mesh, groups.own, managed)
-        managed = materialise(managed, device, param_init_fn, find)
-        check_parameters(type(module).__name__, managed.parameters, one=not use_orig_params)
-        move_buffers(managed, device)
-        if sync_module_states:
-            both = [each for each in (groups.replicas, groups.own) if each is not None]
-            broadcast(states_to_send(managed), both, device)
-        offload: OffloadPolicy = OffloadPolicy()
-        if self.cpu_offload.offload_params:
-            offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        where = Where(*groups.transports(device), device, residence_for(offload, device))
-        options = groups.meaning.options()
-        if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-            options.backward_prefetch = []
-        policy = policy_for(self.mixed_precision, groups.meaning.cuts)
-        unit, flat = flat_unit(module, managed, where, policy, options, use_orig_params)
+        call = Call(
+            groups, mixed_precision or MixedPrecision(), cpu_offload or CPUOffload(), use_orig_params, limit_all_gathers
+        )
+        state = flat_state(module, call, ignored, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
-        ShardState(unit).attach_wrapper(self)
+        state.attach_wrapper(self)
+        self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
+        self.limit_all_gathers = limit_all_gathers
 
     # -- forward and backward -------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = state_of(self)
-        assert state is not None
-        return state.run(self, self.module, args, kwargs)
+        return self._state.run(self, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,38 +114,180 @@ class FullyShardedDataParallel(nn.Module):
                 options.synchronise = options.all_reduce = True
                 options.reshard_after_backward = reshards
 
-    def _states_of_root(self, method: str) -> list[ShardState]:
-        state = state_of(self)
-        assert state is not None
-        root = state.find_root(self)
-        if root.unit is not state.unit:
-            raise StateError(f"{method} is for the outermost wrapped module, and this {self.module} is inside another.")
-        found = (state_of(module) for module in self.modules())
-        return [each for each in found if each is not None]
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients down together so that their norm is at most `max_norm`; returns the norm. Root only."""
+        self._states_of_root("clip_grad_norm_")
+        return clip_gradients(self, float(max_norm), float(norm_type))
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which the wrapped modules below `module` hold whole parameters under their original names.
+
+        What is written to them is kept, unless `writeback` is False.
+        """
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    def _states_of_root(self, method: str) -> list[WrapperState]:
+        state = self._state
+        if state.find_root(self).unit is not state.unit:
+            inside = type(self.module).__name__
+            raise StateError(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
+        return wrapper_states(self)
 
     # -- what it looks like ---------------------------------------------------------------------------------
 
     @property
+    def _state(self) -> WrapperState:
+        state = wrapper_state_of(self)
+        assert state is not None
+        return state
+
+    @property
     def module(self) -> nn.Module:
-        """The module inside."""
-        return self._modules[FSDP_WRAPPED_MODULE]  # type: ignore[return-value]
+        """The module inside, looking through a wrapper of activation checkpointing."""
+        inside: Any = self._modules[FSDP_WRAPPED_MODULE]
+        return getattr(inside, _CHECKPOINTED, inside)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == FSDP_WRAPPED_MODULE:
+            inside = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
+            if inside is None:
                 raise
-            return getattr(self._modules[FSDP_WRAPPED_MODULE], name)
+            return getattr(inside, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapped module; the first forward decides, or this call."""
+        return self._state.find_root(self).unit is self._state.unit
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrapped modules inside, in the order of `modules()`."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Call `fn` with every module inside, whose parameters are whole meanwhile; what it writes is kept."""
+        if self._state.summoned:
+            raise StateError("apply cannot be called inside summon_full_params, which holds the parameters already.")
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()`: they convert the sharded parameters."""
-        state = state_of(self)
-        assert state is not None
-        state.unit.reshard()
+        self._state.unit.reshard()
         result = super()._apply(fn, recurse)
-        state.unit.settle()
+        self._state.unit.settle()
         return result
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Inside `summon_full_params` under their original names."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._cleaned(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._cleaned(name), buffer
+
+    def _cleaned(self, name: str) -> str:
+        return name.replace(WRAPPED, "") if self._state.summoned else name
+
+    # -- what programs that look inside ask for -------------------------------------------------------------
+
+    @property
+    def _handle(self) -> Handle | None:
+        return self._state.handle
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        return [state.handle for state in wrapper_states(self) if state.handle is not None]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The unit's flat parameter, if it has parameters."""
+        handle = self._state.handle
+        return [] if handle is None else [handle.flat_param]
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return self.params[0] if self.params else None
+
+    @property
+    def _has_params(self) -> bool:
+        return self._state.handle is not None
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.check_is_root() if self._state.is_initialised else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._state.call.use_orig_params
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        return self._state.call.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        return self._state.call.cpu_offload
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self._state.call.groups.strategy
+
+    @property
+    def process_group(self) -> Any:
+        return self._state.call.groups.own
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        return self._state.call.groups.replicas
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        return self._state.call.groups.mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self._state.unit.device
+
+    @property
+    def training_state(self) -> TrainingState:
+        return self._state.training_state
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        return self._state.division()[0]
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        return self._state.division()[1]
+
+
+def _warn_about_containers(module: nn.Module) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"{type(module).__name__} has no forward, so nothing will gather its parameters. Wrap what is in it.",
+            stacklevel=3,
+        )
