@@ -272,6 +272,23 @@ class ShardState:
             state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.slots)
         return self._own_root
 
+    # -- what PyTorch's pipelines ask for once their last backward is over: `fully_shard.state(stage)` ... ---------
+
+    @property
+    def _state_ctx(self) -> ShardState:
+        return self
+
+    @property
+    def all_states(self) -> list[Any]:
+        """... to close one by one; ours are closed by the call below, all at once."""
+        return []
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the sums of backwards that did not synchronise, and rest."""
+        root = self._live_root()
+        if root is not None:
+            root.end_backward()
+
 
 class InputWatch:
     """Several inputs: the unit's backward is over when the gradients of all of them are done."""
