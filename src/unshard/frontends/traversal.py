@@ -1,4 +1,4 @@
-"""The units of a model that is wrapped, or that the legacy call was applied to, under the names others look them up by."""
+"""The flat units of a model, under the names that others look them up by."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .fully_sharded_data_parallel import OptimStateKeyType
+from .fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel, OptimStateKeyType
 
 __all__ = [
     "BackwardPrefetch",
@@ -35,8 +35,10 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",

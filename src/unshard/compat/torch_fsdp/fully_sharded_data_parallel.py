@@ -1,5 +1,7 @@
 """`torch.distributed.fsdp.fully_sharded_data_parallel`."""
 
+from ...frontends.flat_parameter import FlatParameter
+from ...frontends.wrapper import FLAT_PARAM, FSDP_WRAPPED_MODULE, FullyShardedDataParallel
 from ...frontends.wrapper_api import OptimStateKeyType
 from .api import (
     BackwardPrefetch,
@@ -19,10 +21,14 @@ from .api import (
 )
 
 __all__ = [
+    "FLAT_PARAM",
+    "FSDP_WRAPPED_MODULE",
     "BackwardPrefetch",
     "CPUOffload",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
