@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -136,7 +137,9 @@ def make_sharded_tensor(
     mine = [] if local is None else [ShardOfTensor(local, each) for each in own]
     properties = TensorProperties(dtype=torch.float32 if local is None else local.dtype)
     about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that torch would rather have DTensors helps no user of these
+        return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
 
 
 def local_shard_of(tensor: Any) -> torch.Tensor | None:
@@ -264,6 +267,12 @@ def gather_one(group: Any, output: torch.Tensor, input: torch.Tensor, options: A
 def reduce_scatter_one(group: Any, output: torch.Tensor, input: torch.Tensor, options: ReduceScatterOptions) -> Any:
     """The group's own reduce-scatter of one tensor; renamed in 2.13, which keeps this name."""
     return group._reduce_scatter_base(output, input, options)
+
+
+def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
+    """The function of `torch.distributed`, which 2.13 renames, and warns where the older name is used."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..comm.process_group import transport_for
 from ..layout.rows import Cut
 from ..torch_private import ShardedTensor, local_shard_of, make_dtensor, make_sharded_tensor
 
@@ -61,5 +62,5 @@ def whole_of(value: Any, group: Any, device: torch.device) -> Any:
     if group.size() == 1:
         return padded[: shape[0]]
     whole = torch.empty((cut.chunk * group.size(), *shape[1:]), dtype=value.dtype, device=device)
-    dist.all_gather_into_tensor(whole, padded, group)
+    transport_for(group, device).gather([whole], [padded]).wait()
     return whole[: shape[0]]
