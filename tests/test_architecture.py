@@ -20,7 +20,9 @@ LAYERS = [
     "engine",
     "optim checkpoint",
     "frontends",
-    "tools train",
+    "tools train composable",
+    "compat",
+    "dropin",
     "cli",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -58,6 +60,17 @@ def test_imports_go_one_way(file: Path) -> None:
         if own == "layout":
             assert name.split(".")[0] != "torch", "layouts are integers only"
         assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_only_the_drop_in_names_what_it_replaces(file: Path) -> None:
+    """Not in strings either, which `importlib` would take."""
+    tree = ast.parse(file.read_text())
+    words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in words:
+            names = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+            assert layer_of(file) == "dropin" or not node.value.startswith(names), f"line {node.lineno}"
 
 
 # Private, but what every library that handles modules uses; there is no public spelling.

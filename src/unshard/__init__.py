@@ -3,6 +3,7 @@
 from . import optim, tools
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
+from .frontends.flat_parameter import FlatParameter
 from .frontends.fully_shard import fully_shard
 from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from .frontends.module import (
@@ -14,22 +15,57 @@ from .frontends.module import (
     share_comm_ctx,
 )
 from .frontends.placements import ShardPlacementResult
+from .frontends.wrapper import FullyShardedDataParallel
+from .frontends.wrapper_api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardError",
     "UnshardHandle",
     "disable_fsdp_module_new_init",

@@ -113,6 +113,22 @@ class MixedPrecisionPolicy:
     def keeps_buffer(self, name: str) -> bool:
         return any(matches(name, pattern) for pattern in (*self.keep_buffers, *_ALWAYS_KEPT))
 
+    def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """What gradients rest in."""
+        return original
+
+    def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """What gradients are summed up in that are not synchronised."""
+        return reduce
+
+    def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """What gradients are reduced in where `full_precision_in_eval` lets the unit compute as it is stored."""
+        return reduce
+
+    def casts_inputs(self, root: bool, empty: bool) -> bool:
+        """Whether inputs are cast at the door of a unit: the outermost one, one without parameters."""
+        return self.cast_forward_inputs
+
     @property
     def without_casts(self) -> MixedPrecisionPolicy:
         """The same reduction of gradients, but everything is computed in the dtype it is stored in."""

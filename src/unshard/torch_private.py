@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch.amp.grad_scaler import OptState
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -119,13 +124,65 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def make_sharded_tensor(
+    local: torch.Tensor,
+    pieces: list[tuple[list[int], list[int], int]],
+    shape: tuple[int, ...],
+    group: Any,
+) -> Any:
+    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces`: offsets, sizes and rank of all of them.
+
+    What sharded state dicts of FSDP1 hold, and `torch.distributed.checkpoint` reads; it has no public name. Made
+    from what all ranks know, without asking them. All versions.
+    """
+    device = local.device
+    kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
+    metadata = [ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{kind}") for offsets, sizes, rank in pieces]
+    own = [each for each, (_, _, rank) in zip(metadata, pieces, strict=True) if rank == dist.get_rank()]
+    mine = [ShardOfTensor(local, each) for each in own]
+    properties = TensorProperties(dtype=local.dtype)
+    about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that torch would rather have DTensors helps no user of these
+        return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
+
+
+def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
+    """Shape, dtype and this rank's part of a `ShardedTensor`. All versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        about, shards = tensor.metadata(), tensor.local_shards()
+    return tuple(about.size), about.tensor_properties.dtype, shards[0].tensor if shards else None
+
+
+def put_in_weights(module: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Into the list that a recurrent layer computes with, which its `__setattr__` keeps. All versions."""
+    names: Any = getattr(module, "_flat_weights_names", ())
+    weights: Any = getattr(module, "_flat_weights", [])
+    if name in names:
+        weights[names.index(name)] = weight
+
+
+def allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` have another dtype than the parameter. From 2.10 on there is an attribute for it."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        parameter.grad_dtype = dtype
+
+
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The dict a module registers its own buffers in, likewise."""
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict a module registers its children in; `named_children` leaves out second names of a child."""
+    return module._modules
+
+
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """What all batch and instance norms derive from. All versions."""
+BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""What batch norms derive from; the class that FSDP1 names in its defaults. All versions."""
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -244,6 +301,12 @@ def reduce_scatter_one(group: Any, output: torch.Tensor, input: torch.Tensor, op
     return group._reduce_scatter_base(output, input, options)
 
 
+def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
+    """The function of `torch.distributed`, which 2.13 renames, and warns where the older name is used."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
+
+
 def backend_allocator(group: Any, device: torch.device) -> Any:
     """What the backend allocates its own memory with, or None. All versions."""
     if device.type != "cuda":
@@ -321,6 +384,13 @@ class OpenGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """The scale on a device; made at the first use."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale.to(device, non_blocking=device.type != "cpu")
+
     def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
         return self._per_optimizer_states[id(optimizer)]["stage"]
 
@@ -330,6 +400,10 @@ class OpenGradScaler(torch.amp.GradScaler):
     def found_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last check found a gradient that is not finite; waits for the device."""
         return any(found.item() for found in self._found_inf_per_device(optimizer).values())
+
+    @property
+    def device_type(self) -> str:
+        return self._device
 
     @property
     def scale_device(self) -> torch.device | None:

@@ -45,14 +45,18 @@ class Buffer:
     def held(self) -> bool:
         return self._held
 
-    def tensor(self, dtype: torch.dtype, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor at a byte offset; to be called while memory is held.
+    def tensor(
+        self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor at a byte offset, by default contiguous; to be called while memory is held.
 
         Made with `set_`, not by slicing, so that it has a version counter of its own: a gather into the buffer
         must not look to autograd like a change of the parameters it saved.
         """
         empty = torch.empty(0, dtype=dtype, device=self.device)
-        return empty.set_(self.storage, offset // dtype.itemsize, tuple(shape), contiguous_stride(shape))
+        return empty.set_(
+            self.storage, offset // dtype.itemsize, tuple(shape), tuple(stride or contiguous_stride(shape))
+        )
 
 
 def pieces(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.flat import FlatCut
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import DTensorSpec, foreach_copy, own_parameters, trainable
+from ..torch_private import DTensorSpec, foreach_copy, own_parameters, put_in_weights, trainable
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ def home_of(module: nn.Module, name: str) -> Home:
     return Home(weakref.ref(module), own_parameters(module), name)
 
 
+class HiddenHome(Home):
+    """A name that a module finds its parameter under, although it is not registered there."""
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.parameters[self.name] = parameter
+        module = self.module()
+        if module is not None and not self.plain:
+            put_in_weights(module, self.name, parameter)
+
+
+def hidden_home_of(module: nn.Module, name: str) -> Home:
+    return HiddenHome(weakref.ref(module), module.__dict__, name)
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter of a unit: its names, how it is cut, and its faces.
@@ -58,7 +73,7 @@ class Slot:
 
     name: str
     homes: list[Home]
-    cut: Cut
+    cut: Cut | FlatCut
     origin: weakref.ref[nn.Parameter]
     sharded: nn.Parameter
     local: torch.Tensor

@@ -87,9 +87,10 @@ class Gather:
             self._staging.release()
 
     def _place_in_full(self, region: Region) -> Place:
-        index = region.members[0]
-        piece = self._shard.cuts[index].piece * self._shard.segments.dtypes(index).compute.itemsize
-        return Place(self._full.offsets[index], piece, self._transport.world, (0,))
+        run = region.runs[0]
+        itemsize = self._shard.segments.kinds[run.segment].compute.itemsize
+        offset = self._full.offsets[run.members[0]] - run.starts[0] * itemsize
+        return Place(offset, run.numel * itemsize, self._transport.world, (0,))
 
     def _connect(self, number: int, region: Region, buffer: Buffer, spot: Place, away: bool) -> None:
         """Input and output of one region, and the casts into this rank's place where the input is not the shard."""
@@ -113,6 +114,12 @@ class Gather:
             return self._crossed_copy_out(region, spot)
         return self._plain_copy_out(region, spot)
 
+    def _cut(self, index: int) -> Cut:
+        """How a parameter of a packed region is cut."""
+        cut = self._shard.cuts[index]
+        assert isinstance(cut, Cut)
+        return cut
+
     def _end_to_end(self, region: Region, spot: Place) -> bool:
         """Whether the runs leave no gaps. They do where wide elements come after narrow ones."""
         ends = [
@@ -126,7 +133,7 @@ class Gather:
         for run, start in zip(region.runs, spot.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
             for index, first in zip(run.members, run.starts, strict=True):
-                cut = self._shard.cuts[index]
+                cut = self._cut(index)
                 whole = self._full.tensor(dtype, self._full.offsets[index], _padded(cut))
                 for rank, target in enumerate(whole.chunk(cut.world, cut.dim)):
                     offset = spot.offset + rank * spot.piece + start + first * dtype.itemsize
@@ -141,7 +148,7 @@ class Gather:
         sizes, targets = [], []
         for run, kind in zip(region.runs, kinds, strict=True):
             for index in run.members:
-                nbytes = self._shard.cuts[index].piece * kind.compute.itemsize
+                nbytes = self._cut(index).piece * kind.compute.itemsize
                 sizes.append(nbytes // dtype.itemsize)
                 targets.append(self._full.tensor(dtype, self._full.offsets[index], (spot.copies, sizes[-1])))
         source = self._staging.tensor(dtype, spot.offset, (spot.copies, spot.piece // dtype.itemsize))

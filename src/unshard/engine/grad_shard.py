@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from operator import is_, is_not
@@ -61,7 +61,7 @@ class GradShard:
         residence: Residence,
     ):
         segments = master.segments
-        self.buffer = ShardBuffer(regions, segments, "original", transport.piece_alignment, residence.device)
+        self.buffer = ShardBuffer(regions, segments, "gradient", transport.piece_alignment, residence.device)
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
@@ -72,8 +72,8 @@ class GradShard:
         self.buffer.take()
         for region, spot in zip(regions, self.buffer.placement.places, strict=True):
             run = region.runs[0]
-            dtype = segments.kinds[run.segment].original
-            for index, start in zip(run.members, run.starts, strict=True):
+            dtype = segments.kinds[run.segment].gradient
+            for index, start in region.begins(run, transport.rank):
                 offset = spot.offset + start * dtype.itemsize
                 self._add_face(slots[index], dtype, offset, transport.rank)
         self.buffer.release()
@@ -113,6 +113,10 @@ class GradShard:
         if not self._known_idle:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
+
+    def serves(self, slots: Sequence[Slot]) -> bool:
+        """Whether these are gradients of some of `slots`."""
+        return any(slot in slots for slot in self._slots)
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
@@ -158,15 +162,24 @@ class GradShard:
                 found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
         return found
 
-    def deliver(self) -> None:
-        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it."""
+    def deliver(self, absent: Collection[Slot] = ()) -> None:
+        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
+
+        `absent` are parameters that had no gradient, where all of the unit is reduced all the same.
+        """
         self._known_idle = False
-        parameters = self._parameters
+        parameters, faces, locals_ = self._parameters, self.faces, self.locals
+        if absent:
+            here = [number for number, slot in enumerate(self._slots) if slot not in absent]
+            parameters, faces = [parameters[number] for number in here], [faces[number] for number in here]
+            locals_ = [locals_[number] for number in here]
         before = list(map(gradient_of, parameters))
         if any(map(is_not, before, repeat(None))):
-            self._add_to(before)
+            _add(parameters, before, faces, locals_)
         else:
-            deque(map(setattr, parameters, repeat("grad"), self.faces), maxlen=0)
+            deque(map(setattr, parameters, repeat("grad"), faces), maxlen=0)
+        if not any(map(is_, before, repeat(None))):
+            self.buffer.release()  # nothing of it was handed out
         hooks = list(map(post_accumulate_hooks, parameters))
         if any(hooks):
             for parameter, own in zip(parameters, hooks, strict=True):
@@ -175,15 +188,19 @@ class GradShard:
         if observer.current is not None:
             observer.current.delivered(self._slots)
 
-    def _add_to(self, gradients: list[torch.Tensor | None]) -> None:
-        """Be added to the gradients there are; become those that are missing."""
-        existing, new = [], []
-        for parameter, grad, face, local in zip(self._parameters, gradients, self.faces, self.locals, strict=True):
-            if grad is None:
-                parameter.grad = face
-            else:
-                existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)
-                new.append(local)
-        foreach_add(existing, new)
-        if len(existing) == len(gradients):
-            self.buffer.release()
+
+def _add(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    faces: list[DTensor],
+    locals_: list[torch.Tensor],
+) -> None:
+    """Add to the gradients there are; become those that are missing."""
+    existing, new = [], []
+    for parameter, grad, face, local in zip(parameters, gradients, faces, locals_, strict=True):
+        if grad is None:
+            parameter.grad = face
+        else:
+            existing.append(local_of(grad) if isinstance(grad, DTensor) else grad)
+            new.append(local)
+    foreach_add(existing, new)

@@ -28,6 +28,8 @@ from .unit import ROOT, Unit
 from .wiring import Wiring
 
 STATE_KEY = "_unshard_state"
+WRAPPED = "_fsdp_wrapped_module."
+"""What a wrapper adds to the names of what it wraps."""
 
 
 def state_of(module: nn.Module) -> ShardState | None:
@@ -49,6 +51,8 @@ class ShardState:
         self._root: weakref.ref[Root] | None = None
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
+        self.casts_inputs = unit.policy.cast_forward_inputs
+        """Whether inputs are cast at the door; for some policies that depends on where the root is."""
         self.buffers: ModuleBuffers | None = None
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         """What the modules' buffers were stored in when they were sharded, by number of the module and by name."""
@@ -63,6 +67,12 @@ class ShardState:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_post_hook(self.post_load)
+
+    def attach_wrapper(self, module: nn.Module) -> None:
+        """The same for a module whose own forward calls `run`."""
+        watch_optimizers()
+        self.adopt([module])
+        module.__dict__[STATE_KEY] = self
 
     def attach_border(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Cast at the door of a module inside that has a precision of its own."""
@@ -95,7 +105,7 @@ class ShardState:
         root.recover(unit)
         if unit is root.unit and unit.device.type != "cpu":
             args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
-        if unit.policy.cast_forward_inputs:
+        if self.casts_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
             unit.select(precision)
@@ -254,13 +264,31 @@ class ShardState:
         for state, paths in names.items():
             if state._live_root() is not None:
                 refuse_second_root(", ".join(paths))
-            state.unit.name = ", ".join(path or ROOT for path in paths)
+            state.unit.name = ", ".join(without_wrappers(path).rstrip(".") or ROOT for path in paths)
             for slot in state.unit.slots:
-                slot.name = prefixes.get(slot.homes[0].module(), "") + slot.homes[0].name
+                slot.name = without_wrappers(prefixes.get(slot.homes[0].module(), "")) + slot.homes[0].name
         self._own_root = Root([state.unit for state in names])
         for state in names:
             state._root = weakref.ref(self._own_root)
+            state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.slots)
         return self._own_root
+
+    # -- what PyTorch's pipelines ask for once their last backward is over: `fully_shard.state(stage)` ... ---------
+
+    @property
+    def _state_ctx(self) -> ShardState:
+        return self
+
+    @property
+    def all_states(self) -> list[Any]:
+        """... to close one by one; ours are closed by the call below, all at once."""
+        return []
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the sums of backwards that did not synchronise, and rest."""
+        root = self._live_root()
+        if root is not None:
+            root.end_backward()
 
 
 class InputWatch:
@@ -286,6 +314,11 @@ class InputWatch:
         self._done += 1
         if self._done == self._inputs:
             self._state.post_backward()
+
+
+def without_wrappers(path: str) -> str:
+    """A path of modules without those that `FullyShardedDataParallel` puts between others."""
+    return f"{path}.".replace(WRAPPED, "")[:-1] if WRAPPED in f"{path}." else path
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

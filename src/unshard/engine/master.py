@@ -9,7 +9,8 @@ from math import prod
 import torch
 
 from ..comm.interface import Transport
-from ..layout.rows import Cut
+from ..layout.flat import FlatCut
+from ..layout.rows import ROWS, Cut, Layout
 from ..torch_private import contiguous_stride
 from .precision import Segments
 from .shard import Shard
@@ -26,14 +27,15 @@ class Master(Shard):
 
     def __init__(
         self,
-        cuts: list[Cut],
+        cuts: Sequence[Cut | FlatCut],
         segments: Segments,
         transport: Transport,
         members: Sequence[int],
         device: torch.device,
         pin: bool,
+        layout: Layout = ROWS,
     ):
-        super().__init__(cuts, segments, transport, members)
+        super().__init__(cuts, segments, transport, members, layout)
         self.device = device
         # Zeros: padding is read by flat optimizers and must never hold anything else. Memory that stays, not a
         # Buffer: slices of an emptied storage would dangle.
@@ -63,5 +65,6 @@ class Master(Shard):
             shape, itemsize = self.cuts[index].local_shape(self.rank), tensors[index].element_size()
             if prod(shape):
                 slice_ = storage[begin : begin + prod(shape) * itemsize]
-                tensors[index].set_(slice_, 0, shape, contiguous_stride(shape))
+                stride = self.cuts[index].local_stride or contiguous_stride(shape)
+                tensors[index].set_(slice_, 0, shape, stride)
         return tensors

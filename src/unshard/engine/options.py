@@ -19,6 +19,10 @@ class Options:
     slice_after_forward: bool = False
     """Keep a slice between forward and backward: an integer `reshard_after_forward`."""
     reshard_after_backward: bool = True
+    hide_after_forward: bool = False
+    """Show the sharded faces on the modules although the unit is kept whole for its backward."""
+    hide_after_backward: bool = False
+    """The same where it is kept after backward."""
     unshard_in_backward: bool = True
     """False where no gradient depends on the parameters' values: an embedding."""
     synchronise: bool = True
@@ -33,6 +37,8 @@ class Options:
     """What the sum of gradients is divided by, instead of the number of ranks."""
     force_sum: bool = False
     """Sum in the collectives and divide afterwards, instead of averaging in them."""
+    divide_in_halves: bool = False
+    """Divide before and after the collectives in every dtype, instead of averaging in them where that is safe."""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     """Called with the reduced gradients of the unit before they are divided and cast."""
     last_backward: bool = True

@@ -48,12 +48,18 @@ class Packing:
             self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
-        index = region.members[0]
-        cut = self._master.cuts[index]
-        self._rows.append(tensor[: cut.numel].view(cut.shape))
-        self._members.append(index)
-        if cut.numel < tensor.numel():
-            self._pads.append(tensor[cut.numel :])
+        """A parameter by itself, or several that are laid end to end."""
+        end = 0
+        for index, start in zip(region.runs[0].members, region.runs[0].starts, strict=True):
+            cut = self._master.cuts[index]
+            if start > end:
+                self._pads.append(tensor[end:start])
+            end = start + cut.numel
+            row = tensor[start:end]
+            self._rows.append(row.view(cut.shape) if cut.stride is None else row.as_strided(cut.shape, cut.stride))
+            self._members.append(index)
+        if end < tensor.numel():
+            self._pads.append(tensor[end:])
 
     def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
         run, world = region.runs[0], self._world
@@ -68,11 +74,18 @@ class Packing:
         crossed = {index: cuts[index].dim for index in run.members if cuts[index].crossed}
         self._packs.append(Pack(table, run.members, filler, crossed))
 
-    def fill(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Copy, and cast where needed, `gradients` (by parameter) to their places."""
+    def fill(self, gradients: dict[int, torch.Tensor]) -> list[int]:
+        """Copy, and cast where needed, `gradients` (by parameter) to their places; the parameters that have none."""
+        rows, members, absent = self._rows, self._members, []
         if self._pads:
             foreach_zero(self._pads)
-        if self._rows:
-            foreach_copy(self._rows, list(map(gradients.__getitem__, self._members)))
+        if rows and not self._packs and len(gradients) < len(members):
+            absent = [index for index in members if index not in gradients]
+            foreach_zero([row for index, row in zip(members, rows, strict=True) if index not in gradients])
+            rows = [row for index, row in zip(members, rows, strict=True) if index in gradients]
+            members = [index for index in members if index in gradients]
+        if rows:
+            foreach_copy(rows, list(map(gradients.__getitem__, members)))
         for pack in self._packs:
             pack.fill(gradients)
+        return absent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,7 +13,7 @@ from ..comm.interface import Transport
 from ..comm.order import Event
 from ..errors import OrderError
 from ..torch_private import current_backward
-from .faces import Faces, Slot
+from .faces import Slot
 from .gradients import Gradients
 from .precision import Precision
 from .residence import Residence
@@ -35,13 +35,14 @@ class Part:
         residence: Residence,
         slicing: Slicing | None = None,
         serial: int = 0,
+        keep: Callable[[list[Slot], Transport, Residence], Sharded] = Sharded,
     ):
         self.shards, self.replicas = shards, replicas
         self.mesh, self.slicing = mesh, slicing
         """The shards' own mesh, of one dimension, if any; the smaller group that keeps slices, if any."""
-        self.sharded = Sharded(list(slots), shards, residence)
+        self.sharded = keep(list(slots), shards, residence)
         self.gradients = Gradients(self.sharded, shards, replicas, device)
-        self._faces = Faces(self.slots)
+        self._faces = self.sharded.faces()
         self._device = device
         self._precision = Precision.POLICY
         self._whole: Whole | None = None
@@ -109,6 +110,14 @@ class Part:
         for whole in self._wholes.values():
             whole.release()
 
+    def show(self) -> None:
+        """The full faces on the modules again."""
+        self._faces.show_full()
+
+    def hide(self) -> None:
+        """The sharded faces on the modules, while the full buffer is kept."""
+        self._faces.show_sharded()
+
     def slice(self) -> None:
         """Keep a slice, with its faces on the modules; the full buffer is emptied."""
         assert self._whole is not None
@@ -129,7 +138,9 @@ class Part:
         number = {slot: index for index, slot in enumerate(self.slots)}
         others = [each for each in self._wholes.values() if each is not whole]
         self.gradients.others = [(number[slot], face) for each in others for slot, face in each.faces()]
-        self.gradients.varied = bool(others) or self._precision is Precision.STORED
+        stored = self._precision is Precision.STORED
+        self.gradients.varied = bool(others) or stored
+        self.gradients.as_stored = stored and not self.sharded.master.segments.reduces_stored_alike
 
     def _look_at_faces(self) -> None:
         """The slots were given other faces."""
@@ -146,7 +157,7 @@ class Part:
             return
         if self.sharded.settle(unit):
             self._forget_wholes()
-            self._faces = Faces(self.slots)  # fewer, if parameters were tied
+            self._faces = self.sharded.faces()  # fewer, if parameters were tied
         self._look_at_faces()
         # Conversions reach into the `.grad` objects too, so the gradient faces are no longer ours.
         self.gradients.forget_buffers(unit)
@@ -159,6 +170,14 @@ class Part:
         self.sharded.change_transport(transport)
         self.gradients.change_transport(transport)
         self._forget_wholes()
+
+    def hook_reductions(self, unit: str, change: Callable[[Transport], Transport]) -> None:
+        """Reduce through another transport: over the ranks that shard or, where nothing is cut, over the replicas."""
+        self.gradients.forget_buffers(unit)
+        if self.shards.world > 1:
+            self.gradients.change_transport(change(self.shards))
+        else:
+            self.gradients.change_replicas(change(self.replicas))
 
     def get_ready(self, unit: str) -> None:
         """Everything before a gather from the master shard that is not the gather itself; nearly always nothing."""

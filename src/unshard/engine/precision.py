@@ -34,17 +34,26 @@ class Dtypes:
     reduce: torch.dtype
     wire: torch.dtype
     """What gradients travel in; nearly always what they are reduced in."""
+    gradient: torch.dtype
+    """What `.grad` is in at rest; nearly always the original dtype."""
+    kept: torch.dtype
+    """What gradients are summed up in that are not synchronised."""
+    reduce_stored: torch.dtype
+    """What gradients are reduced in where the unit computes in the original dtype although the policy says another."""
 
 
 def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     if not original.is_floating_point:
-        return Dtypes(original, original, original, original)
+        return Dtypes(*[original] * 7)
     compute = policy.param_dtype or original
     # A reduce dtype equal to param_dtype means "as the gradient comes", whatever the model was converted to.
     explicit = policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None
     reduce = explicit or compute
     wire = policy.wire_dtype or reduce
-    return Dtypes(original, compute, reduce, wire if wire.itemsize <= reduce.itemsize else reduce)
+    wire = wire if wire.itemsize <= reduce.itemsize else reduce
+    gradient = policy.dtype_of_gradients(original, compute, reduce)
+    kept, stored = policy.dtype_of_sums(compute, reduce), policy.dtype_of_stored_reduction(original, reduce)
+    return Dtypes(original, compute, reduce, wire, gradient, kept, stored)
 
 
 class Segments:
@@ -60,14 +69,24 @@ class Segments:
         return self.kinds[self.of[index]]
 
     def itemsizes(self, role: str) -> list[int]:
-        """Bytes per element of each segment in the role "original", "compute", "reduce" or "wire"."""
+        """Bytes per element of each segment in a role: "original", "compute", "reduce", and so on."""
         return [getattr(kind, role).itemsize for kind in self.kinds]
 
     def stored(self) -> Segments:
         """The same segments where nothing is cast on the way to the modules."""
         same = copy.copy(self)
-        same.kinds = [replace(kind, compute=kind.original) for kind in self.kinds]
+        same.kinds = [_stored(kind) for kind in self.kinds]
         return same
+
+    @property
+    def reduces_stored_alike(self) -> bool:
+        """Whether gradients are reduced in the same dtypes where nothing is cast on the way to the modules."""
+        return all(kind.reduce == kind.reduce_stored for kind in self.kinds)
+
+
+def _stored(kind: Dtypes) -> Dtypes:
+    wire = kind.wire if kind.reduce == kind.reduce_stored else kind.reduce_stored
+    return replace(kind, compute=kind.original, reduce=kind.reduce_stored, wire=wire)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,15 +120,21 @@ class Division:
 
 @cache
 def division(
-    shards: int, replicas: int, reduce_dtypes: frozenset[torch.dtype], factor: float | None, force_sum: bool
+    shards: int,
+    replicas: int,
+    reduce_dtypes: frozenset[torch.dtype],
+    factor: float | None,
+    force_sum: bool,
+    in_halves: bool = False,
 ) -> Division:
     """The division for gradients that are reduced over `shards` x `replicas` ranks.
 
-    `factor` replaces the number of ranks. By hand the divisor is split in two factors, near its square root, so that
-    neither the summands vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    `factor` replaces the number of ranks; `in_halves` divides by hand in every dtype. By hand the divisor is split in
+    two factors, near its square root, so that neither the summands vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2,
+    1.5; 6 -> 4, 1.5; 8 -> 4, 2.
     """
     total = factor or shards * replicas
-    if reduce_dtypes <= AVERAGED:
+    if reduce_dtypes <= AVERAGED and not in_halves:
         if force_sum:
             return Division(False, False, 1.0, total)
         if factor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -12,7 +13,7 @@ import torch
 
 from ..comm.interface import Done, Transport, Work
 from ..comm.order import Event
-from ..layout.rows import Grouping, arrange, place
+from ..layout.rows import Grouping, place
 from ..torch_private import foreach_add, foreach_copy, foreach_div
 from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
@@ -22,7 +23,7 @@ from .master import Master
 from .options import Options
 from .packing import Packing
 from .precision import Division, division
-from .residence import Residence
+from .sharded import Sharded
 
 
 class Stage(Enum):
@@ -55,6 +56,8 @@ class Pending:
     stage: Stage
     division: Division
     options: Options
+    absent: Collection[Slot] = ()
+    """Parameters without gradient, where all of the unit is reduced all the same."""
 
 
 class Reduction:
@@ -67,25 +70,26 @@ class Reduction:
 
     def __init__(
         self,
+        sharded: Sharded,
         master: Master,
         members: tuple[int, ...],
-        slots: list[Slot],
         shards: Transport,
         replicas: Transport,
         device: torch.device,
-        residence: Residence,
+        events: tuple[Event, Event],
     ):
+        """`events` are the reduce-scatter and the all-reduce, as other ranks know them."""
         segments, itemsizes = master.segments, master.segments.itemsizes("wire")
         # An exchange takes one tensor, so few of them.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if shards.reduces_groups and not exchanged else Grouping.BY_SEGMENT
         # By the sizes of the gather: then in the same order, which flat optimizers need.
-        self._regions = arrange(master.items, members, grouping, shards.few)
-        self._master, self._slots, self._residence = master, slots, residence
+        self._regions = master.layout.arrange(master.items, members, grouping, shards.few)
+        self._master, self._sharded, self._slots = master, sharded, sharded.slots
         self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
         self._dtypes = frozenset(kind.reduce for kind in kinds)
-        self._direct = not residence.away and all(kind.reduce == kind.original for kind in kinds)
+        self._direct = not sharded.residence.away and all(kind.reduce == kind.gradient for kind in kinds)
         self._in_place = shards.reduces_in_place and not exchanged
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
         self._whole = Buffer(0 if self._in_place else whole.nbytes, device, shards.pool)
@@ -98,7 +102,7 @@ class Reduction:
         self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
         self._shards: list[GradShard] = []
         self._members, self._owner = members, ""
-        self._scattering, self._all_reducing = Event(reduces=True), Event(reduces=True)
+        self._scattering, self._all_reducing = events
 
     def _packing_in(self, tensors: list[torch.Tensor]) -> Packing:
         return Packing(tensors, self._regions, self._master, self._transport.world)
@@ -135,7 +139,9 @@ class Reduction:
         outputs = pending.outputs
         outputs.take() if self._in_place else self._whole.take()
         packing = self._packing_for(pending)
-        packing.fill(gradients)
+        absent = packing.fill(gradients)
+        if absent:
+            pending.absent = {self._slots[index] for index in absent}
         inputs = packing.tensors
         if pending.division.before != 1.0:
             foreach_div(inputs, pending.division.before)
@@ -165,7 +171,12 @@ class Reduction:
         shard = self._idle_shard()
         outputs = shard.buffer if self._direct else self._reduced
         how = division(
-            self._transport.world, self._replicas.world, self._dtypes, options.divide_factor, options.force_sum
+            self._transport.world,
+            self._replicas.world,
+            self._dtypes,
+            options.divide_factor,
+            options.force_sum,
+            options.divide_in_halves,
         )
         return Pending(self, shard, outputs, Done(), Stage.SCATTER, how, options)
 
@@ -186,7 +197,7 @@ class Reduction:
             pending.shard.buffer.take()
             foreach_copy(pending.shard.buffer.bodies, outputs.bodies)
             outputs.release()
-        pending.shard.deliver()
+        pending.shard.deliver(pending.absent)
         return Outcome.DELIVERED
 
     def _next_over_replicas(self, pending: Pending) -> Outcome:
@@ -227,7 +238,7 @@ class Reduction:
                 return shard
         # Shards that a user holds live on through what the user holds; we need not keep track of them.
         self._shards = [shard for shard in self._shards if shard.attached]
-        self._shards.append(GradShard(self._master, self._regions, self._slots, self._transport, self._residence))
+        self._shards.append(self._sharded.grad_shard(self._master, self._regions, self._transport))
         return self._shards[-1]
 
     def release_idle(self) -> None:

@@ -100,6 +100,8 @@ class Root:
             unit.reshard()
         else:
             unit.keep()
+            if unit.options.hide_after_forward:
+                unit.hide()
         if unit is self.unit and self.in_forward:
             self._end_forward(graph)
 
@@ -167,6 +169,8 @@ class Root:
             unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
         else:
             unit.keep()
+            if unit.options.hide_after_backward:
+                unit.hide()
         unit.reduce(last)
         self._reducing.append(unit)
 

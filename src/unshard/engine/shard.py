@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..comm.interface import Transport
-from ..layout.rows import Cut, Grouping, Item, Region, arrange, place
+from ..layout.flat import FlatCut
+from ..layout.rows import ROWS, Cut, Grouping, Item, Layout, Region, place
 from .precision import Segments
 
 
@@ -17,14 +18,22 @@ class Shard:
     `members` are the parameters it holds; others take part in the numbering only. A subclass says what memory it is.
     """
 
-    def __init__(self, cuts: list[Cut], segments: Segments, transport: Transport, members: Sequence[int]):
+    def __init__(
+        self,
+        cuts: Sequence[Cut | FlatCut],
+        segments: Segments,
+        transport: Transport,
+        members: Sequence[int],
+        layout: Layout = ROWS,
+    ):
         self.cuts = cuts
+        self.layout = layout
         self.segments = segments
         self.rank = transport.rank
         itemsizes = segments.itemsizes("compute")
         self.items = [Item(cut, kind, itemsizes[kind]) for cut, kind in zip(cuts, segments.of, strict=True)]
         grouping = Grouping.GROUPED if transport.gathers_groups else Grouping.WHOLE
-        self.regions: tuple[Region, ...] = arrange(self.items, members, grouping, transport.few)
+        self.regions: tuple[Region, ...] = layout.arrange(self.items, members, grouping, transport.few)
         self.placement = place(
             self.regions, segments.itemsizes("original"), copies=1, piece_alignment=transport.piece_alignment
         )
@@ -52,5 +61,5 @@ class Shard:
         for region, spot in zip(self.regions, self.placement.places, strict=True):
             for run, start in zip(region.runs, spot.runs, strict=True):
                 itemsize = self.segments.kinds[run.segment].original.itemsize
-                for index, first in zip(run.members, run.starts, strict=True):
+                for index, first in region.begins(run, self.rank):
                     yield index, spot.offset + start + first * itemsize

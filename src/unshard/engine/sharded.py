@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, ClassVar
 
@@ -10,9 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
 from ..errors import ParameterError
+from ..layout.rows import ROWS, Layout, Region
 from ..torch_private import local_of, rebind_local
+from .accumulate import LocalGradients
 from .extension import is_extended
-from .faces import Slot
+from .faces import Faces, Slot
+from .grad_shard import GradShard
 from .living import Living
 from .master import META, Master
 from .precision import Segments
@@ -25,6 +29,7 @@ class Sharded:
     """Keeps every sharded face inside the master shard."""
 
     living: ClassVar[Living[Sharded]] = Living()
+    layout: ClassVar[Layout] = ROWS
 
     def __init__(self, slots: list[Slot], transport: Transport, residence: Residence):
         self.slots = slots
@@ -114,6 +119,25 @@ class Sharded:
         self._transport = transport
         with torch.no_grad(), torch.inference_mode(False):
             self.master = self._lay_out()
+
+    def faces(self) -> Faces:
+        """What swaps the faces on the modules."""
+        return Faces(self.slots)
+
+    def grad_shard(self, master: Master, regions: Sequence[Region], transport: Transport) -> GradShard:
+        """What hands reduced gradients to the sharded faces."""
+        return GradShard(master, regions, self.slots, transport, self.residence)
+
+    def reduced_with(self, gradients: Iterable[int]) -> tuple[int, ...]:
+        """The parameters that are reduced where these have gradients."""
+        return tuple(gradients)
+
+    def show_sums(self, sums: LocalGradients) -> None:
+        """Let users see gradients that were not synchronised; these are nobody's but the engine's."""
+
+    def hide_sums(self) -> list[int]:
+        """Undo that; the parameters whose sums a user cleared."""
+        return []
 
     def writes(self) -> int:
         """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""

@@ -32,6 +32,7 @@ class Unit:
         self.params = ParamState.SHARDED
         self.precision = Precision.POLICY
         self._writes_before: int | None = None
+        self._hidden = False
 
     def __str__(self) -> str:
         rank = self.parts[0].shards.rank if self.parts else 0
@@ -65,12 +66,26 @@ class Unit:
     def use(self) -> None:
         """Be whole, with the full faces on the modules."""
         if self.params is ParamState.FULL:
+            if self._hidden:
+                self._show()
             return
         if self.params is not ParamState.GATHERING:
             self.gather()
         for part in self.parts:
             part.finish()
         self._move(ParamState.FULL)
+
+    def hide(self) -> None:
+        """Stay whole, with the sharded faces on the modules until the next use."""
+        if self.params is ParamState.FULL:
+            self._hidden = True
+            for part in self.parts:
+                part.hide()
+
+    def _show(self) -> None:
+        self._hidden = False
+        for part in self.parts:
+            part.show()
 
     def reshard(self) -> None:
         """Rest: the full buffer empty, the sharded faces on the modules."""
@@ -81,6 +96,7 @@ class Unit:
             if gathering:
                 part.abandon()
             part.rest()
+        self._hidden = False
         self._move(ParamState.SHARDED)
 
     def precision_in(self, training: bool) -> Precision:

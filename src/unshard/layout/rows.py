@@ -15,11 +15,12 @@ and whole ones (a piece per rank and region: full buffer, reduce buffer).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import prod
+from typing import Any, Protocol
 
 ALIGNMENT = 256  # bytes; what allocators give, and what vectorised kernels and NCCL want
 
@@ -81,10 +82,27 @@ class Cut:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
 
+    @property
+    def whole(self) -> Cut:
+        """The same parameter where nothing is cut."""
+        return Cut(self.shape, 1)
+
+    @property
+    def stride(self) -> tuple[int, ...] | None:
+        """How the whole parameter lies in memory; `None` is row by row."""
+        return None
+
+    @property
+    def local_stride(self) -> tuple[int, ...] | None:
+        return None
+
 
 @dataclass(frozen=True)
 class Run:
-    """Pieces of one segment (one set of dtypes) that lie end to end inside a region."""
+    """Pieces of one segment (one set of dtypes) that lie end to end inside a region; `numel` elements on every rank.
+
+    `starts` is where each member begins: in a rank's piece if the region is packed, else in the whole region.
+    """
 
     segment: int
     members: tuple[int, ...]
@@ -94,7 +112,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Region:
-    """What one tensor of a collective carries: one parameter, or several packed rank by rank."""
+    """What one tensor of a collective carries: one parameter, or several packed rank by rank.
+
+    Not packed, the pieces of all ranks one after the other are what the region holds: one parameter, or several end to
+    end that are cut together.
+    """
 
     runs: tuple[Run, ...]
     packed: bool
@@ -102,6 +124,11 @@ class Region:
     @property
     def members(self) -> tuple[int, ...]:
         return tuple(index for run in self.runs for index in run.members)
+
+    def begins(self, run: Run, rank: int) -> Iterator[tuple[int, int]]:
+        """Each member of a run, and where what `rank` has of it begins in the rank's piece of the run."""
+        for index, start in zip(run.members, run.starts, strict=True):
+            yield index, start if self.packed else min(max(start - rank * run.numel, 0), run.numel)
 
 
 class Grouping(Enum):
@@ -116,13 +143,42 @@ class Grouping(Enum):
 class Item:
     """One parameter as the arrangement sees it."""
 
-    cut: Cut
+    cut: Any
     segment: int
     itemsize: int
 
     @property
     def nbytes(self) -> int:
         return self.cut.numel * self.itemsize
+
+
+class Layout(Protocol):
+    """How the parameters of a unit are arranged: what the engine asks a layout."""
+
+    def arrange(
+        self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0
+    ) -> tuple[Region, ...]:
+        """Regions of a shard, and of a reduction."""
+
+    def spread(self, items: Sequence[Item], members: Sequence[int]) -> list[Region]:
+        """Regions of the full buffer: there every parameter lies in one piece."""
+
+
+class Rows:
+    """Each parameter cut for itself."""
+
+    def arrange(
+        self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0
+    ) -> tuple[Region, ...]:
+        return arrange(items, members, grouping, few)
+
+    def spread(self, items: Sequence[Item], members: Sequence[int]) -> list[Region]:
+        """Each in a region of its own; none if it has no elements."""
+        singles = (region for index in members for region in arrange(items, (index,), Grouping.BY_SEGMENT))
+        return [Region(region.runs, packed=False) for region in singles]
+
+
+ROWS = Rows()
 
 
 def arrange(items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0) -> tuple[Region, ...]:

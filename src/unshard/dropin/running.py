@@ -1,0 +1,72 @@
+"""`unshard run script.py ...`: as `python script.py ...`, on unshard."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+import torch
+
+from .. import __version__
+from . import install
+
+USAGE = """usage: unshard run script.py [arguments]
+       unshard run -m module [arguments]
+
+Runs a program as Python itself would, with unshard in the place of torch.distributed.fsdp.
+With several processes: torchrun ... -m unshard.dropin script.py [arguments]"""
+
+
+def run(arguments: list[str]) -> int:
+    """Run the program that the arguments name. Its exceptions and exits are the caller's."""
+    as_module = arguments[:1] == ["-m"]
+    rest = arguments[1:] if as_module else arguments
+    if not rest or rest[0].startswith("-"):
+        asked = rest[:1] in (["-h"], ["--help"])
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    if not as_module and not os.path.exists(rest[0]):
+        print(f"unshard run: there is no file {rest[0]!r}", file=sys.stderr)
+        return 2
+    install()
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"unshard {__version__} stands in for torch.distributed.fsdp (torch {torch.__version__})", file=sys.stderr
+        )
+    (_run_module if as_module else _run_script)(rest)
+    return 0
+
+
+def _run_module(arguments: list[str]) -> None:
+    sys.argv = arguments
+    _put_first(os.getcwd())
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _run_script(arguments: list[str]) -> None:
+    sys.argv, path = arguments, os.path.abspath(arguments[0])
+    if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
+        _put_first(path)
+        runpy.run_path(path, run_name="__main__")
+        return
+    _put_first(os.path.dirname(os.path.realpath(path)))
+    with io.open_code(path) as file:
+        source = file.read()
+    # A main module of its own, which stays: what runs at exit, and processes that are spawned, look for it.
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+
+
+def _put_first(place: str) -> None:
+    """Where Python looks first is the program's place instead of ours, unless it was told to look in neither."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = place

@@ -1,0 +1,183 @@
+"""Programs that are started with `unshard run`: what they see, and that they compute what they would on our own API."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import unshard
+from unshard import cli
+from unshard.dropin import running
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PACKAGES = os.pathsep.join([str(Path(unshard.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+DROPIN = ["-m", "unshard.dropin"]
+
+
+def python(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGES}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=cwd)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+class Outcome:
+    """What a run of a training program left in its folder."""
+
+    def __init__(self, out: Path):
+        told = json.loads((out / "losses.json").read_text())
+        self.engine, self.losses = told["engine"], told["losses"]
+        self.full = torch.load(out / "full.pt")
+        dcp_to_torch_save(out / "checkpoint", out / "whole.pt")
+        self.saved = flat(torch.load(out / "whole.pt"))
+
+    def assert_equal(self, other: Outcome) -> None:
+        """Bit by bit: the same engine did the same."""
+        assert self.losses == other.losses
+        for mine, theirs in ((self.full, other.full), (self.saved, other.saved)):
+            assert mine.keys() == theirs.keys() and len(mine) > 10
+            for key in mine:
+                assert torch.equal(mine[key], theirs[key]) if torch.is_tensor(mine[key]) else mine[key] == theirs[key]
+
+    def assert_close(self, other: Outcome) -> None:
+        for mine, theirs in zip(self.losses, other.losses, strict=True):
+            assert mine == pytest.approx(theirs, rel=5e-3)
+        assert self.saved.keys() == other.saved.keys()
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {key: value for name, each in items for key, value in flat(each, f"{prefix}{name}/").items()}
+    return {prefix: tree}
+
+
+def installs_itself(source: str) -> str:
+    """The program with everything imported from PyTorch first, and ours put in place after that."""
+    before, mark, after = source.partition("# -- the program --\n")
+    assert mark
+    return f"{before}\nimport unshard.dropin\nunshard.dropin.install()\n{after}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_fully_shard"])
+def test_same_losses_and_checkpoint_as_on_our_own_api(name: str, tmp_path: Path) -> None:
+    """And close to PyTorch's own, for whose API it was written."""
+    path = SCRIPTS / f"{name}.py"
+    source = path.read_text()
+    own = source.replace("torch.distributed.fsdp", "unshard")
+    assert own != source and "distributed.fsdp" not in own
+    outcomes = {}
+    for kind, text, through in (
+        ("torch", source, []),
+        ("own", own, []),
+        ("run", source, DROPIN),
+        ("late", installs_itself(source), []),
+    ):
+        out = tmp_path / kind
+        out.mkdir()
+        program = path if text is source else out / "program.py"
+        if text is not source:
+            program.write_text(text)
+        done = python(*TORCHRUN, *through, program, out)
+        assert done.stderr.count("unshard 0") == len(through) // 2, done.stderr  # rank 0 says so, on one line
+        outcomes[kind] = Outcome(out)
+    assert outcomes["torch"].engine.startswith("torch.")
+    for kind in ("own", "run", "late"):
+        assert outcomes[kind].engine.startswith("unshard.")
+        outcomes[kind].assert_equal(outcomes["own"])
+    outcomes["run"].assert_close(outcomes["torch"])
+
+
+def test_the_program_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    program = tmp_path / "place" / "program.py"
+    program.parent.mkdir()
+    (program.parent / "beside.py").write_text("from torch.distributed.fsdp import FSDPModule\n")
+    program.write_text(
+        "import sys, atexit, json, pickle, beside\n"
+        "class Here: pass\n"
+        "assert pickle.loads(pickle.dumps(Here())).__class__ is Here\n"
+        "main = sys.modules['__main__']\n"
+        "@atexit.register\n"
+        "def last():\n"
+        "    assert main.Here is Here and sys.modules['__main__'] is main\n"
+        "    print('last')\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], str(__spec__), __package__,\n"
+        "    __builtins__.__name__, beside.FSDPModule.__module__]))\n"
+    )
+
+    def shown(*how: Any) -> list[Any]:
+        done = python(*how, "place/program.py", "-m", "--flag", cwd=tmp_path)
+        first, last = done.stdout.splitlines()
+        assert last == "last"
+        return json.loads(first)
+
+    *plain, theirs = shown()
+    *ours, mine = shown(*DROPIN)
+    assert ours == plain
+    assert theirs.startswith("torch.") and mine.startswith("unshard.")
+
+
+def test_modules(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text(
+        "import sys, torch.distributed.fsdp as fsdp\n"
+        "print([__name__, __file__, sys.argv, sys.path[0], __spec__.name, __package__])\n"
+        "print(fsdp.FSDPModule.__module__)\n"
+        "sys.exit(7)\n"
+    )
+    plain = python("-m", "package.program", "-x", "1", cwd=tmp_path, status=7).stdout.splitlines()
+    ours = python(*DROPIN, "-m", "package.program", "-x", "1", cwd=tmp_path, status=7).stdout.splitlines()
+    assert ours[0] == plain[0] and ours[1].startswith("unshard.")
+
+
+def test_errors_are_the_programs_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("def fail():\n    raise ValueError('of the program')\n\nfail()\n")
+    done = python(*DROPIN, program, status=1)
+    *_, above, mark, last = done.stderr.strip().splitlines()
+    assert last == "ValueError: of the program" and "raise ValueError" in above + mark
+    assert f'File "{program}", line 4, in <module>' in done.stderr
+    assert f'File "{program}", line 2, in fail' in done.stderr
+    assert done.stderr.startswith("unshard ")
+
+
+def test_processes_that_are_spawned(tmp_path: Path) -> None:
+    """They import the main module anew, and get ours as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.multiprocessing as mp\n"
+        "from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy\n"
+        "def work(number, policy):\n"
+        "    assert type(policy) is MixedPrecisionPolicy\n"
+        "    print(FSDPModule.__module__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(work, (MixedPrecisionPolicy(),), nprocs=2)\n"
+    )
+    done = python(*DROPIN, program)
+    assert done.stdout.splitlines() == ["unshard.frontends.module"] * 2
+    assert done.stderr.count("stands in") == 1
+
+
+def test_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert running.run([]) == running.run(["-m"]) == running.run(["-x"]) == 2
+    assert "usage: unshard run" in capsys.readouterr().err
+    assert running.run(["no_such_file.py"]) == 2
+    assert "no file 'no_such_file.py'" in capsys.readouterr().err
+    for arguments, status in ((["--help"], 0), (["run", "--help"], 0), ([], 2), (["walk"], 2), (["run"], 2)):
+        monkeypatch.setattr(sys, "argv", ["unshard", *arguments])
+        assert cli.main() == status
+        told = capsys.readouterr()
+        assert "usage: unshard run" in (told.err if status else told.out)
