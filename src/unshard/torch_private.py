@@ -130,7 +130,7 @@ def make_sharded_tensor(
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces`: offsets, sizes and rank of all of them.
+    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces`: offsets, sizes and ranks of all.
 
     What sharded state dicts of FSDP1 hold, and `torch.distributed.checkpoint` reads; it has no public name. Made
     from what all ranks know, without asking them. All versions.
