@@ -1,7 +1,7 @@
 """What a step sends, and what it copies on the device to do so, side by side.
 
     python -m benchmarks.collectives --cases 1b:1x1024            # a GPU as one rank of a simulated job of 8
-    python -m benchmarks.collectives --place gloo --cases 10m:1x128
+    python -m benchmarks.collectives --place gloo --cases 10m:1x128:fp32
 
 Collectives of forward and backward, with the bytes of their whole tensors. Copies (casts, packing, unpacking) are those
 beyond the unsharded side's. On a GPU also the device time of their kernels, what of it is left beyond the two casts

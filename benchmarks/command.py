@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,17 +18,31 @@ from .tables import failure
 
 def parser_for(doc: str | None, cases: str | None = None, cpu_cases: str = "", one_rank: bool = False) -> Any:
     """A parser with the flags of every command; `cases` are the default ones on a GPU."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     names = "unsharded, fsdp2, fsdp1, unshard, unshard-flat, or all that can be built"
-    parser.add_argument("--sides", type=sides.known, default="all", help=names)
+    parser.add_argument("--sides", type=_explained(sides.known), default="all", help=names)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     places.add_arguments(parser, one_rank)
     if cases is not None:
         default = cases if torch.cuda.is_available() else cpu_cases
-        parser.add_argument(
-            "--cases", type=_cases, default=default, help=f"SIZE:SAMPLESxLENGTH[:DTYPE],... ({default})"
-        )
+        parser.add_argument("--cases", type=_explained(_cases), default=default, help="SIZE:SAMPLESxLENGTH[:DTYPE],...")
     return parser
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The text as it is written, and the default of every flag."""
+
+
+def _explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse show what is wrong with a value: of other errors it shows the name of the function."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def _cases(text: str) -> list[Case]:

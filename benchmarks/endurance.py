@@ -1,7 +1,7 @@
 """Whether anything grows over many steps: Python objects, memory, the time of a step; side by side.
 
     python -m benchmarks.endurance --steps 1000                   # a GPU as one rank of a simulated job of 8
-    python -m benchmarks.endurance --place gloo --cases tiny:1x32 --steps 200
+    python -m benchmarks.endurance --place gloo --cases tiny:1x32:fp32 --steps 200
 
 Objects are what the garbage collector knows after a collection. Memory is what the device's allocator has given out
 between two steps; on a CPU it is that of the whole process, with all that its allocator keeps. `drift` is the median
@@ -33,7 +33,7 @@ FIGURES = {"first": "first", "last": "last"}
 
 def arguments() -> argparse.ArgumentParser:
     parser = parser_for(__doc__, cases="10m:1x128", cpu_cases="tiny:1x32:fp32")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are counted")
     parser.add_argument("--warmup", type=int, default=20, help="steps before anything is counted")
     return parser
 

@@ -73,7 +73,7 @@ class Stack(nn.Module):
 
 
 class Many(nn.Module):
-    """`parameters` weights and biases; units of forty, and never more than fifty units."""
+    """`parameters` weights and biases; units of forty, the last of fewer, and about fifty units at most."""
 
     WIDTH = 16
 
@@ -81,7 +81,8 @@ class Many(nn.Module):
         super().__init__()
         layers = parameters // 2
         each = min(layers, max(20, layers // 50))
-        self.blocks = nn.ModuleList(Stack(each, self.WIDTH) for _ in range(layers // each))
+        sizes = [min(each, layers - first) for first in range(0, layers, each)]
+        self.blocks = nn.ModuleList(Stack(size, self.WIDTH) for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

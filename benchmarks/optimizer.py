@@ -5,7 +5,7 @@
 
 Every side clips as its users do: torch's function for the unsharded model and FSDP2, the method of FSDP1,
 `unshard.optim.clip_grad_norm_` for unshard. Milliseconds, medians; the device is idle before each part, so that none
-waits for another's kernels, and `micro` is the sum per parameter in microseconds.
+waits for another's kernels, and `us each` is the sum per parameter in microseconds.
 """
 
 from __future__ import annotations

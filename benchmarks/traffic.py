@@ -18,7 +18,11 @@ COPIES = frozenset(
     + ("split_with_sizes_copy", "split_copy", "all_gather_copy_in", "constant_pad_nd", "contiguous", "index_copy_")
 )
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "barrier", "monitored_barrier_")
-_KINDS = {"gather": ("allgather", "all_gather"), "reduce_scatter": ("reduce_scatter",), "all_reduce": ("reduce",)}
+_KINDS = {
+    "gather": ("allgather", "all_gather"),
+    "reduce_scatter": ("reduce_scatter", "alltoall_base"),
+    "all_reduce": ("reduce",),
+}
 
 
 class Traffic(TorchDispatchMode):

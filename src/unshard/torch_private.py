@@ -54,7 +54,30 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     the DTensor still holds the tensor it was given. All versions.
     """
     meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    dtensor = DTensor(_without_offset(local), spec, requires_grad=False)
+    rebind_local(dtensor, local)
+    return dtensor
+
+
+def make_sharded_parameter(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
+) -> nn.Parameter:
+    """The same as a parameter, for whose making torch makes the DTensor once more. All versions."""
+    parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
+    rebind_local(parameter, local)
+    return parameter
+
+
+def _without_offset(local: torch.Tensor) -> torch.Tensor:
+    """A tensor to make a DTensor with in place of `local`.
+
+    A DTensor keeps the storage offset of the tensor it was made with, though it has no storage, and with one it can be
+    neither copied nor saved.
+    """
+    if type(local) is not torch.Tensor or local.storage_offset() == 0:
+        return local
+    return local.new_empty(()).expand(local.shape)
 
 
 def wrap_like(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:

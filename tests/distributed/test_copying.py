@@ -76,3 +76,20 @@ def test_copies_of_models_with_special_parameters() -> None:
     assert fully_shard.state(twin[0]) is fully_shard.state(twin[1]) is not fully_shard.state(model[0])
     twin(torch.ones(2, 4)).sum().backward()
     assert twin[1].weight.grad is not None and model[1].weight.grad is None
+
+
+@world(2, 3)
+def test_copies_of_single_parameters_and_of_optimizers() -> None:
+    """On every rank, whatever of the parameter lies there."""
+    model = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        assert parameter.storage_offset() == 0
+        assert torch.equal(copy.deepcopy(parameter).full_tensor(), parameter.full_tensor())
+    copied = copy.deepcopy(optimizer)
+    for mine, theirs in zip(copied.param_groups[0]["params"], model.parameters(), strict=True):
+        assert torch.equal(
+            copied.state[mine]["exp_avg"].full_tensor(), optimizer.state[theirs]["exp_avg"].full_tensor()
+        )

@@ -91,14 +91,11 @@ class ShardBuffer(Buffer):
         self.bodies = [piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)]
         self.flats = self._segments(regions)
         self._gaps = self._unwritten()
-        self.soiled = False
-        """Whether somebody multiplied it gaps and all: by NaN, zero is NaN."""
         self.release()
 
     def take(self) -> None:
-        if not self.held or self.soiled:
+        if not self.held:
             super().take()
-            self.soiled = False
             if self._gaps:
                 foreach_zero(self._gaps)
 

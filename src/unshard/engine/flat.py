@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..torch_private import local_of
+from ..torch_private import foreach_zero, local_of
 from .flat_sharded import FlatSharded
 from .grad_shard import GradShard, Stretch
 from .master import META, Master
@@ -81,15 +81,30 @@ def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
     return None
 
 
-def scalable_gradients(parameters: Sequence[torch.Tensor]) -> tuple[list[Stretch], list[torch.Tensor]]:
-    """Gradients as a few flat tensors that may be multiplied as they are; and the parameters that are not in them.
+@dataclass(frozen=True)
+class Scalable:
+    """Gradients as a few flat tensors that may be multiplied as they are, and the parameters that are not in them."""
 
-    A gradient shard is used whole or not at all: only if all of its gradients are those of `parameters`.
-    """
-    given, stretches = set(map(id, parameters)), []
+    stretches: list[Stretch]
+    others: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+    def clean(self) -> None:
+        """To be called after a multiplication: zero times NaN is NaN, which every later norm would find."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gap in self.gaps:
+            by_device.setdefault(gap.device, []).append(gap)
+        for gaps in by_device.values():
+            foreach_zero(gaps)
+
+
+def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
+    """A gradient shard is used whole or not at all: only if all of its gradients are those of `parameters`."""
+    given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in GradShard.living:
         if shard.belongs_to(given):
             given.difference_update(map(id, shard.parameters()))
-            stretches += shard.stretches()
-            shard.buffer.soiled = True
-    return stretches, [parameter for parameter in parameters if id(parameter) in given]
+            found.stretches.extend(shard.stretches())
+            found.gaps.extend(shard.gaps())
+    found.others.extend(parameter for parameter in parameters if id(parameter) in given)
+    return found

@@ -69,6 +69,7 @@ class GradShard:
         """The byte where each face begins; they are in the order in which they lie."""
         self._flats: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._stretches: list[Stretch] | None = None
+        self._gaps: list[torch.Tensor] | None = None
         self.buffer.take()
         for region, spot in zip(regions, self.buffer.placement.places, strict=True):
             run = region.runs[0]
@@ -146,6 +147,20 @@ class GradShard:
         if self._stretches is None:
             self._stretches = self._find_stretches()
         return self._stretches
+
+    def gaps(self) -> list[torch.Tensor]:
+        """All bytes that belong to no gradient. To be asked for while there is memory."""
+        if self._gaps is None:
+            self._gaps = self.viewing(self._find_gaps)
+        return self._gaps
+
+    def _find_gaps(self) -> list[torch.Tensor]:
+        found, end = [], 0
+        for begin, local in zip([*self.begins, self.buffer.nbytes], [*self.locals, None], strict=True):
+            if begin > end:
+                found.append(self.buffer.tensor(torch.uint8, end, (begin - end,)))
+            end = begin + (0 if local is None else local.numel() * local.element_size())
+        return found
 
     def _find_stretches(self) -> list[Stretch]:
         def kind(each: tuple[int, torch.Tensor, Slot]) -> tuple[torch.dtype, int, object]:

@@ -19,7 +19,7 @@ from ..engine.faces import Home, Slot
 from ..errors import ArgumentError, DimensionError, UnsupportedError
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import concatenated_mesh, flattened_mesh, local_of, make_dtensor, spec_of, strided_shard
+from ..torch_private import concatenated_mesh, flattened_mesh, local_of, make_sharded_parameter, spec_of, strided_shard
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo
 
 
@@ -104,7 +104,7 @@ def slot_for(
         local = local.clone()  # it keeps its memory, which must not be the whole parameter's
     if not local.is_meta:
         local = local.to(device)
-    sharded = nn.Parameter(make_dtensor(local, mesh, placements, parameter.shape), parameter.requires_grad)
+    sharded = make_sharded_parameter(local, mesh, placements, parameter.shape, parameter.requires_grad)
     own = policy.for_parameter(each for each, _ in names)
     slot = Slot(name, [home for _, home in names], cut, weakref.ref(parameter), sharded, local_of(sharded), own)
     if isinstance(parameter, DTensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..engine.flat import cut_flat, scalable_gradients
+from ..engine.flat import Scalable, cut_flat, scalable_gradients
 from ..errors import ArgumentError, GradientError
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 from .local import local_gradient
@@ -48,7 +48,8 @@ def clip_grad_norm_(
     _check_stages(pipeline_stages, process_group)
     _refuse_flat(given)
     peers = peers_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
-    pieces = _pieces(given, peers.size)
+    scalable = scalable_gradients(given)
+    pieces = _pieces(scalable, peers.size)
     power = _power_of_norm(pieces, order, peers, foreach)
     if pipeline_stages > 1 and not math.isinf(order):
         power *= pipeline_stages  # as many ranks each: their mean, times their number, is their sum
@@ -57,6 +58,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         _refuse(norm, order, given)
     _scale(pieces, torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
+    scalable.clean()
     return norm
 
 
@@ -69,11 +71,10 @@ class Piece:
     weight: float
 
 
-def _pieces(parameters: Sequence[torch.Tensor], peers: int) -> list[Piece]:
-    stretches, others = scalable_gradients(parameters)
-    pieces = [Piece(each.tensor, each.tensor, _weight(each.spec, peers)) for each in stretches]
+def _pieces(scalable: Scalable, peers: int) -> list[Piece]:
+    pieces = [Piece(each.tensor, each.tensor, _weight(each.spec, peers)) for each in scalable.stretches]
     weights: dict[Any, float] = {}
-    for parameter in others:
+    for parameter in scalable.others:
         gradient, local = parameter.grad, local_gradient(parameter)
         if isinstance(gradient, DTensor):
             spec = spec_of(gradient)

@@ -64,8 +64,8 @@ class GradScaler(OpenGradScaler):
             )
         peers = peers_of(parameters, self._process_group, otherwise=inverse.device)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
-        stretches, others = scalable_gradients(parameters)
-        for gradient in [*(each.tensor for each in stretches), *map(local_gradient, others)]:
+        scalable = scalable_gradients(parameters)
+        for gradient in [*(each.tensor for each in scalable.stretches), *map(local_gradient, scalable.others)]:
             if gradient is not None:
                 buckets[gradient.device][gradient.dtype].append(gradient)
         found = {device: torch.zeros((), device=device) for device in buckets or [peers.device]}
@@ -73,6 +73,7 @@ class GradScaler(OpenGradScaler):
             factor = _copied(inverse, device)
             for gradients in by_dtype.values():
                 unscale_and_check(gradients, found[device], factor)
+        scalable.clean()
         flags = [_copied(flag, peers.device) for flag in found.values()]
         worst = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         self._agree(peers, worst)
