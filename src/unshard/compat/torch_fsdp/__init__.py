@@ -1,5 +1,6 @@
 """`torch.distributed.fsdp`."""
 
+from ._flat_param import FlatParameter
 from ._fully_shard import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -27,7 +28,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .fully_sharded_data_parallel import OptimStateKeyType
+from .fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 
 __all__ = [
     "BackwardPrefetch",
@@ -35,8 +36,10 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
