@@ -20,7 +20,7 @@ LAYERS = [
     "engine",
     "optim checkpoint",
     "frontends",
-    "tools train",
+    "tools train composable",
     "compat",
     "dropin",
     "cli",

@@ -121,6 +121,10 @@ class MixedPrecisionPolicy:
         """What gradients are summed up in that are not synchronised."""
         return reduce
 
+    def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """What gradients are reduced in where `full_precision_in_eval` lets the unit compute as it is stored."""
+        return reduce
+
     def casts_inputs(self, root: bool, empty: bool) -> bool:
         """Whether inputs are cast at the door of a unit: the outermost one, one without parameters."""
         return self.cast_forward_inputs

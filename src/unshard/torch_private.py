@@ -312,6 +312,13 @@ class OpenGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """The scale on a device; made at the first use."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        assert self._scale is not None
+        return self._scale.to(device, non_blocking=device.type != "cpu")
+
     def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
         return self._per_optimizer_states[id(optimizer)]["stage"]
 
@@ -321,6 +328,10 @@ class OpenGradScaler(torch.amp.GradScaler):
     def found_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last check found a gradient that is not finite; waits for the device."""
         return any(found.item() for found in self._found_inf_per_device(optimizer).values())
+
+    @property
+    def device_type(self) -> str:
+        return self._device
 
     @property
     def scale_device(self) -> torch.device | None:

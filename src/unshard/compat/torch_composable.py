@@ -1,3 +1,5 @@
-"""`torch.distributed._composable`: the legacy call, once it is there."""
+"""`torch.distributed._composable`: the legacy call."""
 
-__all__: list[str] = []
+from ..composable import fully_shard
+
+__all__ = ["fully_shard"]

@@ -13,6 +13,7 @@ from ..errors import ParameterError
 from ..layout.flat import END_TO_END
 from ..layout.rows import Layout, Region
 from ..torch_private import allow_gradients_in
+from .accumulate import LocalGradients
 from .faces import Faces, Home, Slot
 from .flat_faces import FlatFace, FlatFaces, FlatGradShard, VeiledFaces, veil_for
 from .grad_shard import GradShard
@@ -50,6 +51,7 @@ class FlatSharded(Sharded):
         self.flat = FlatFace(homes, nn.Parameter(nothing, requires_grad=needed), nothing, length)
         self._resting: Sequence[Slot | FlatFace] = slots if originals else [self.flat]
         self._bound = False
+        self._shown: list[tuple[tuple[int, ...], Slot | FlatFace, torch.Tensor, torch.Tensor | None]] = []
         self._veils: dict[Slot, torch.Tensor] = {}
         self._places: list[tuple[dict[str, Any], str, Slot | FlatFace, int]] = []
         super().__init__(slots, transport, residence)
@@ -151,6 +153,34 @@ class FlatSharded(Sharded):
     def reduced_with(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """All of them: the unit is cut as a whole, so ranks may even use different parameters."""
         return tuple(i for i, slot in enumerate(self.slots) if slot.cut.numel) if any(True for _ in gradients) else ()
+
+    def show_sums(self, sums: LocalGradients) -> None:
+        """As `.grad`, in the shape of whole parameters: so users see them, and clear them with the others."""
+        shown: list[tuple[tuple[int, ...], Slot | FlatFace, torch.Tensor, torch.Tensor | None]] = []
+        if self.originals:
+            shown = [
+                ((index,), self.slots[index], each, self.slots[index].anchor) for index, each in sums.sums().items()
+            ]
+        elif sums.sums():
+            shown = [(tuple(range(len(self.slots))), self.flat, sums.flat(self.flat.length), self.flat.whole)]
+        for indices, face, each, like in shown:
+            parameter = face.sharded
+            self._shown.append((indices, face, each, parameter.grad))
+            if like is not None:
+                parameter.data = like  # a gradient of another shape than the parameter's is refused
+                parameter.grad = None
+                parameter.grad = each
+                parameter.data = face.local
+
+    def hide_sums(self) -> list[int]:
+        cleared = [
+            index for indices, face, each, _ in self._shown if face.sharded.grad is not each for index in indices
+        ]
+        for _, face, each, before in self._shown:
+            # What was reduced before is added to, unless the user cleared everything.
+            face.sharded.grad = before if face.sharded.grad is each else None
+        self._shown = []
+        return cleared
 
     def writes(self) -> int:
         return count_writes(self._written)

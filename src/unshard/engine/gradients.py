@@ -11,6 +11,7 @@ from ..errors import OrderError
 from . import observer
 from .accumulate import LocalGradients
 from .faces import Slot
+from .master import Master
 from .options import Options
 from .parallel import local_gradient
 from .reduce import Named, Outcome, Pending, Reduction
@@ -24,13 +25,15 @@ class Gradients:
         self._sharded = sharded
         self._transport, self._replicas = shards, replicas
         self._device = device
-        self._reductions: dict[tuple[int, ...], Reduction] = {}
+        self._reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
         self._local: LocalGradients | None = None
         self._pending: list[Pending] = []
         self.others: list[tuple[int, nn.Parameter]] = []
         """Full faces of a precision that is not in use, where a graph of an earlier forward may leave gradients."""
         self.varied = False
         """Whether gradients may come in other dtypes than the policy's."""
+        self.as_stored = False
+        """Whether they are reduced in the stored dtypes, because the unit computes in those."""
 
     @property
     def _slots(self) -> list[Slot]:
@@ -75,10 +78,14 @@ class Gradients:
             self._go_on(unit, gradients, options, last)
 
     def _go_on(self, unit: Named, gradients: dict[int, torch.Tensor], options: Options, last: bool) -> None:
+        if self.state is GradState.LOCAL and self._local is not None:
+            self._local.forget(self._sharded.hide_sums())
         if self.state is GradState.LOCAL or (gradients and not options.synchronise):
             gradients = self._keep(unit, gradients)
         if options.synchronise:
             self._start(unit, gradients, options, last)
+        elif self._local is not None:
+            self._sharded.show_sums(self._local)
 
     def _take(self) -> dict[int, torch.Tensor]:
         """Gradients by parameter; the full faces are cleared."""
@@ -113,7 +120,10 @@ class Gradients:
         gradients.update(ordered)
 
     def _to_reduce(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to(self._sharded.master.segments.dtypes(index).reduce)
+        return gradient.to(self._master().segments.dtypes(index).reduce)
+
+    def _master(self) -> Master:
+        return self._sharded.master.stored() if self.as_stored else self._sharded.master
 
     @torch.no_grad()
     def _equalise(self, gradients: dict[int, torch.Tensor]) -> None:
@@ -165,18 +175,22 @@ class Gradients:
         if members:
             self._pending.append(self._reduction(members).start(gradients, options))
         if last and options.all_reduce:
-            others = [each for key, each in self._reductions.items() if key != members and each.has_partial]
+            mine = members, self.as_stored
+            others = [each for key, each in self._reductions.items() if key != mine and each.has_partial]
             self._pending += [each.resume(options) for each in others]
-        if self._local is not None:
-            self._local.clear()
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        if self._local is not None and not self._local.clear():
+            self._local = None  # somebody looks at them
 
     def _reduction(self, members: tuple[int, ...]) -> Reduction:
         """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
-        if members not in self._reductions:
-            self._reductions[members] = Reduction(
-                self._sharded, self._sharded.master, members, self._transport, self._replicas, self._device
-            )
-        return self._reductions[members]
+        reduction = self._reductions.get((members, self.as_stored))
+        if reduction is None:
+            reduction = Reduction(self._sharded, self._master(), members, self._transport, self._replicas, self._device)
+            self._reductions[members, self.as_stored] = reduction
+        return reduction
 
     def advance(self, unit: object) -> bool:
         """Wait for the collectives under way and take the next step; true when nothing is left to do."""
@@ -225,8 +239,8 @@ class Gradients:
         self._pending = []
         for reduction in self._reductions.values():
             reduction.drop_partial()
-        if self._local is not None:
-            self._local.clear()
+        self._sharded.hide_sums()
+        self._drop_sums()
         if self.state not in (GradState.EMPTY, GradState.REDUCED):
             self.state = moved(unit, self.state, GradState.EMPTY, GRAD_MOVES)
         for slot in self._slots:

@@ -132,7 +132,9 @@ class Part:
         number = {slot: index for index, slot in enumerate(self.slots)}
         others = [each for each in self._wholes.values() if each is not whole]
         self.gradients.others = [(number[slot], face) for each in others for slot, face in each.faces()]
-        self.gradients.varied = bool(others) or self._precision is Precision.STORED
+        stored = self._precision is Precision.STORED
+        self.gradients.varied = bool(others) or stored
+        self.gradients.as_stored = stored and not self.sharded.master.segments.reduces_stored_alike
 
     def _forget_wholes(self) -> None:
         self._whole, self._wholes = None, {}

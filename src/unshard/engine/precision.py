@@ -38,11 +38,13 @@ class Dtypes:
     """What `.grad` is in at rest; nearly always the original dtype."""
     kept: torch.dtype
     """What gradients are summed up in that are not synchronised."""
+    reduce_stored: torch.dtype
+    """What gradients are reduced in where the unit computes in the original dtype although the policy says another."""
 
 
 def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     if not original.is_floating_point:
-        return Dtypes(original, original, original, original, original, original)
+        return Dtypes(*[original] * 7)
     compute = policy.param_dtype or original
     # A reduce dtype equal to param_dtype means "as the gradient comes", whatever the model was converted to.
     explicit = policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None
@@ -50,7 +52,8 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     wire = policy.wire_dtype or reduce
     wire = wire if wire.itemsize <= reduce.itemsize else reduce
     gradient = policy.dtype_of_gradients(original, compute, reduce)
-    return Dtypes(original, compute, reduce, wire, gradient, policy.dtype_of_sums(compute, reduce))
+    kept, stored = policy.dtype_of_sums(compute, reduce), policy.dtype_of_stored_reduction(original, reduce)
+    return Dtypes(original, compute, reduce, wire, gradient, kept, stored)
 
 
 class Segments:
@@ -72,8 +75,18 @@ class Segments:
     def stored(self) -> Segments:
         """The same segments where nothing is cast on the way to the modules."""
         same = copy.copy(self)
-        same.kinds = [replace(kind, compute=kind.original) for kind in self.kinds]
+        same.kinds = [_stored(kind) for kind in self.kinds]
         return same
+
+    @property
+    def reduces_stored_alike(self) -> bool:
+        """Whether gradients are reduced in the same dtypes where nothing is cast on the way to the modules."""
+        return all(kind.reduce == kind.reduce_stored for kind in self.kinds)
+
+
+def _stored(kind: Dtypes) -> Dtypes:
+    wire = kind.wire if kind.reduce == kind.reduce_stored else kind.reduce_stored
+    return replace(kind, compute=kind.original, reduce=kind.reduce_stored, wire=wire)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from ..comm.interface import Transport
 from ..errors import ParameterError
 from ..layout.rows import ROWS, Layout, Region
 from ..torch_private import local_of, rebind_local
+from .accumulate import LocalGradients
 from .extension import is_extended
 from .faces import Faces, Slot
 from .grad_shard import GradShard
@@ -131,6 +132,13 @@ class Sharded:
     def reduced_with(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """The parameters that are reduced where these have gradients."""
         return tuple(gradients)
+
+    def show_sums(self, sums: LocalGradients) -> None:
+        """Let users see gradients that were not synchronised; these are nobody's but the engine's."""
+
+    def hide_sums(self) -> list[int]:
+        """Undo that; the parameters whose sums a user cleared."""
+        return []
 
     def writes(self) -> int:
         """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.hooks import WRAPPED
-from ..errors import StateError
+from ..errors import ConflictError, StateError
 from .auto_wrap import Policy, auto_wrap
 from .flat_call import flat_state
 from .flat_parameter import Handle
@@ -275,6 +275,13 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def training_state(self) -> TrainingState:
         return self._state.training_state
+
+    def _assert_state(self, expected: TrainingState | list[TrainingState]) -> None:
+        """Raise unless the module is doing one of these."""
+        allowed = expected if isinstance(expected, list) else [expected]
+        if self.training_state not in allowed:
+            names = ", ".join(each.name for each in allowed)
+            raise ConflictError(f"{self._state.unit} is in state {self.training_state.name}, expected {names}.")
 
     @property
     def _gradient_predivide_factor(self) -> float:

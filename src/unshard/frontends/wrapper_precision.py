@@ -28,6 +28,9 @@ class WrapperPolicy(MixedPrecisionPolicy):
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
         return compute
 
+    def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        return original
+
     def casts_inputs(self, root: bool, empty: bool) -> bool:
         return (root and self.cast_root_inputs) or (self.cast_forward_inputs and not empty)
 

@@ -44,6 +44,11 @@ class FlatCut:
             raise AssertionError(f"{self.shape} with strides {self.stride} has gaps")
 
     @property
+    def whole(self) -> FlatCut:
+        """In a unit that is whole it lies at the same place."""
+        return self
+
+    @property
     def crossed(self) -> bool:
         return False
 

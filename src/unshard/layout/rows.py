@@ -83,6 +83,11 @@ class Cut:
         return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
 
     @property
+    def whole(self) -> Cut:
+        """The same parameter where nothing is cut."""
+        return Cut(self.shape, 1)
+
+    @property
     def stride(self) -> tuple[int, ...] | None:
         """How the whole parameter lies in memory; `None` is row by row."""
         return None

@@ -14,7 +14,7 @@ from ..engine.flat import scalable_gradients
 from ..errors import ArgumentError
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .local import local_gradient
-from .peers import peers_of
+from .peers import Peers, peers_of
 
 # Optimizers that have taken a step, so that their state exists.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -70,8 +70,12 @@ class GradScaler(OpenGradScaler):
                 unscale_and_check(gradients, found[device], factor)
         flags = [_copied(flag, peers.device) for flag in found.values()]
         worst = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        peers.largest(worst)
+        self._agree(peers, worst)
         return {device: _copied(worst, device) for device in found}
+
+    def _agree(self, peers: Peers, found: torch.Tensor) -> None:
+        """Let all ranks know what any of them found."""
+        peers.largest(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's, and a skipped first step of a fused optimizer leaves no state behind."""

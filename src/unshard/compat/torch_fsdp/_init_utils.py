@@ -1,7 +1,10 @@
 """`torch.distributed.fsdp._init_utils`."""
 
-from ...frontends.wrapper_api import ShardingStrategy
+from ...frontends.wrapper_groups import MEANING
 
-__all__ = ["HYBRID_SHARDING_STRATEGIES", "ShardingStrategy"]
+HYBRID_SHARDING_STRATEGIES = [each for each, meaning in MEANING.items() if meaning.cuts and meaning.replicates]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
+    *(each for each, meaning in MEANING.items() if meaning.cuts and not meaning.frees_after_forward),
+)
 
-HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+__all__ = ["HYBRID_SHARDING_STRATEGIES", "NO_RESHARD_AFTER_FORWARD_STRATEGIES"]
