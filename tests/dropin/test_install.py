@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 
 import unshard
+import unshard.composable
 from unshard import dropin
 from unshard.compat import torch_composable_fsdp, torch_fsdp
 from unshard.errors import StateError, UnsupportedError
@@ -160,6 +161,9 @@ def test_references_of_torch_itself(installed: None) -> None:
     assert stage.fully_shard is unshard.fully_shard
     assert state_dict.StateDictType is unshard.StateDictType
     assert state_dict.FullStateDictConfig is unshard.FullStateDictConfig
+    assert state_dict.FSDP is unshard.FullyShardedDataParallel
+    assert set(state_dict.HYBRID_SHARDING_STRATEGIES) < set(unshard.ShardingStrategy)
+    assert state_dict._get_module_fsdp_state_if_fully_sharded_module.__module__.startswith("unshard.")
     tensor_parallel = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     assert tensor_parallel._create_chunk_sharded_tensor.__module__ == "torch.distributed.fsdp._shard_utils"
     # Built on PyTorch's own engine, with which it goes on.
@@ -207,6 +211,16 @@ def test_missing_names_say_so_where_they_are_used(installed: None) -> None:
         "<torch.distributed.fsdp._runtime_utils._post_backward_final_callback, which unshard does not have>"
     )
     assert missing is sys.modules["torch.distributed.fsdp._runtime_utils"]._post_backward_final_callback
+
+
+def test_the_legacy_call() -> None:
+    """PyTorch has taken it out; programs of its time find it where it was."""
+    assert not hasattr(composable, "fully_shard")
+    with dropin.stand_in():
+        from torch.distributed._composable import fully_shard
+
+        assert fully_shard is unshard.composable.fully_shard is not unshard.fully_shard
+    assert not hasattr(composable, "fully_shard")
 
 
 def test_names_that_nobody_has(installed: None) -> None:
