@@ -22,6 +22,10 @@ from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch.amp.grad_scaler import OptState
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -112,6 +116,33 @@ def rebind_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """The dict a module registers its own parameters in: an assignment there is far cheaper than `setattr`."""
     return module._parameters
+
+
+def make_sharded_tensor(
+    local: torch.Tensor | None,
+    pieces: list[tuple[list[int], list[int], int]],
+    shape: tuple[int, ...],
+    group: Any,
+) -> Any:
+    """A `ShardedTensor` of which this rank has `local`; `pieces` are offsets, sizes and rank of all of them.
+
+    What sharded state dicts of FSDP1 hold, and `torch.distributed.checkpoint` reads; it has no public name. Made
+    from what all ranks know, without asking them. All versions.
+    """
+    device = torch.device("cpu") if local is None else local.device
+    kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
+    metadata = [ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{kind}") for offsets, sizes, rank in pieces]
+    own = [each for each, (_, _, rank) in zip(metadata, pieces, strict=True) if rank == dist.get_rank()]
+    mine = [] if local is None else [ShardOfTensor(local, each) for each in own]
+    properties = TensorProperties(dtype=torch.float32 if local is None else local.dtype)
+    about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
+
+
+def local_shard_of(tensor: Any) -> torch.Tensor | None:
+    """This rank's part of a `ShardedTensor`. All versions."""
+    shards = tensor.local_shards()
+    return shards[0].tensor if shards else None
 
 
 def put_in_weights(module: nn.Module, name: str, weight: torch.Tensor) -> None:

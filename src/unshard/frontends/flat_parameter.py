@@ -31,7 +31,7 @@ class FlatParameter(nn.Parameter, metaclass=_ByMark):
     `_fqns`, `_shapes`, `_numels`: the original ones. `_numels_with_padding`: with what lies between them.
     `_local_shard`: this rank's piece. `_full_param_padded`: where the unit is gathered, without memory when it is not.
     `_mp_shard`: there is one where the unit computes in another dtype; it never has memory, because shards are cast
-    straight into the place they are gathered in (without sharding it is that place).
+    straight into the place they are gathered in.
     """
 
 
@@ -118,7 +118,7 @@ class Handle:
         empty = torch.empty(0, dtype=kinds.compute, device=face.local.device)
         parameter._full_param_padded = empty if face.padded is None else face.padded
         if kinds.compute != kinds.original:
-            parameter._mp_shard = empty if self.uses_sharded_strategy else parameter._full_param_padded
+            parameter._mp_shard = empty
             parameter._full_prec_full_param_padded = torch.empty(0, dtype=kinds.original, device=face.local.device)
         if self._sharded.originals:
             parameter.grad = self._gradient()

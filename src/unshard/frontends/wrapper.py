@@ -17,11 +17,13 @@ from .auto_wrap import Policy, auto_wrap
 from .flat_call import flat_state
 from .flat_parameter import Handle
 from .ignored import resolve_ignored
+from .state_dict_kinds import get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .wrapper_clip import clip_gradients
 from .wrapper_groups import resolve_groups
 from .wrapper_state import Call, TrainingState, WrapperState, wrapper_state_of, wrapper_states
+from .wrapper_state_dict import StateDicts
 
 FSDP_WRAPPED_MODULE = WRAPPED.rstrip(".")
 FLAT_PARAM = "_flat_param"
@@ -90,6 +92,8 @@ class FullyShardedDataParallel(nn.Module):
         state = flat_state(module, call, ignored, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
         state.attach_wrapper(self)
+        self.__dict__["_state_dicts"] = StateDicts(state)
+        self.register_load_state_dict_post_hook(_loaded)
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.limit_all_gathers = limit_all_gathers
 
@@ -204,6 +208,25 @@ class FullyShardedDataParallel(nn.Module):
     def _cleaned(self, name: str) -> str:
         return name.replace(WRAPPED, "") if self._state.summoned else name
 
+    # -- state dicts ----------------------------------------------------------------------------------------
+
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the kind that is set. All ranks have to call, whatever they get."""
+        names = ("destination", "prefix", "keep_vars")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._state.find_root(self)
+        return self._state_dicts.save(
+            self, lambda: super(FullyShardedDataParallel, self).state_dict(**given), given.get("prefix", "")
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self._state_dicts.begin_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # -- what programs that look inside ask for -------------------------------------------------------------
 
     @property
@@ -290,6 +313,10 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _gradient_postdivide_factor(self) -> float:
         return self._state.division()[1]
+
+
+def _loaded(module: Any, incompatible_keys: Any) -> None:
+    module._state_dicts.end_loading(incompatible_keys)
 
 
 def _warn_about_containers(module: nn.Module) -> None:

@@ -131,6 +131,10 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
 
+def default_settings() -> StateDictSettings:
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+
+
 class OptimStateKeyType(Enum):
     """What the keys of an optimizer's state dict are: names of parameters, or their numbers."""
 

@@ -16,7 +16,7 @@ from ..engine.states import Phase
 from ..engine.unit import Unit
 from ..errors import ArgumentError
 from .flat_parameter import Handle
-from .wrapper_api import CPUOffload, MixedPrecision
+from .wrapper_api import CPUOffload, MixedPrecision, default_settings
 from .wrapper_buffers import CastBuffers
 from .wrapper_groups import Groups
 
@@ -48,6 +48,7 @@ class WrapperState(ShardState):
         self.call, self.handle = call, handle
         self.own_buffers = buffers
         self.summoned = False
+        self.settings = default_settings()
 
     @property
     def transports(self) -> tuple[Transport, Transport]:

@@ -1,0 +1,163 @@
+"""State dicts of a wrapped module: full, sharded and local ones, out and in."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.flat_sharded import FlatSharded
+from ..engine.hooks import WRAPPED
+from ..errors import StateError, UnsupportedError
+from ..torch_private import local_shard_of
+from .flatten import FLAT_PARAM, flat_sharded_of
+from .sharded_tensors import cut_rows, flat_piece, is_sharded, whole_of
+from .summon import summon_full_params
+from .wrapper_api import FullStateDictConfig, StateDictType
+from .wrapper_names import clean_tensor_name
+from .wrapper_state import WrapperState
+
+
+class StateDicts:
+    """What a wrapper's `state_dict` and `load_state_dict` do for its own unit; units inside do their own."""
+
+    def __init__(self, state: WrapperState):
+        self._state = state
+        self._loading: ExitStack | None = None
+
+    @property
+    def _kind(self) -> StateDictType:
+        """Without sharding there is nothing but full ones."""
+        kind = self._state.settings.state_dict_type
+        if kind is not StateDictType.FULL_STATE_DICT and not self._state.call.groups.meaning.cuts:
+            warnings.warn(f"NO_SHARD has full state dicts only; {kind.name} is ignored.", stacklevel=5)
+            return StateDictType.FULL_STATE_DICT
+        return kind
+
+    # -- out ------------------------------------------------------------------------------------------------
+
+    def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
+        """`fill()` is the module's own `state_dict`, into which this unit's entries are then put right."""
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            return self._save_local(module, fill, prefix)
+        with summon_full_params(module, recurse=False, writeback=False):
+            state_dict = fill()
+            self._put_right(module, state_dict, prefix)
+        return _renamed(state_dict, prefix)
+
+    @torch.no_grad()
+    def _put_right(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Own parameters as the kind says, buffers in their original dtypes; nothing on ranks that get none."""
+        config = self._state.settings.state_dict_config
+        drop = isinstance(config, FullStateDictConfig) and config.rank0_only and self._state.transports[0].rank != 0
+        homes = self._storages()
+        dtypes = self._buffer_dtypes(module, prefix)
+        for key, value in list(state_dict.items()):
+            if not key.startswith(prefix) or not isinstance(value, torch.Tensor) or is_sharded(value):
+                continue
+            if value.untyped_storage().data_ptr() in homes and value.numel():
+                if drop:
+                    del state_dict[key]
+                else:
+                    state_dict[key] = self._given(value.detach(), config.offload_to_cpu)
+            elif key in dtypes:
+                if drop:
+                    del state_dict[key]
+                else:
+                    state_dict[key] = _moved(value.detach().to(dtypes[key]), config.offload_to_cpu)
+
+    def _buffer_dtypes(self, module: nn.Module, prefix: str) -> dict[str, torch.dtype]:
+        """The original dtype of each own buffer, by its key."""
+        originals = self._state.own_buffers.originals()
+        named = nn.Module.named_buffers(module, remove_duplicate=False)
+        return {prefix + name: originals[id(buffer)] for name, buffer in named if id(buffer) in originals}
+
+    def _storages(self) -> set[int]:
+        """Where the unit lies while it is whole."""
+        return {slot.anchor.untyped_storage().data_ptr() for slot in self._state.unit.slots if slot.anchor is not None}
+
+    def _given(self, whole: torch.Tensor, offload: bool) -> Any:
+        if self._kind is StateDictType.SHARDED_STATE_DICT:
+            groups = self._state.call.groups
+            return cut_rows(_moved(whole, offload), groups.own, groups.mesh)
+        return _moved(whole, offload) if offload and whole.device.type != "cpu" else whole.clone()
+
+    def _save_local(self, module: nn.Module, fill: Any, prefix: str) -> Any:
+        sharded = self._flat()
+        state_dict = fill()
+        if sharded is not None:
+            key = f"{prefix}{WRAPPED}{FLAT_PARAM}"
+            local = _moved(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
+            state_dict[key] = flat_piece(local, sharded.flat.length, self._state.call.groups.own)
+        self._put_right(module, state_dict, prefix)
+        return _renamed(state_dict, prefix)
+
+    def _flat(self) -> FlatSharded | None:
+        if self._state.call.groups.mesh is not None:
+            raise StateError("LOCAL_STATE_DICT is not for modules that were wrapped with a device_mesh.")
+        sharded = flat_sharded_of(self._state.unit)
+        if sharded is not None and sharded.originals:
+            raise UnsupportedError("LOCAL_STATE_DICT needs use_orig_params=False: there is no flat parameter to save.")
+        return sharded
+
+    # -- in -------------------------------------------------------------------------------------------------
+
+    def begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put the names as the modules inside know them; be whole until `end_loading`."""
+        self._abandon()
+        kind = self._kind
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}{WRAPPED}{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            self._load_local(state_dict, prefix)
+            return
+        groups, device = self._state.call.groups, self._state.unit.device
+        for key in self._own_keys(module, prefix):
+            if is_sharded(state_dict.get(key)):
+                state_dict[key] = whole_of(state_dict[key], groups.own, device)
+        self._loading = ExitStack()
+        self._loading.enter_context(summon_full_params(module, recurse=False))
+
+    def end_loading(self, incompatible: Any) -> None:
+        self._abandon()
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+            keys[:] = [clean_tensor_name(key) for key in keys]
+
+    def _abandon(self) -> None:
+        stack, self._loading = self._loading, None
+        if stack is not None:
+            stack.close()
+
+    def _own_keys(self, module: nn.Module, prefix: str) -> list[str]:
+        names = {id(inner): name for name, inner in module.named_modules()}
+        keys = []
+        for slot in self._state.unit.slots:
+            for home in slot.homes:
+                path = names.get(id(home.module()), "")
+                keys.append(f"{prefix}{path}.{home.name}" if path else f"{prefix}{home.name}")
+        return keys
+
+    def _load_local(self, state_dict: dict[str, Any], prefix: str) -> None:
+        sharded = self._flat()
+        key = f"{prefix}{WRAPPED}{FLAT_PARAM}"
+        if sharded is None or not is_sharded(state_dict.get(key)):
+            return
+        mine = sharded.flat.local.detach().clone()
+        local = local_shard_of(state_dict[key])
+        if local is not None:
+            mine[: local.numel()] = local.to(mine.device)
+        state_dict[key] = mine
+
+
+def _renamed(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Without the wrapper's part of the names."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + clean_tensor_name(key.removeprefix(prefix))] = state_dict.pop(key)
+    return state_dict
+
+
+def _moved(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
+    return tensor.cpu() if offload else tensor
