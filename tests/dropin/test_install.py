@@ -91,6 +91,32 @@ def test_every_name_is_ours_or_missing(installed: None) -> None:
     assert seen["ours"] > 80 and seen["missing"] > 300
 
 
+SURFACE = {
+    "": "FullyShardedDataParallel ShardingStrategy BackwardPrefetch MixedPrecision CPUOffload StateDictType "
+    "StateDictConfig FullStateDictConfig LocalStateDictConfig ShardedStateDictConfig OptimStateDictConfig "
+    "FullOptimStateDictConfig LocalOptimStateDictConfig ShardedOptimStateDictConfig StateDictSettings "
+    "OptimStateKeyType FlatParameter fully_shard FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx "
+    "MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy DataParallelMeshDims",
+    ".wrap": "always_wrap_policy lambda_auto_wrap_policy transformer_auto_wrap_policy size_based_auto_wrap_policy "
+    "enable_wrap wrap CustomPolicy ModuleWrapPolicy _or_policy _wrap_module_cls_individually _recursive_wrap "
+    "_module_wrap_policy _Policy",
+    ".sharded_grad_scaler": "ShardedGradScaler",
+    "._traversal_utils": "_get_fsdp_states _get_fsdp_states_with_modules _get_fsdp_handles",
+    "._fully_shard._fsdp_api": "Comm AllGather ReduceScatter",
+    "._fully_shard._fsdp_common": "ShardPlacementResult FSDPMeshInfo HSDPMeshInfo DDPMeshInfo",
+    "._fully_shard._fsdp_init": "_get_mesh_info",
+    "._fully_shard._fully_shard": "get_cls_to_fsdp_cls disable_fsdp_module_new_init",
+}
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_names_that_programs_ask_for(module: str, installed: None) -> None:
+    """Contract F1-01 to F1-03, FS-01, FS-02."""
+    stand_in = importlib.import_module(f"torch.distributed.fsdp{module}")
+    for name in SURFACE[module].split():
+        assert getattr(stand_in, name).__module__.startswith("unshard."), name
+
+
 def test_star_import_and_dir(installed: None) -> None:
     names: dict[str, Any] = {}
     exec("from torch.distributed.fsdp import *", names)

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -86,22 +85,18 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo")
     model, optimizer = build(seed=0)
     losses = train(model, optimizer, range(3))
-    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=out / "checkpoint")
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out / "checkpoint")
     model, optimizer = build(seed=1)
-    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    states = {"model": get_model_state_dict(model)}
     dcp.load(states, checkpoint_id=out / "checkpoint")
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+    set_model_state_dict(model, states["model"])
     losses += train(model, optimizer, range(3, 5))
 
-    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         full = model.state_dict()
-        full_optim = FSDP.optim_state_dict(model, optimizer)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, losses)
     if dist.get_rank() == 0:
-        full |= {f"{name}/{key}": value for name, kept in full_optim["state"].items() for key, value in kept.items()}
         torch.save(full, out / "full.pt")
         (out / "losses.json").write_text(json.dumps({"engine": FSDP.__module__, "losses": every}))
     dist.destroy_process_group()
