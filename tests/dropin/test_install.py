@@ -150,6 +150,12 @@ def test_references_that_were_imported_before(program: ModuleType) -> None:
         class Trainer:
             kind = FSDPModule
             shard = staticmethod(fully_shard)
+            apply = classmethod(fully_shard)
+            forward_method = property(register_fsdp_forward_method)
+
+            @property
+            def sharded(self, kind=FSDPModule):
+                return kind
 
             def is_sharded(self, module, kind=FSDPModule):
                 return isinstance(module, kind)
@@ -167,7 +173,9 @@ def test_references_that_were_imported_before(program: ModuleType) -> None:
         assert program.check(sharded) == (True, strategy.SHARD_GRAD_OP)
         assert program.closed(sharded)
         assert program.Trainer.kind is module.FSDPModule and program.Trainer.shard is module.fully_shard
-        assert program.Trainer().is_sharded(sharded)
+        assert program.Trainer().is_sharded(sharded) and program.Trainer().sharded is module.FSDPModule
+        assert program.Trainer.apply.__func__ is module.fully_shard
+        assert program.Trainer.forward_method.fget is module.register_fsdp_forward_method
 
     assert_all(THEIRS, THEIRS.ShardingStrategy)
     dropin.install()
