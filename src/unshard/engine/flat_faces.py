@@ -37,7 +37,7 @@ class FlatFace:
     padded: torch.Tensor | None = None
     """The full buffer, once it was gathered, without and with padding at the end."""
     _of: Any = None
-    _shows_whole: bool = False
+    shows_whole: bool = False
 
     def show_whole(self, anchor: torch.Tensor) -> None:
         """`anchor` is any parameter's place in the full buffer, which has memory now."""
@@ -48,12 +48,12 @@ class FlatFace:
             self._of = anchor
         assert self.whole is not None
         self.sharded.data = self.whole
-        self._shows_whole = True
+        self.shows_whole = True
 
     def show_local(self) -> None:
-        if self._shows_whole:
+        if self.shows_whole:
             self.sharded.data = self.local
-            self._shows_whole = False
+            self.shows_whole = False
 
 
 class FlatFaces(Faces):

@@ -183,6 +183,7 @@ class FlatSharded(Sharded):
         return cleared
 
     def writes(self) -> int:
+        # Other memory is not counted: a rank without elements of the parameter could not see it, and gather alone.
         return count_writes(self._written)
 
     # -- refusals -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..comm.abandoned import abandon
 from ..comm.interface import Transport
+from ..comm.order import Event
 from ..errors import OrderError
 from . import observer
 from .accumulate import LocalGradients
@@ -26,6 +27,8 @@ class Gradients:
         self._transport, self._replicas = shards, replicas
         self._device = device
         self._reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
+        # These outlive the reductions: ranks may lay a unit out anew that others do not.
+        self._events: dict[tuple[tuple[int, ...], bool], tuple[Event, Event]] = {}
         self._local: LocalGradients | None = None
         self._pending: list[Pending] = []
         self.others: list[tuple[int, nn.Parameter]] = []
@@ -49,6 +52,7 @@ class Gradients:
 
     def change_transport(self, transport: Transport) -> None:
         self._transport = transport
+        self._events = {}  # another process group counts for itself
 
     def waits(self, options: Options) -> bool:
         """Whether earlier backwards left sums that the end of this one has to reduce."""
@@ -186,10 +190,13 @@ class Gradients:
 
     def _reduction(self, members: tuple[int, ...]) -> Reduction:
         """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
-        reduction = self._reductions.get((members, self.as_stored))
+        key = members, self.as_stored
+        reduction = self._reductions.get(key)
         if reduction is None:
-            reduction = Reduction(self._sharded, self._master(), members, self._transport, self._replicas, self._device)
-            self._reductions[members, self.as_stored] = reduction
+            events = self._events.setdefault(key, (Event(reduces=True), Event(reduces=True)))
+            reduction = self._reductions[key] = Reduction(
+                self._sharded, self._master(), members, self._transport, self._replicas, self._device, events
+            )
         return reduction
 
     def advance(self, unit: object) -> bool:

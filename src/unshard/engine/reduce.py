@@ -96,7 +96,9 @@ class Reduction:
         shards: Transport,
         replicas: Transport,
         device: torch.device,
+        events: tuple[Event, Event],
     ):
+        """`events` are the reduce-scatter and the all-reduce, as other ranks know them."""
         segments, itemsizes = master.segments, master.segments.itemsizes("wire")
         # An exchange takes one tensor, so few of them.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
@@ -121,7 +123,7 @@ class Reduction:
         self._partial = ShardBuffer(self._regions, segments, "reduce", shards.piece_alignment, device)
         self._shards: list[GradShard] = []
         self._members, self._owner = members, ""
-        self._scattering, self._all_reducing = Event(reduces=True), Event(reduces=True)
+        self._scattering, self._all_reducing = events
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
         end = 0
