@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -119,30 +120,34 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def make_sharded_tensor(
-    local: torch.Tensor | None,
+    local: torch.Tensor,
     pieces: list[tuple[list[int], list[int], int]],
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """A `ShardedTensor` of which this rank has `local`; `pieces` are offsets, sizes and rank of all of them.
+    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces` are offsets, sizes and rank of all of them.
 
     What sharded state dicts of FSDP1 hold, and `torch.distributed.checkpoint` reads; it has no public name. Made
     from what all ranks know, without asking them. All versions.
     """
-    device = torch.device("cpu") if local is None else local.device
+    device = local.device
     kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
     metadata = [ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{kind}") for offsets, sizes, rank in pieces]
     own = [each for each, (_, _, rank) in zip(metadata, pieces, strict=True) if rank == dist.get_rank()]
-    mine = [] if local is None else [ShardOfTensor(local, each) for each in own]
-    properties = TensorProperties(dtype=torch.float32 if local is None else local.dtype)
+    mine = [ShardOfTensor(local, each) for each in own]
+    properties = TensorProperties(dtype=local.dtype)
     about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that torch would rather have DTensors helps no user of these
+        return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
 
 
-def local_shard_of(tensor: Any) -> torch.Tensor | None:
-    """This rank's part of a `ShardedTensor`. All versions."""
-    shards = tensor.local_shards()
-    return shards[0].tensor if shards else None
+def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
+    """Shape, dtype and this rank's part of a `ShardedTensor`. All versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        about, shards = tensor.metadata(), tensor.local_shards()
+    return tuple(about.size), about.tensor_properties.dtype, shards[0].tensor if shards else None
 
 
 def put_in_weights(module: nn.Module, name: str, weight: torch.Tensor) -> None:
@@ -264,6 +269,12 @@ def gather_one(group: Any, output: torch.Tensor, input: torch.Tensor, options: A
 def reduce_scatter_one(group: Any, output: torch.Tensor, input: torch.Tensor, options: ReduceScatterOptions) -> Any:
     """The group's own reduce-scatter of one tensor; renamed in 2.13, which keeps this name."""
     return group._reduce_scatter_base(output, input, options)
+
+
+def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
+    """The function of `torch.distributed`, which 2.13 renames, and warns where the older name is used."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:

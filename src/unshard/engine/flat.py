@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..torch_private import local_of
+from .flat_sharded import FlatSharded
 from .grad_shard import GradShard, Stretch
 from .master import META, Master
 from .sharded import Sharded
@@ -67,6 +68,17 @@ def gradient_spots() -> dict[int, GradSpot]:
                 if local_of(face) is local:
                     found[id(face)] = GradSpot(shard, order, begin)
     return found
+
+
+def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
+    """The name of one of `parameters` that is some elements of a flat unit, if any is: plain tensors do not tell."""
+    wanted = set(map(id, parameters))
+    for sharded in FlatSharded.living:
+        if sharded.slots[0].cut.world > 1:
+            for slot in sharded.slots:
+                if id(slot.sharded) in wanted:
+                    return slot.name
+    return None
 
 
 def scalable_gradients(parameters: Sequence[torch.Tensor]) -> tuple[list[Stretch], list[torch.Tensor]]:

@@ -54,6 +54,10 @@ class Gradients:
         self._transport = transport
         self._events = {}  # another process group counts for itself
 
+    def change_replicas(self, transport: Transport) -> None:
+        self._replicas = transport
+        self._events = {}
+
     def waits(self, options: Options) -> bool:
         """Whether earlier backwards left sums that the end of this one has to reduce."""
         kept = self.state is GradState.LOCAL and options.synchronise

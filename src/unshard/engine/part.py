@@ -159,6 +159,14 @@ class Part:
         self.gradients.change_transport(transport)
         self._forget_wholes()
 
+    def hook_reductions(self, unit: str, change: Callable[[Transport], Transport]) -> None:
+        """Reduce through another transport: over the ranks that shard or, where nothing is cut, over the replicas."""
+        self.gradients.forget_buffers(unit)
+        if self.shards.world > 1:
+            self.gradients.change_transport(change(self.shards))
+        else:
+            self.gradients.change_replicas(change(self.replicas))
+
     def get_ready(self, unit: str) -> None:
         """Everything before a gather from the master shard that is not the gather itself; nearly always nothing."""
         self.settle(unit)

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..comm.process_group import transport_for
 from ..layout.rows import Cut
-from ..torch_private import ShardedTensor, local_shard_of, make_dtensor, make_sharded_tensor
+from ..torch_private import ShardedTensor, make_dtensor, make_sharded_tensor, read_sharded_tensor
 
 
 def cut_rows(whole: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
@@ -26,7 +27,7 @@ def cut_rows(whole: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
         if count:
             shape = cut.local_shape(rank)
             pieces.append(([first, *[0] * (whole.ndim - 1)], list(shape), dist.get_global_rank(group, rank)))
-    return make_sharded_tensor(rows if rows.numel() else None, pieces, tuple(whole.shape), group)
+    return make_sharded_tensor(rows, pieces, tuple(whole.shape), group)
 
 
 def flat_piece(local: torch.Tensor, length: int, group: Any) -> Any:
@@ -38,7 +39,7 @@ def flat_piece(local: torch.Tensor, length: int, group: Any) -> Any:
         if count:
             pieces.append(([first], [count], dist.get_global_rank(group, each)))
     mine = min(max(length - rank * share, 0), share)
-    return make_sharded_tensor(local[:mine].clone() if mine else None, pieces, (length,), group)
+    return make_sharded_tensor(local[:mine].clone(), pieces, (length,), group)
 
 
 def is_sharded(value: Any) -> bool:
@@ -52,14 +53,13 @@ def whole_of(value: Any, group: Any, device: torch.device) -> Any:
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
-    shape = tuple(value.size())
+    shape, dtype, local = read_sharded_tensor(value)
     cut = Cut(shape, group.size())
-    local = local_shard_of(value)
-    padded = torch.zeros((cut.chunk, *shape[1:]), dtype=value.dtype, device=device)
+    padded = torch.zeros((cut.chunk, *shape[1:]), dtype=dtype, device=device)
     if local is not None:
         padded[: local.shape[0]] = local.to(device)
     if group.size() == 1:
         return padded[: shape[0]]
-    whole = torch.empty((cut.chunk * group.size(), *shape[1:]), dtype=value.dtype, device=device)
-    dist.all_gather_into_tensor(whole, padded, group)
+    whole = torch.empty((cut.chunk * group.size(), *shape[1:]), dtype=dtype, device=device)
+    transport_for(group, device).gather([whole], [padded]).wait()
     return whole[: shape[0]]

@@ -12,11 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.hooks import WRAPPED
-from ..errors import ConflictError, StateError
+from ..errors import ArgumentError, ConflictError, StateError, UnshardError
+from . import optim_legacy
+from . import optim_state as optim_states
 from .auto_wrap import Policy, auto_wrap
 from .flat_call import flat_state
 from .flat_parameter import Handle
 from .ignored import resolve_ignored
+from .module import UnshardHandle
 from .state_dict_kinds import get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -139,11 +142,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
-    def _states_of_root(self, method: str) -> list[WrapperState]:
+    def _states_of_root(self, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
         state = self._state
         if state.find_root(self).unit is not state.unit:
             inside = type(self.module).__name__
-            raise StateError(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
+            raise error(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
         return wrapper_states(self)
 
     # -- what it looks like ---------------------------------------------------------------------------------
@@ -208,6 +211,33 @@ class FullyShardedDataParallel(nn.Module):
     def _cleaned(self, name: str) -> str:
         return name.replace(WRAPPED, "") if self._state.summoned else name
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce the gradients of all units, division included. Root only, once, before the first forward.
+
+        It gets (state, whole flat gradient, piece to fill), or (state, gradient) where nothing is sharded.
+        """
+        if not callable(hook):
+            raise ArgumentError(f"hook must be a function, got {hook!r}.")
+        states = self._states_of_root("register_comm_hook", ConflictError)
+        for each in states:
+            if each.hooked:
+                raise ConflictError("A communication hook is registered already.")
+            if each.call.groups.replicas is not None:
+                raise ConflictError(f"{each.call.groups.strategy.name} reduces in two steps, and takes no hook.")
+        for each in states:
+            each.install_hook(state, hook)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters; with `async_op` only issue it, and wait by the handle."""
+        unit = self._state.unit
+        unit.select(unit.precision_in(self.training))
+        unit.gather()
+        handle = UnshardHandle(self._state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     # -- state dicts ----------------------------------------------------------------------------------------
 
     set_state_dict_type = staticmethod(set_state_dict_type)
@@ -226,6 +256,37 @@ class FullyShardedDataParallel(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self._state_dicts.begin_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by the original names, of the kind that is set for the model. All ranks call."""
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave, with any number of ranks."""
+        return optim_states.optim_state_dict_to_load(
+            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+    full_optim_state_dict = staticmethod(optim_legacy.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_legacy.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_legacy.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_legacy.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_legacy.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_legacy.rekey_optim_state_dict)
 
     # -- what programs that look inside ask for -------------------------------------------------------------
 

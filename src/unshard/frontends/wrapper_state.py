@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -15,6 +16,7 @@ from ..engine.root import Root
 from ..engine.states import Phase
 from ..engine.unit import Unit
 from ..errors import ArgumentError
+from .comm_hooks import HookedTransport
 from .flat_parameter import Handle
 from .wrapper_api import CPUOffload, MixedPrecision, default_settings
 from .wrapper_buffers import CastBuffers
@@ -49,6 +51,14 @@ class WrapperState(ShardState):
         self.own_buffers = buffers
         self.summoned = False
         self.settings = default_settings()
+        self.hooked = False
+
+    def install_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Give gradients to a user's hook, which divides too."""
+        self.hooked = True
+        self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
+        for part in self.unit.parts:
+            part.hook_reductions(self.unit.name, lambda inner: HookedTransport(inner, state, hook))
 
     @property
     def transports(self) -> tuple[Transport, Transport]:

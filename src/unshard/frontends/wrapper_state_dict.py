@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.flat_sharded import FlatSharded
 from ..engine.hooks import WRAPPED
 from ..errors import StateError, UnsupportedError
-from ..torch_private import local_shard_of
+from ..torch_private import read_sharded_tensor
 from .flatten import FLAT_PARAM, flat_sharded_of
 from .sharded_tensors import cut_rows, flat_piece, is_sharded, whole_of
 from .summon import summon_full_params
@@ -146,7 +146,7 @@ class StateDicts:
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
         mine = sharded.flat.local.detach().clone()
-        local = local_shard_of(state_dict[key])
+        _, _, local = read_sharded_tensor(state_dict[key])
         if local is not None:
             mine[: local.numel()] = local.to(mine.device)
         state_dict[key] = mine

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..engine.flat import scalable_gradients
+from ..engine.flat import cut_flat, scalable_gradients
 from ..errors import ArgumentError, GradientError
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 from .local import local_gradient
@@ -46,6 +46,7 @@ def clip_grad_norm_(
     given = _checked(parameters)
     order, limit = _checked_order(norm_type), _checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
+    _refuse_flat(given)
     peers = peers_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
     pieces = _pieces(given, peers.size)
     power = _power_of_norm(pieces, order, peers, foreach)
@@ -163,6 +164,15 @@ def _refuse(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) ->
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
         "error_if_nonfinite=False to scale by that norm all the same."
     )
+
+
+def _refuse_flat(parameters: list[torch.Tensor]) -> None:
+    name = cut_flat(parameters)
+    if name is not None:
+        raise ArgumentError(
+            f"{name!r} is cut flat by FullyShardedDataParallel, so a rank cannot tell from it what others hold. Call "
+            "clip_grad_norm_ of the outermost wrapped module instead."
+        )
 
 
 def _checked(parameters: Any) -> list[torch.Tensor]:

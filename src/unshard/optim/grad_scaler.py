@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from ..engine.flat import scalable_gradients
+from ..engine.flat import cut_flat, scalable_gradients
 from ..errors import ArgumentError
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .local import local_gradient
@@ -57,6 +57,11 @@ class GradScaler(OpenGradScaler):
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
         parameters = _parameters(optimizer)
+        if self._process_group is None and (name := cut_flat(parameters)) is not None:
+            raise ArgumentError(
+                f"{name!r} is cut flat by FullyShardedDataParallel, so a rank cannot tell from it who has to agree. "
+                "Pass process_group, or use ShardedGradScaler."
+            )
         peers = peers_of(parameters, self._process_group, otherwise=inverse.device)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
         stretches, others = scalable_gradients(parameters)

@@ -50,6 +50,12 @@ class ShardedGradScaler(GradScaler):
         """A tensor, or the tensors in nested containers, multiplied by the scale, in the dtypes they have."""
         return self._scaled(outputs) if self.is_enabled() else outputs
 
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's, whose own check wants a tensor of one element and whose copy wants none of its dimensions."""
+        if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.reshape(())
+        super().update(new_scale)
+
     def _scaled(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             self._check_device(value)

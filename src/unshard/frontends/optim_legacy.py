@@ -1,0 +1,119 @@
+"""The older methods for optimizer state, each with a warning; `optim_state_dict` does it all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError
+from .optim_state import StateDict, broadcast_states, optim_state_dict, optim_state_dict_to_load
+from .wrapper_api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .wrapper_names import clean_tensor_name
+
+
+def _full(rank0_only: bool) -> StateDictSettings:
+    config = FullOptimStateDictConfig(rank0_only=rank0_only)
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
+
+
+def _sharded() -> StateDictSettings:
+    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+
+
+def _deprecated(name: str, optim_input: Any = None) -> None:
+    warnings.warn(
+        f"{name} is deprecated; use optim_state_dict and optim_state_dict_to_load.", FutureWarning, stacklevel=4
+    )
+    if optim_input is not None:
+        warnings.warn("optim_input is deprecated; the optimizer says it all.", FutureWarning, stacklevel=4)
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: Any = None,
+    rank0_only: bool = True,
+    group: Any = None,
+) -> StateDict:
+    """Whole states by the original names, on rank 0 or on all ranks."""
+    _deprecated("full_optim_state_dict", optim_input)
+    return optim_state_dict(model, optim, None, group, _full(rank0_only))
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
+    """States distributed over the ranks, by the original names."""
+    _deprecated("sharded_optim_state_dict")
+    return optim_state_dict(model, optim, None, group, _sharded())
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Any = None
+) -> StateDict:
+    """This rank's pieces of a full one, which all ranks have."""
+    _deprecated("shard_full_optim_state_dict", optim_input)
+    return optim_state_dict_to_load(model, _given(optim), full_optim_state_dict, settings=_full(False))
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
+) -> StateDict:
+    """This rank's pieces of a sharded one."""
+    _deprecated("flatten_sharded_optim_state_dict")
+    return optim_state_dict_to_load(model, optim, sharded_optim_state_dict, settings=_sharded())
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: StateDict | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Any = None,
+    group: Any = None,
+) -> StateDict:
+    """This rank's pieces of a full one, which rank 0 has."""
+    _deprecated("scatter_full_optim_state_dict", optim_input)
+    whole = broadcast_states(full_optim_state_dict, group)
+    return optim_state_dict_to_load(model, _given(optim), whole, settings=_full(False))
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: StateDict,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Any = None,
+) -> StateDict:
+    """The same for a model that is not wrapped, by names instead of numbers or the other way round."""
+    _deprecated("rekey_optim_state_dict", optim_input)
+    names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
+    listed = [parameter for group in _given(optim).param_groups for parameter in group["params"]]
+    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+        table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in enumerate(listed)}
+    else:
+        table = {names[id(parameter)]: number for number, parameter in enumerate(listed)}
+    return _rekeyed(optim_state_dict, lambda key: table.get(key, key))
+
+
+def _rekeyed(given: StateDict, new: Callable[[Any], Any]) -> StateDict:
+    groups = []
+    for group in given["param_groups"]:
+        params = [new(key) for key in group["params"]]
+        groups.append({**group, "params": sorted(params) if all(isinstance(p, int) for p in params) else params})
+    return {"state": {new(key): value for key, value in given["state"].items()}, "param_groups": groups}
+
+
+def _given(optim: Any) -> Any:
+    if optim is None:
+        raise ArgumentError("Pass the optimizer as optim=; without it, whose state it is cannot be told.")
+    return optim

@@ -1,0 +1,216 @@
+"""Optimizer state of a wrapped model, by the names and in the shapes of the unwrapped one; out and in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import UnsupportedError
+from .optim_owned import Owned, owned_by
+from .sharded_tensors import cut_rows
+from .state_dict_kinds import get_state_dict_type
+from .wrapper_api import StateDictSettings, StateDictType
+from .wrapper_names import clean_tensor_name
+
+StateDict = dict[str, Any]
+
+
+@torch.no_grad()
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: StateDict | None = None,
+    group: Any = None,
+    settings: StateDictSettings | None = None,
+) -> StateDict:
+    """The state of `optim` (or `optim_state_dict`, which is its own), of the kind that is set for the model.
+
+    All ranks have to call; with `rank0_only` the others get an empty one.
+    """
+    settings = settings or get_state_dict_type(model)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise UnsupportedError("There is no local optimizer state dict: save that of the optimizer itself.")
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    keys = _keys(optim, given)
+    units, state = owned_by(model), {}
+    for unit in units:
+        held = [(number, parameter, numbers) for number, (parameter, numbers) in enumerate(unit.parameters())]
+        if any(id(parameter) in keys for _, parameter, _ in held):
+            own = {n: given["state"].get(keys[id(p)], {}) for n, p, _ in held if id(p) in keys}
+            state.update(_whole_states(unit, own, settings))
+    names = _names(model, units)
+    for parameter in _parameters(optim):
+        if id(parameter) in names and len(names[id(parameter)]) == 1 and names[id(parameter)][0] not in state:
+            own_state = given["state"].get(keys[id(parameter)])
+            if own_state and not _is_owned(units, parameter):
+                state[names[id(parameter)][0]] = dict(own_state)
+    groups = []
+    for mine, theirs in zip(optim.param_groups, given["param_groups"], strict=True):
+        expanded = [name for parameter in mine["params"] for name in names.get(id(parameter), [])]
+        groups.append({**{key: value for key, value in theirs.items() if key != "params"}, "params": expanded})
+    if getattr(settings.optim_state_dict_config, "rank0_only", False) and dist.get_rank(group) != 0:
+        return {}
+    return {"state": state, "param_groups": groups}
+
+
+def _keys(optim: torch.optim.Optimizer, given: StateDict) -> dict[int, Any]:
+    """What the optimizer's own state dict calls each parameter."""
+    listed = [key for group in given["param_groups"] for key in group["params"]]
+    return {id(parameter): key for parameter, key in zip(_parameters(optim), listed, strict=True)}
+
+
+def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
+
+
+def _is_owned(units: list[Owned], parameter: nn.Parameter) -> bool:
+    return any(parameter is each for unit in units for each, _ in unit.parameters())
+
+
+def _names(model: nn.Module, units: list[Owned]) -> dict[int, list[str]]:
+    """Original names by parameter: all of a unit's for its flat one."""
+    names = {id(parameter): [clean_tensor_name(name)] for name, parameter in model.named_parameters()}
+    for unit in units:
+        for parameter, numbers in unit.parameters():
+            names[id(parameter)] = [unit.names[number] for number in numbers]
+    return names
+
+
+def _whole_states(unit: Owned, own: dict[int, StateDict], settings: StateDictSettings) -> dict[str, StateDict]:
+    """States of a unit's parameters by their original names. What a rank does not have, others tell."""
+    flat = not unit.sharded.originals
+    about = _agreed(unit, {number: {name: _about(each) for name, each in s.items()} for number, s in own.items()})
+    result: dict[str, StateDict] = {unit.names[n]: {} for n in _members(unit, about)}
+    for name in dict.fromkeys(name for states in about.values() for name in states):
+        having = [number for number, states in about.items() if name in states]
+        kind, detail = about[having[0]][name]
+        if kind != "cut":
+            for number in having:
+                for member in range(len(unit.names)) if flat else (number,):
+                    result[unit.names[member]][name] = about[number][name][1]
+            continue
+        here = {number: own[number][name] for number in having if name in own.get(number, {})}
+        whole = unit.gathered(unit.piece(here, detail, unit.sharded.flat.local.device))
+        for member in range(len(unit.names)) if flat else having:
+            result[unit.names[member]][name] = _given(unit, unit.part(whole, member), settings)
+    return result
+
+
+def _members(unit: Owned, about: dict[int, Any]) -> list[int]:
+    if unit.sharded.originals:
+        return [number for number, states in sorted(about.items()) if states]
+    return list(range(len(unit.names))) if any(about.values()) else []
+
+
+def _about(value: Any) -> tuple[str, Any]:
+    """Whether a state is cut as its parameter is; else its value, which all ranks have alike."""
+    if isinstance(value, torch.Tensor) and value.ndim > 0:
+        return "cut", value.dtype
+    return "same", value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _agreed(unit: Owned, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What any rank knows of each parameter's state: those without elements of it have none."""
+    everybody: list[Any] = [mine]
+    if unit.group is not None and unit.group.size() > 1:
+        everybody = [None] * unit.group.size()
+        dist.all_gather_object(everybody, mine, group=unit.group)
+    merged: dict[int, dict[str, Any]] = {}
+    for each in everybody:
+        for number, states in each.items():
+            merged.setdefault(number, {}).update(states)
+    return dict(sorted(merged.items()))
+
+
+def _given(unit: Owned, whole: torch.Tensor, settings: StateDictSettings) -> Any:
+    if settings.optim_state_dict_config.offload_to_cpu:
+        whole = whole.cpu()
+    groups = unit.state.call.groups
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and groups.meaning.cuts:
+        return cut_rows(whole, groups.own, groups.mesh)
+    return whole
+
+
+@torch.no_grad()
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: StateDict,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: Any = None,
+    settings: StateDictSettings | None = None,
+) -> StateDict:
+    """The inverse: what `optim.load_state_dict` takes, with this rank's pieces. `load_directly` calls that, too."""
+    settings = settings or get_state_dict_type(model)
+    if getattr(settings.optim_state_dict_config, "rank0_only", False):
+        optim_state_dict = broadcast_states(optim_state_dict, group)
+    given, units = optim_state_dict["state"], owned_by(model)
+    names = _names(model, units)
+    parts: dict[int, StateDict] = {}
+    for unit in units:
+        wholes = {
+            n: {k: unit.whole(v) for k, v in given[name].items()} for n, name in enumerate(unit.names) if name in given
+        }
+        for parameter, numbers in unit.parameters():
+            own = {number: wholes[number] for number in numbers if number in wholes}
+            if own:
+                parts[id(parameter)] = _pieces(unit, own)
+    state: dict[Any, StateDict] = {}
+    for number, parameter in enumerate(_parameters(optim)):
+        mine = names.get(id(parameter), [str(number)])
+        key = (mine[0] if len(mine) == 1 else "_flat_param") if is_named_optimizer else number
+        if id(parameter) in parts:
+            state[key] = parts[id(parameter)]
+        elif mine[0] in given and not _is_owned(units, parameter):
+            state[key] = dict(given[mine[0]])
+    result = {
+        "state": state,
+        "param_groups": _groups(optim, optim_state_dict["param_groups"], names, is_named_optimizer),
+    }
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _pieces(unit: Owned, own: dict[int, StateDict]) -> StateDict:
+    """A parameter's state on this rank, from the whole states of the original ones that it stands for."""
+    result: StateDict = {}
+    for name in dict.fromkeys(name for states in own.values() for name in states):
+        values = {number: states[name] for number, states in own.items() if name in states}
+        first = next(iter(values.values()))
+        if not isinstance(first, torch.Tensor) or first.ndim == 0:
+            result[name] = first
+        elif unit.sharded.originals:
+            (number,) = values
+            slot = unit.sharded.slots[number]
+            local = unit.mine(first, number).to(slot.local.device)
+            result[name] = first.clone() if slot.cut.world == 1 else local.clone()
+        else:
+            result[name] = unit.flat_piece(values, first.dtype)
+    return result
+
+
+def _groups(optim: Any, given: list[StateDict], names: dict[int, list[str]], named: bool) -> list[StateDict]:
+    """The settings of the groups given, with the optimizer's own numbers (or names) of the parameters in them."""
+    groups: list[StateDict] = []
+    number = 0
+    by_name = {name: each for each in given for name in each["params"]}
+    for mine in optim.param_groups:
+        count = len(mine["params"])
+        own = [name for parameter in mine["params"] for name in names.get(id(parameter), [])]
+        source = next((by_name[name] for name in own if name in by_name), given[min(len(groups), len(given) - 1)])
+        params: list[Any] = own if named else list(range(number, number + count))
+        groups.append({**{key: value for key, value in source.items() if key != "params"}, "params": params})
+        number += count
+    return groups
+
+
+def broadcast_states(optim_state_dict: StateDict | None, group: Any = None) -> StateDict:
+    """What rank 0 has, for all."""
+    holder = [optim_state_dict]
+    dist.broadcast_object_list(holder, group=group, group_src=0)
+    return holder[0]  # type: ignore[return-value]

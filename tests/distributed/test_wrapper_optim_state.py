@@ -1,0 +1,211 @@
+"""Optimizer state of wrapped models by original names, of all kinds, at other numbers of ranks (contract C9)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import models, world
+from bed.models import CASES, Case
+from bed.wrapped import whole_parameters, wrap, wrap_case
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from unshard import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
+from unshard import FullyShardedDataParallel as FSDP
+
+S = ShardingStrategy
+FULL, LOCAL, SHARDED = StateDictType
+quiet = pytest.mark.filterwarnings("ignore")
+flat_or_originals = pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(case: Case, steps: int = 2, **options: Any) -> tuple[FSDP, torch.optim.Optimizer]:
+    model = wrap_case(case, **options)
+    optimizer = adam(model)
+    run(model, optimizer, case, range(steps))
+    return model, optimizer
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, steps: Any) -> None:
+    for step in steps:
+        batch = case.batch(step)
+        if isinstance(model, FSDP):
+            batch = models.shard(batch, dist.get_rank(), dist.get_world_size())
+        case.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reference(case: Case, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = case.build()
+    optimizer = adam(model)
+    run(model, optimizer, case, range(steps))
+    return model, optimizer
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+
+
+def same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, states in expected.items():
+        assert found[name].keys() == states.keys()
+        for key, value in states.items():
+            torch.testing.assert_close(found[name][key], value, rtol=1e-4, atol=1e-6)
+
+
+@flat_or_originals
+@quiet
+@world(1, 2, 3)
+def test_f1_99_f1_100_full(originals: bool) -> None:
+    """Names and shapes of the unwrapped model; loaded again, training goes on as if nothing had been."""
+    for case, strategy in ((CASES[1], S.FULL_SHARD), (CASES[1], S.NO_SHARD), (CASES[2], S.SHARD_GRAD_OP)):
+        plain, stepper = reference(case)
+        model, optimizer = trained(case, use_orig_params=originals, sharding_strategy=strategy)
+        found = FSDP.optim_state_dict(model, optimizer)
+        same_states(found["state"], by_name(plain, stepper))
+        assert sorted(found["param_groups"][0]["params"]) == sorted(name for name, _ in plain.named_parameters())
+        assert found["param_groups"][0]["lr"] == 1e-2
+        again = wrap_case(case, use_orig_params=originals, sharding_strategy=strategy)
+        again.load_state_dict(model.state_dict())
+        other = adam(again)
+        other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, found))
+        run(again, other, case, range(2, 4))
+        run(plain, stepper, case, range(2, 4))
+        for name, parameter in whole_parameters(again).items():
+            torch.testing.assert_close(parameter, plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
+
+
+@flat_or_originals
+@quiet
+@world(2, 3)
+def test_f1_99_sharded(originals: bool) -> None:
+    """ShardedTensors, or DTensors with a mesh."""
+    case = CASES[1]
+    plain, stepper = reference(case)
+    for mesh in (None, init_device_mesh("cpu", (dist.get_world_size(),))):
+        model, optimizer = trained(case, use_orig_params=originals, device_mesh=mesh)
+        with FSDP.state_dict_type(model, SHARDED):
+            found = FSDP.optim_state_dict(model, optimizer)
+            kind = ShardedTensor if mesh is None else DTensor
+            assert all(isinstance(each["exp_avg"], kind) for each in found["state"].values())
+            loaded = FSDP.optim_state_dict_to_load(
+                model, optimizer, copy.deepcopy(found) if mesh is not None else found
+            )
+        before = optimizer.state_dict()
+        assert loaded["state"].keys() >= before["state"].keys()
+        for key, states in before["state"].items():
+            for name, value in states.items():
+                torch.testing.assert_close(loaded["state"][key][name], value, rtol=0, atol=0)
+        same_states(FSDP.optim_state_dict(model, optimizer)["state"], by_name(plain, stepper))
+    with FSDP.state_dict_type(model, LOCAL), pytest.raises(NotImplementedError, match="local"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+@flat_or_originals
+@quiet
+@world(2)
+def test_f1_101_rank0_only(originals: bool) -> None:
+    """The others get an empty one, and give it back to be filled."""
+    case = CASES[1]
+    model, optimizer = trained(case, use_orig_params=originals)
+    expected = FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(
+        model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    ):
+        found = FSDP.optim_state_dict(model, optimizer)
+        assert (found == {}) == (dist.get_rank() == 1)
+        other = adam(model)
+        FSDP.optim_state_dict_to_load(model, other, found, load_directly=True)
+    same_states(FSDP.optim_state_dict(model, other)["state"], expected["state"])
+
+
+@quiet
+@world(2, 4)
+def test_f1_104_other_kinds_and_sizes(tmp_path: Any) -> None:
+    """From flat to original parameters and back, and from two ranks to four: what is saved knows neither."""
+    case = CASES[1]
+    plain, stepper = reference(case)
+    for originals in (False, True):
+        model, optimizer = trained(case, use_orig_params=originals)
+        state = FSDP.optim_state_dict(model, optimizer)
+        whole = {name: {key: value.clone() for key, value in each.items()} for name, each in state["state"].items()}
+        other = wrap_case(case, use_orig_params=not originals)
+        stepped = adam(other)
+        FSDP.optim_state_dict_to_load(other, stepped, {**state, "state": whole}, load_directly=True)
+        same_states(FSDP.optim_state_dict(other, stepped)["state"], by_name(plain, stepper))
+
+
+class Some(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rare, self.own = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.used(x))
+
+
+@quiet
+@world(2)
+def test_f1_104_missing_states_and_unmanaged_parameters() -> None:
+    """Parameters without state stay without; ignored ones are saved as they are."""
+    module = Some()
+    model = wrap(module, [], use_orig_params=True, ignored_modules=[module.own])
+    optimizer = adam(model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    found = FSDP.optim_state_dict(model, optimizer)
+    assert sorted(found["state"]) == ["own.bias", "own.weight", "used.bias", "used.weight"]
+    assert len(found["param_groups"][0]["params"]) == 6
+    other = adam(model)
+    FSDP.optim_state_dict_to_load(model, other, found, load_directly=True)
+    same_states(FSDP.optim_state_dict(model, other)["state"], found["state"])
+    empty = adam(model)
+    assert FSDP.optim_state_dict(model, empty)["state"] == {}
+
+
+@flat_or_originals
+@world(2)
+def test_f1_102_older_methods(originals: bool) -> None:
+    """Each with a warning: full, sharded, scattered, and for a model that is not wrapped."""
+    case = CASES[1]
+    plain, stepper = reference(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = trained(case, use_orig_params=originals)
+    with pytest.warns(FutureWarning, match="full_optim_state_dict"):
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    same_states(full["state"], by_name(plain, stepper))
+    with pytest.warns(FutureWarning, match="deprecated"):
+        root = FSDP.full_optim_state_dict(model, optimizer)
+        assert (root == {}) == (dist.get_rank() == 1)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+        for pieces in (
+            FSDP.shard_full_optim_state_dict(full, model, optim=optimizer),
+            FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
+            FSDP.scatter_full_optim_state_dict(root if dist.get_rank() == 0 else None, model, optim=optimizer),
+        ):
+            other = adam(model)
+            other.load_state_dict(pieces)
+            same_states(FSDP.optim_state_dict(model, other)["state"], full["state"])
+        by_id = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=stepper)
+        fresh = adam(plain)
+        fresh.load_state_dict(by_id)
+        same_states(by_name(plain, fresh), full["state"])
+        back = FSDP.rekey_optim_state_dict(fresh.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=fresh)
+        assert back["state"].keys() == full["state"].keys()
+    with pytest.warns(FutureWarning, match=r"optim_input|shard_full") as seen:
+        FSDP.shard_full_optim_state_dict(full, model, optim_input=[*model.parameters()], optim=optimizer)
+    assert any("optim_input" in str(each.message) for each in seen)
