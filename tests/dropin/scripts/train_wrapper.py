@@ -4,15 +4,17 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -81,22 +83,33 @@ def train(model: FSDP, optimizer: torch.optim.Optimizer, steps: range) -> list[f
     return losses
 
 
+def states_of(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+
+
+def restore(model: FSDP, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     model, optimizer = build(seed=0)
     losses = train(model, optimizer, range(3))
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out / "checkpoint")
+    dcp.save(states_of(model, optimizer), checkpoint_id=out / "checkpoint")
     model, optimizer = build(seed=1)
-    states = {"model": get_model_state_dict(model)}
+    states = states_of(model, optimizer)
     dcp.load(states, checkpoint_id=out / "checkpoint")
-    set_model_state_dict(model, states["model"])
+    restore(model, optimizer, states)
     losses += train(model, optimizer, range(3, 5))
 
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         full = model.state_dict()
+        full_optim = FSDP.optim_state_dict(model, optimizer)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, losses)
     if dist.get_rank() == 0:
+        full |= {f"{name}/{key}": value for name, kept in full_optim["state"].items() for key, value in kept.items()}
         torch.save(full, out / "full.pt")
         (out / "losses.json").write_text(json.dumps({"engine": FSDP.__module__, "losses": every}))
     dist.destroy_process_group()
