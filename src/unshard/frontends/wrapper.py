@@ -95,7 +95,7 @@ class FullyShardedDataParallel(nn.Module):
         state = flat_state(module, call, ignored, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
         state.attach_wrapper(self)
-        self.__dict__["_state_dicts"] = StateDicts(state)
+        self._state_dicts = StateDicts(state)
         self.register_load_state_dict_post_hook(_loaded)
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.limit_all_gathers = limit_all_gathers
@@ -201,8 +201,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
-            "A wrapped module cannot be copied: its shards belong to one set of ranks and buffers. Copy the module before "
-            "it is wrapped and wrap both, or load the state dict of one into the other."
+            "A wrapped module cannot be copied: its shards belong to one set of ranks and buffers. Copy the module "
+            "before it is wrapped and wrap both, or load the state dict of one into the other."
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
