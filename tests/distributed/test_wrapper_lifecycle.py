@@ -183,6 +183,18 @@ def test_different_strategies_and_precisions_under_one_root() -> None:
         torch.testing.assert_close(parameter, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
 
 
+@flat_or_originals
+@world(2)
+def test_f1_72_gradients_of_gradients_are_refused(originals: bool) -> None:
+    model, reference, x = build(originals)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        model(mine(x)).square().mean().backward(create_graph=True)
+    model.zero_grad()
+    model(mine(x)).square().mean().backward()
+    reference(x).square().mean().backward()
+    agree(model, reference)
+
+
 @world(2)
 def test_copies_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="before it is wrapped"):
