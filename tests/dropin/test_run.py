@@ -70,7 +70,7 @@ def installs_itself(source: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_fully_shard"])
+@pytest.mark.parametrize("name", ["train_fully_shard", "train_wrapper"])
 def test_same_losses_and_checkpoint_as_on_our_own_api(name: str, tmp_path: Path) -> None:
     """And close to PyTorch's own, for whose API it was written."""
     path = SCRIPTS / f"{name}.py"

@@ -156,7 +156,7 @@ class FlatSharded(Sharded):
         for index, gradient in gradients.items():
             if gradient.requires_grad:
                 raise StateError(
-                    f"The gradient of {self.slots[index].name!r} is to be differentiated again (create_graph=True), but "
+                    f"The gradient of {self.slots[index].name!r} is to be differentiated again (create_graph=True); "
                     "nothing leads back through the reduction. Call backward without a graph."
                 )
         return self._all if gradients else ()
