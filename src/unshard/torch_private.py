@@ -125,7 +125,7 @@ def make_sharded_tensor(
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces` are offsets, sizes and rank of all of them.
+    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces` are offsets, sizes, rank of each.
 
     What sharded state dicts of FSDP1 hold, and `torch.distributed.checkpoint` reads; it has no public name. Made
     from what all ranks know, without asking them. All versions.
