@@ -20,7 +20,7 @@ LAYERS = [
     "engine",
     "optim checkpoint",
     "frontends",
-    "tools train composable",
+    "tools train composable wrap",
     "compat",
     "dropin",
     "cli",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import unshard
+import unshard.wrap
 
 # The names of the surface, and those that programs of power users import from inside PyTorch's.
 PUBLIC = (
@@ -16,12 +17,23 @@ POWER = (
     "disable_fsdp_module_new_init"
 )
 
+POLICIES = (
+    "always_wrap_policy lambda_auto_wrap_policy transformer_auto_wrap_policy size_based_auto_wrap_policy enable_wrap "
+    "wrap CustomPolicy ModuleWrapPolicy"
+)
+
 
 def test_public_names() -> None:
     """Contract FS-01, FS-02."""
     for name in (PUBLIC + " " + POWER).split():
         assert name in unshard.__all__ and hasattr(unshard, name), name
     assert len(set(unshard.__all__)) == len(unshard.__all__)
+
+
+def test_names_of_the_policies() -> None:
+    """Contract F1-02."""
+    assert set(unshard.wrap.__all__) == set(POLICIES.split())
+    assert all(getattr(unshard.wrap, name).__module__ == "unshard.frontends.wrap" for name in POLICIES.split())
 
 
 def test_arguments_of_fully_shard() -> None:

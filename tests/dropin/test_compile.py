@@ -27,6 +27,7 @@ def test_compiled_blocks() -> None:
             block.compile(backend="aot_eager")
             fully_shard(block)
         fully_shard(model)
+        assert all(each._is_fsdp_managed_module and each._fsdp_use_orig_params for each in (model, *model))
         x = torch.randn(3, 6)
         for _ in range(2):
             for each in (model, reference):

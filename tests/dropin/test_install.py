@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 
 import unshard
+import unshard.composable
 from unshard import dropin
 from unshard.compat import torch_composable_fsdp, torch_fsdp
 from unshard.errors import StateError, UnsupportedError
@@ -90,6 +91,32 @@ def test_every_name_is_ours_or_missing(installed: None) -> None:
     assert seen["ours"] > 80 and seen["missing"] > 300
 
 
+SURFACE = {
+    "": "FullyShardedDataParallel ShardingStrategy BackwardPrefetch MixedPrecision CPUOffload StateDictType "
+    "StateDictConfig FullStateDictConfig LocalStateDictConfig ShardedStateDictConfig OptimStateDictConfig "
+    "FullOptimStateDictConfig LocalOptimStateDictConfig ShardedOptimStateDictConfig StateDictSettings "
+    "OptimStateKeyType FlatParameter fully_shard FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx "
+    "MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy DataParallelMeshDims",
+    ".wrap": "always_wrap_policy lambda_auto_wrap_policy transformer_auto_wrap_policy size_based_auto_wrap_policy "
+    "enable_wrap wrap CustomPolicy ModuleWrapPolicy _or_policy _wrap_module_cls_individually _recursive_wrap "
+    "_module_wrap_policy _Policy",
+    ".sharded_grad_scaler": "ShardedGradScaler",
+    "._traversal_utils": "_get_fsdp_states _get_fsdp_states_with_modules _get_fsdp_handles",
+    "._fully_shard._fsdp_api": "Comm AllGather ReduceScatter",
+    "._fully_shard._fsdp_common": "ShardPlacementResult FSDPMeshInfo HSDPMeshInfo DDPMeshInfo",
+    "._fully_shard._fsdp_init": "_get_mesh_info",
+    "._fully_shard._fully_shard": "get_cls_to_fsdp_cls disable_fsdp_module_new_init",
+}
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_names_that_programs_ask_for(module: str, installed: None) -> None:
+    """Contract F1-01 to F1-03, FS-01, FS-02."""
+    stand_in = importlib.import_module(f"torch.distributed.fsdp{module}")
+    for name in SURFACE[module].split():
+        assert getattr(stand_in, name).__module__.startswith("unshard."), name
+
+
 def test_star_import_and_dir(installed: None) -> None:
     names: dict[str, Any] = {}
     exec("from torch.distributed.fsdp import *", names)
@@ -123,6 +150,12 @@ def test_references_that_were_imported_before(program: ModuleType) -> None:
         class Trainer:
             kind = FSDPModule
             shard = staticmethod(fully_shard)
+            apply = classmethod(fully_shard)
+            forward_method = property(register_fsdp_forward_method)
+
+            @property
+            def sharded(self, kind=FSDPModule):
+                return kind
 
             def is_sharded(self, module, kind=FSDPModule):
                 return isinstance(module, kind)
@@ -140,7 +173,9 @@ def test_references_that_were_imported_before(program: ModuleType) -> None:
         assert program.check(sharded) == (True, strategy.SHARD_GRAD_OP)
         assert program.closed(sharded)
         assert program.Trainer.kind is module.FSDPModule and program.Trainer.shard is module.fully_shard
-        assert program.Trainer().is_sharded(sharded)
+        assert program.Trainer().is_sharded(sharded) and program.Trainer().sharded is module.FSDPModule
+        assert program.Trainer.apply.__func__ is module.fully_shard
+        assert program.Trainer.forward_method.fget is module.register_fsdp_forward_method
 
     assert_all(THEIRS, THEIRS.ShardingStrategy)
     dropin.install()
@@ -160,6 +195,10 @@ def test_references_of_torch_itself(installed: None) -> None:
     assert stage.fully_shard is unshard.fully_shard
     assert state_dict.StateDictType is unshard.StateDictType
     assert state_dict.FullStateDictConfig is unshard.FullStateDictConfig
+    assert state_dict.FSDP is unshard.FullyShardedDataParallel
+    if hasattr(state_dict, "HYBRID_SHARDING_STRATEGIES"):  # since torch 2.13
+        assert set(state_dict.HYBRID_SHARDING_STRATEGIES) < set(unshard.ShardingStrategy)
+    assert state_dict._get_module_fsdp_state_if_fully_sharded_module.__module__.startswith("unshard.")
     tensor_parallel = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     assert tensor_parallel._create_chunk_sharded_tensor.__module__ == "torch.distributed.fsdp._shard_utils"
     # Built on PyTorch's own engine, with which it goes on.
@@ -207,6 +246,16 @@ def test_missing_names_say_so_where_they_are_used(installed: None) -> None:
         "<torch.distributed.fsdp._runtime_utils._post_backward_final_callback, which unshard does not have>"
     )
     assert missing is sys.modules["torch.distributed.fsdp._runtime_utils"]._post_backward_final_callback
+
+
+def test_the_legacy_call() -> None:
+    """PyTorch has taken it out; programs of its time find it where it was."""
+    assert not hasattr(composable, "fully_shard")
+    with dropin.stand_in():
+        from torch.distributed._composable import fully_shard
+
+        assert fully_shard is unshard.composable.fully_shard is not unshard.fully_shard
+    assert not hasattr(composable, "fully_shard")
 
 
 def test_names_that_nobody_has(installed: None) -> None:

@@ -130,6 +130,29 @@ def test_same_modules_as_the_peer(name: str, precision: Any, ignoring: bool) -> 
         assert modules["blocks.0.norm"]["mixed_precision"] is None
 
 
+@pytest.mark.parametrize("excluded", [None, {nn.BatchNorm1d}])
+@pytest.mark.parametrize("size", [100, 500, 700, 1000])
+def test_modules_of_ignored_classes_are_counted_as_taken(size: int, excluded: Any) -> None:
+    """By the size-based policy, wherever they are: inside of what it looks into, and of what it does not."""
+
+    def model() -> nn.Module:
+        block = nn.Sequential(nn.BatchNorm1d(300), nn.Linear(4, 4))  # 600 and 20 elements
+        return nn.Sequential(nn.Sequential(block, nn.Linear(20, 10)), nn.Linear(2, 2))  # 210 more
+
+    results = []
+    for of in (ours, theirs):
+        made = model()
+        policy = functools.partial(of.size_based_auto_wrap_policy, min_num_params=size, exclude_wrap_modules=excluded)
+        kwargs = {"mixed_precision": MixedPrecision(torch.float16), "use_orig_params": False}
+        with pytest.warns(UserWarning, match="BatchNorm1d"):
+            if of is theirs:
+                their_auto_wrap(made, policy, set(), set(), kwargs, Wrapper)
+            else:
+                auto_wrap(made, policy, Wrapper, kwargs)
+        results.append(set(wrapped(made)))
+    assert results[0] == results[1] and "0.0.0" in results[0]
+
+
 def test_leaves_stay_whole_with_mixed_precision() -> None:
     """A leaf's code reads the parameters of modules inside it that it never calls, so nothing would gather them."""
     policy = functools.partial(ours.size_based_auto_wrap_policy, min_num_params=60)

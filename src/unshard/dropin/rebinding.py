@@ -109,7 +109,7 @@ class Rebinding:
             self._set(value, depth, where)
         elif isinstance(value, functools.partial):
             self._partial(value, depth, where)
-        elif value.__module__ == self._module:
+        elif getattr(value, "__module__", None) == self._module:
             if isinstance(value, type):
                 self._class(value, depth, where)
             else:
@@ -174,12 +174,10 @@ class Rebinding:
                     f"unshard.dropin.install() before {self._module} is imported, or start with `unshard run`."
                 )
         for name, value in list(vars(cls).items()):
-            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            inner = inner.fget if isinstance(inner, property) else inner
+            inner = _inner(value)
             new = self._new(inner, depth, f"{where}.{name}")
             if new is not inner:
-                new = staticmethod(new) if isinstance(value, staticmethod) else new
-                setattr(cls, name, new)
+                setattr(cls, name, _outer(value, new))
                 self._undo.append(functools.partial(setattr, cls, name, value))
 
 
@@ -190,6 +188,20 @@ def _loaded() -> Iterator[tuple[str, ModuleType]]:
             continue
         if name.split(".")[0] != "unshard" and name not in UNTOUCHED and not in_trees(name):
             yield name, module
+
+
+def _inner(value: Any) -> Any:
+    """The function behind a method that is no plain one."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _outer(value: Any, new: Any) -> Any:
+    """What `value` is to `_inner(value)`, to another function."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(new)
+    return property(new, value.fset, value.fdel) if isinstance(value, property) else new
 
 
 def _members(value: Any) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..comm.interface import Transport
-from ..errors import ParameterError
+from ..errors import ParameterError, StateError
 from ..layout.flat import END_TO_END
 from ..layout.rows import Layout, Region
 from ..torch_private import allow_gradients_in
@@ -51,6 +51,7 @@ class FlatSharded(Sharded):
         self.flat = FlatFace(homes, nn.Parameter(nothing, requires_grad=needed), nothing, length)
         self._resting: Sequence[Slot | FlatFace] = slots if originals else [self.flat]
         self._bound = False
+        self._all = tuple(index for index, slot in enumerate(slots) if slot.cut.numel)
         self._shown: list[tuple[tuple[int, ...], Slot | FlatFace, torch.Tensor, torch.Tensor | None]] = []
         self._veils: dict[Slot, torch.Tensor] = {}
         self._places: list[tuple[dict[str, Any], str, Slot | FlatFace, int]] = []
@@ -150,9 +151,15 @@ class FlatSharded(Sharded):
         flat = None if self.originals else self.flat
         return FlatGradShard(master, regions, self.slots, transport, self.residence, flat)
 
-    def reduced_with(self, gradients: Iterable[int]) -> tuple[int, ...]:
+    def reduced_with(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
         """All of them: the unit is cut as a whole, so ranks may even use different parameters."""
-        return tuple(i for i, slot in enumerate(self.slots) if slot.cut.numel) if any(True for _ in gradients) else ()
+        for index, gradient in gradients.items():
+            if gradient.requires_grad:
+                raise StateError(
+                    f"The gradient of {self.slots[index].name!r} is to be differentiated again (create_graph=True); "
+                    "nothing leads back through the reduction. Call backward without a graph."
+                )
+        return self._all if gradients else ()
 
     def show_sums(self, sums: LocalGradients) -> None:
         """As `.grad`, in the shape of whole parameters: so users see them, and clear them with the others."""

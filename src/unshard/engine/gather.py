@@ -62,9 +62,16 @@ class Gather:
                 self._connect(number, region, self._staging, next(spots), away)
             else:
                 self._connect(number, region, full, self._place_in_full(region), away)
+        self._leave_out_what_is_there()
         self._copies = [self._copy_out(r, spot) for r, spot in zip(packed, staged.places, strict=True)]
         self._staging.release()
         full.release()
+
+    def _leave_out_what_is_there(self) -> None:
+        """Nothing is copied where the full buffer is the master shard itself."""
+        pairs = zip(self._cast_to, self._cast_from, strict=True)
+        needed = [(to, source) for to, source in pairs if to.data_ptr() != source.data_ptr()]
+        self._cast_to, self._cast_from = [to for to, _ in needed], [source for _, source in needed]
 
     @property
     def members(self) -> list[tuple[int, ...]]:

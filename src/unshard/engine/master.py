@@ -43,6 +43,10 @@ class Master(Shard):
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pin and device != META)
         self.locals = self._make_locals()
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self._flat.untyped_storage()
+
     def stored(self) -> Master:
         """This shard as one that is gathered in the dtypes it has."""
         same = copy.copy(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar
 
@@ -128,7 +128,7 @@ class Sharded:
         """What hands reduced gradients to the sharded faces."""
         return GradShard(master, regions, self.slots, transport, self.residence)
 
-    def reduced_with(self, gradients: Iterable[int]) -> tuple[int, ...]:
+    def reduced_with(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
         """The parameters that are reduced where these have gradients."""
         return tuple(gradients)
 

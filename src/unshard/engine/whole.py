@@ -40,7 +40,7 @@ class Whole:
             master, slicing = master.stored(), None
         members = [index for index in range(len(self._slots)) if index not in sharded.extended]
         with torch.no_grad(), torch.inference_mode(False), outside_transforms():
-            self._full = FullBuffer(master, members, device, transport.pool)
+            self._full = FullBuffer.over(master, members, device, transport.pool)
             self._gather = Gather(master, self._full, transport, sharded.residence.away)
             self._full.take()
             self._faces = [self._face(master, index) for index in members]

@@ -25,6 +25,10 @@ _MIXED: dict[type, type] = {}
 class FSDPModule:
     """Methods of a sharded module. Its class is `FSDP<Original>` and derives from this and the original class."""
 
+    # What generation loops of other libraries ask, to keep the ranks in step; PyTorch's compiler asks, too.
+    _is_fsdp_managed_module = True
+    _fsdp_use_orig_params = True
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing through the mixed class gives the original: a slice of a Sequential is a Sequential."""
         original = cls.__mro__[2]

@@ -113,15 +113,22 @@ def _about(value: Any) -> tuple[str, Any]:
 
 
 def _agreed(unit: Owned, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What any rank knows of each parameter's state: those without elements of it have none."""
-    everybody: list[Any] = [mine]
+    """What any rank knows of each parameter's state.
+
+    Those without elements of it have none, or one that was loaded and that no step has counted on since.
+    """
+    slots = unit.sharded.slots
+    empty = {number for number in mine if unit.sharded.originals and slots[number].sharded.numel() == 0}
+    everybody: list[Any] = [(mine, empty)]
     if unit.group is not None and unit.group.size() > 1:
         everybody = [None] * unit.group.size()
-        dist.all_gather_object(everybody, mine, group=unit.group)
+        dist.all_gather_object(everybody, (mine, empty), group=unit.group)
     merged: dict[int, dict[str, Any]] = {}
-    for each in everybody:
-        for number, states in each.items():
-            merged.setdefault(number, {}).update(states)
+    for without in (True, False):  # whoever has elements is right
+        for states_of, empties in everybody:
+            for number, states in states_of.items():
+                if (number in empties) is without:
+                    merged.setdefault(number, {}).update(states)
     return dict(sorted(merged.items()))
 
 

@@ -1,27 +1,31 @@
-"""The flat units of a model, under the names that others look them up by."""
+"""Units of the flat layout inside a model, under the names by which programs that look inside ask for them."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from .flat_parameter import Handle
-from .wrapper_state import WrapperState, wrapper_state_of
+from .wrapper import FullyShardedDataParallel
+from .wrapper_state import WrapperState, wrapper_state_of, wrapper_states
+
+State = FullyShardedDataParallel | WrapperState
 
 
-def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[WrapperState], list[nn.Module]]:
-    """The states below `module` in the order of `modules()`, and the module of each."""
-    found: dict[WrapperState, nn.Module] = {}
-    for each in module.modules():
-        state = wrapper_state_of(each)
-        if state is not None:
-            found.setdefault(state, each)
+def _get_module_fsdp_state(module: nn.Module) -> State | None:
+    """A wrapper is its own state; a module that the legacy call was applied to has one."""
+    return module if isinstance(module, FullyShardedDataParallel) else wrapper_state_of(module)
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[State], list[nn.Module]]:
+    """The states of the units at and below `module`, and the modules that have them, in the order of `modules()`."""
+    found = {state: each for each in module.modules() if (state := _get_module_fsdp_state(each)) is not None}
     return list(found), list(found.values())
 
 
-def _get_fsdp_states(module: nn.Module) -> list[WrapperState]:
+def _get_fsdp_states(module: nn.Module) -> list[State]:
     return _get_fsdp_states_with_modules(module)[0]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
-    """One for each state that manages parameters."""
-    return [state.handle for state in _get_fsdp_states(module) if state.handle is not None]
+    """One for each unit that has parameters."""
+    return [state.handle for state in wrapper_states(module) if state.handle is not None]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.hooks import WRAPPED
-from ..errors import ArgumentError, ConflictError, StateError, UnshardError
+from ..errors import ArgumentError, ConflictError, StateError, UnshardError, UnsupportedError
 from . import optim_legacy
 from . import optim_state as optim_states
 from .auto_wrap import Policy, auto_wrap
@@ -95,7 +95,7 @@ class FullyShardedDataParallel(nn.Module):
         state = flat_state(module, call, ignored, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
         state.attach_wrapper(self)
-        self.__dict__["_state_dicts"] = StateDicts(state)
+        self._state_dicts = StateDicts(state)
         self.register_load_state_dict_post_hook(_loaded)
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.limit_all_gathers = limit_all_gathers
@@ -198,6 +198,12 @@ class FullyShardedDataParallel(nn.Module):
         result = super()._apply(fn, recurse)
         self._state.unit.settle()
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(
+            "A wrapped module cannot be copied: its shards belong to one set of ranks and buffers. Copy the module "
+            "before it is wrapped and wrap both, or load the state dict of one into the other."
+        )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Inside `summon_full_params` under their original names."""

@@ -16,6 +16,7 @@ from ..engine.root import Root
 from ..engine.states import Phase
 from ..engine.unit import Unit
 from ..errors import ArgumentError
+from ..torch_private import never_compiled
 from .comm_hooks import HookedTransport
 from .flat_parameter import Handle
 from .wrapper_api import CPUOffload, MixedPrecision, default_settings
@@ -62,6 +63,9 @@ class WrapperState(ShardState):
 
     @property
     def transports(self) -> tuple[Transport, Transport]:
+        """Over the shards, and over the replicas."""
+        if self.unit.parts:
+            return self.unit.parts[0].shards, self.unit.parts[0].replicas
         return self.call.groups.transports(self.unit.device)
 
     @property
@@ -76,6 +80,7 @@ class WrapperState(ShardState):
         how = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
         return how.before, how.after
 
+    @never_compiled
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.unit.policy.full_precision_in_eval and self._is_root_of(module):
             self._switch_buffers(module)

@@ -124,6 +124,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 class EndToEnd:
     """One region for the whole unit: its cuts say where each parameter lies, whichever of them have gradients."""
 
+    whole_alike = True
+
     def arrange(
         self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0
     ) -> tuple[Region, ...]:

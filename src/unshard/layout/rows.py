@@ -155,6 +155,9 @@ class Item:
 class Layout(Protocol):
     """How the parameters of a unit are arranged: what the engine asks a layout."""
 
+    whole_alike: bool
+    """Whether the shard of one rank alone lies as the full buffer does."""
+
     def arrange(
         self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0
     ) -> tuple[Region, ...]:
@@ -166,6 +169,8 @@ class Layout(Protocol):
 
 class Rows:
     """Each parameter cut for itself."""
+
+    whole_alike = False
 
     def arrange(
         self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0

@@ -3,5 +3,6 @@
 from .clip import clip_grad_norm_
 from .flat import flat
 from .grad_scaler import GradScaler
+from .sharded_grad_scaler import ShardedGradScaler
 
-__all__ = ["GradScaler", "clip_grad_norm_", "flat"]
+__all__ = ["GradScaler", "ShardedGradScaler", "clip_grad_norm_", "flat"]

@@ -1,5 +1,6 @@
 """`torch.distributed.fsdp`."""
 
+from ._flat_param import FlatParameter
 from ._fully_shard import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -27,7 +28,7 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel, OptimStateKeyType
+from .fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 
 __all__ = [
     "BackwardPrefetch",

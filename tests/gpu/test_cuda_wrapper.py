@@ -1,0 +1,125 @@
+"""`FullyShardedDataParallel` on a CUDA device: ranks that share it (Gloo), one rank on NCCL."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import models, world
+from bed.models import CASES, Case
+from bed.parity import adamw
+from bed.wrapped import whole_parameters, wrap
+from torch import nn
+
+from unshard import CPUOffload, MixedPrecision, ShardingStrategy
+from unshard import FullyShardedDataParallel as FSDP
+from unshard.composable import fully_shard
+from unshard.frontends.traversal import _get_fsdp_handles
+from unshard.optim.sharded_grad_scaler import ShardedGradScaler
+
+pytestmark = pytest.mark.gpu
+S = ShardingStrategy
+half, single = torch.float16, torch.float32
+
+
+def check(case: Case, tolerance: float = 1e-4, **options: object) -> FSDP:
+    """Losses and parameters of four steps are those of the unsharded model on the same device."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, built = case.build().cuda(), case.build()
+    model = wrap(built, case.units(built), device_id=torch.cuda.current_device(), **options)
+    stepper, other = adamw(model.parameters()), adamw(reference.parameters())
+    for step in range(4):
+        batch = [each.cuda() for each in case.batch(step)]
+        expected = case.loss(reference, batch)
+        expected.backward()
+        loss = case.loss(model, models.shard(batch, rank, size))
+        loss.backward()
+        mean = loss.detach().float().cpu()
+        dist.all_reduce(mean if dist.get_backend() == "gloo" else mean.cuda())
+        if dist.get_backend() == "gloo":
+            torch.testing.assert_close(mean / size, expected.detach().cpu(), rtol=tolerance, atol=tolerance)
+        for each in (stepper, other):
+            each.step()
+            each.zero_grad()
+    for name, parameter in whole_parameters(model).items():
+        torch.testing.assert_close(
+            parameter, reference.get_parameter(name).detach(), rtol=100 * tolerance, atol=10 * tolerance
+        )
+    return model
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD], ids=lambda each: each.name)
+@world(1, 2)
+def test_parity_of_ranks_that_share_the_device(strategy: ShardingStrategy, originals: bool) -> None:
+    for case in (CASES[0], CASES[1], CASES[3]):
+        check(case, sharding_strategy=strategy, use_orig_params=originals)
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(2)
+def test_offloaded(originals: bool) -> None:
+    model = check(CASES[0], use_orig_params=originals, cpu_offload=CPUOffload(offload_params=True))
+    assert all(each.device.type == "cpu" for each in model.parameters())
+    assert model.compute_device.type == "cuda"
+
+
+@world(1, backend="nccl")
+def test_one_rank_on_nccl() -> None:
+    for originals in (False, True):
+        check(CASES[1], use_orig_params=originals)
+
+
+@world(2)
+def test_seed_000_dtypes_and_pure_half_precision() -> None:
+    """D-40..D-43: made half before or after it was wrapped, with and without a policy."""
+    for before, originals in ((True, False), (True, True), (False, False), (False, True)):
+        for config in (MixedPrecision(), MixedPrecision(half, single), MixedPrecision(param_dtype=single)):
+            module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
+            module = module.half() if before else module
+            model = FSDP(module, use_orig_params=originals, mixed_precision=config)
+            model = model if before else model.half()
+            model(torch.randn(2, 8, device="cuda", dtype=half)).sum().backward()
+            (handle,) = _get_fsdp_handles(model)
+            assert handle.flat_param.dtype == handle.flat_param.grad.dtype == handle._orig_param_dtype == half
+            assert handle._fwd_bwd_param_dtype == (config.param_dtype or half)
+            assert handle._reduce_dtype == (config.reduce_dtype or config.param_dtype or half)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@world(2)
+def test_scaled_half_precision(offload: bool) -> None:
+    """GS-55, GS-60: gradients on the host or the device; all ranks skip together."""
+    torch.manual_seed(0)
+    model = FSDP(
+        nn.Linear(8, 8),
+        device_id=torch.cuda.current_device(),
+        cpu_offload=CPUOffload(offload),
+        mixed_precision=MixedPrecision(half, half),
+    )
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), ShardedGradScaler(init_scale=4.0)
+    for step in range(4):
+        scale = scaler.get_scale()
+        scaler.scale(model(torch.randn(2, 8)).sum()).backward()
+        if step % 2 and dist.get_rank() == 0:
+            model.params[0].grad.fill_(float("inf"))
+        before = copy.deepcopy(model.params[0].detach())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, model.params[0].detach()) == bool(step % 2)
+        assert scaler.get_scale() == (scale / 2 if step % 2 else scale)
+
+
+@world(2)
+def test_seed_004_legacy_call() -> None:
+    config = MixedPrecision(param_dtype=half)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+    fully_shard(model[1], mixed_precision=config)
+    fully_shard(model)
+    output = model(torch.randn(2, 8, device="cuda"))
+    assert output.dtype == half
+    output.sum().backward()
+    assert all(each.grad is None or each.grad.dtype == single for each in model.parameters())
