@@ -99,7 +99,7 @@ def _of_doors(unit: UnitPlan, findings: Findings) -> Iterator[str]:
 
 
 def inputs_planned(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
-    return unit.state.unit.compute_dtype_in(precision) if unit.policy.cast_forward_inputs else None
+    return unit.state.unit.compute_dtype_in(precision) if unit.state.casts_inputs else None
 
 
 def outputs_planned(unit: UnitPlan, precision: Precision) -> torch.dtype | None:

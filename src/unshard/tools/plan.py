@@ -231,7 +231,7 @@ def _at_rest(slot: Slot) -> Any:
     """The sharded parameter: the one that is registered, unless that is a gathered one or none."""
     registered = slot.homes[0].parameters.get(slot.homes[0].name)
     gathered = registered is slot.full or registered is slot.sliced
-    return slot.sharded if registered is None or gathered else registered
+    return registered if isinstance(registered, nn.Parameter) and not gathered else slot.sharded
 
 
 def _rows(unit: str, members: tuple[Member, ...]) -> Iterator[Row]:
@@ -260,7 +260,7 @@ def _rows(unit: str, members: tuple[Member, ...]) -> Iterator[Row]:
 
 def _doors(state: ShardState, borders: dict[nn.Module, MixedPrecisionPolicy]) -> Iterator[Door]:
     unit, policy = state.unit, state.unit.policy
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    inputs = policy.param_dtype if state.casts_inputs else None
     yield Door((), inputs, policy.output_dtype, not policy.full_precision_in_eval)
     inside = {module: prefix.removesuffix(".") for _, prefix, module in owned_modules(state)}
     alike: dict[MixedPrecisionPolicy, list[str]] = {}
