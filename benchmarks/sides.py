@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from .models import UNIT_CLASSES, Case, units
 from .places import Place
 
-OURS = ("unshard", "unshard-flat")
+OURS = ("unshard", "unshard-flat", "unshard-wrapper")
 PEERS = ("fsdp2", "fsdp1", "unsharded")
 MAX_NORM = 1.0
 GROUP = 400
@@ -112,12 +112,21 @@ def _fsdp1(model: nn.Module, case: Case, place: Place) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    return _wrapped(model, case, place, FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy)
+
+
+def _unshard_wrapper(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from unshard import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
+
+    return _wrapped(model, case, place, FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy)
+
+
+def _wrapped(model: nn.Module, case: Case, place: Place, wrapper: Any, precision: Any, policy: Any) -> nn.Module:
     mixed = None
     if case.dtype != torch.float32:
-        mixed = MixedPrecision(param_dtype=case.dtype, reduce_dtype=torch.float32)
-    policy = ModuleWrapPolicy(set(UNIT_CLASSES))
-    options = {"auto_wrap_policy": policy, "mixed_precision": mixed, "use_orig_params": True}
-    return FullyShardedDataParallel(model, device_id=place.device, **options)
+        mixed = precision(param_dtype=case.dtype, reduce_dtype=torch.float32)
+    options = {"auto_wrap_policy": policy(set(UNIT_CLASSES)), "mixed_precision": mixed, "use_orig_params": True}
+    return wrapper(model, device_id=place.device, **options)
 
 
 _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
@@ -126,6 +135,7 @@ _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
     "fsdp1": _fsdp1,
     "unshard": _unshard,
     "unshard-flat": _unshard,
+    "unshard-wrapper": _unshard_wrapper,
 }
 
 
@@ -145,7 +155,7 @@ def _flat(optimizer: Any) -> Any:
 
 def _clip(side: str, model: nn.Module) -> Callable[[], Any]:
     """What users of the side would call; a list is made once, as a training loop would."""
-    if side == "fsdp1":
+    if side in ("fsdp1", "unshard-wrapper"):
         return lambda: model.clip_grad_norm_(MAX_NORM)
     parameters: Iterable[Tensor] = list(model.parameters())
     if side in OURS:

@@ -15,6 +15,7 @@ from .frontends.module import (
     share_comm_ctx,
 )
 from .frontends.placements import ShardPlacementResult
+from .frontends.wrap import CustomPolicy, ModuleWrapPolicy
 from .frontends.wrapper import FullyShardedDataParallel
 from .frontends.wrapper_api import (
     BackwardPrefetch,
@@ -41,6 +42,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
+    "CustomPolicy",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -54,6 +56,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
