@@ -104,18 +104,6 @@ class Flat(Optimizer):
                 shadow.release(self, shadows)
         return result if closure is None else loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        if set_to_none:
-            for each in parameters:
-                each.grad = None
-            return
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        if any(each.requires_grad or each.is_sparse for each in gradients):
-            super().zero_grad(set_to_none=False)
-        elif gradients:
-            foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
-
     def state_dict(self) -> dict[str, Any]:
         state = self.state
         try:
@@ -127,6 +115,20 @@ class Flat(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time; whoever reads this makes it again.
         return _restored, (self.base,), self.__getstate__()
+
+
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
+    parameters = [each for group in self.param_groups for each in group["params"]]
+    if set_to_none:
+        for each in parameters:
+            each.grad = None
+        return
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if any(each.requires_grad or each.is_sparse for each in gradients):
+        Optimizer.zero_grad(self, set_to_none=False)
+    elif gradients:
+        foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
 
 
 def _restored(base: type[Optimizer]) -> Optimizer:
@@ -143,6 +145,8 @@ def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
         step.hooked = True  # type: ignore[attr-defined]
         plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # type: ignore[attr-defined]
         members = {"base": base, "step": step, "plain_step": staticmethod(plain), "__doc__": base.__doc__}
+        if base.zero_grad is Optimizer.zero_grad:  # else the class has one of its own
+            members["zero_grad"] = _zero_grad
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         _classes[base] = type(base.__name__, (Flat, base), members | names)
     return _classes[base]
