@@ -168,6 +168,28 @@ def test_what_entries_are() -> None:
         train(model, optimizer, steps=range(1))
 
 
+@quiet
+@world(2)
+def test_counters_are_shared_and_copied(tmp_path: Path) -> None:
+    """What the documentation says of them: written in place for all, replaced for one, and loaded by loading."""
+    model, optimizer = build(True)
+    mirror = Mirror(optimizer, foreach=True)
+    train(model, optimizer, mirror, steps=range(2))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    one, other = model.odd.weight, model.extra.weight
+    assert optimizer.state[one]["step"] is optimizer.state[other]["step"]
+    for state, key in ((optimizer.state, one), (mirror.optimizer.state, mirror.copies[one])):
+        state[key]["step"] = torch.tensor(0.0)
+    train(model, optimizer, mirror, steps=range(2, 4))
+    mirror.check()
+    assert (optimizer.state[one]["step"], optimizer.state[other]["step"]) == (2, 4)
+    saved = {"optimizer": optimizer.state_dict()}
+    dcp.load(saved, checkpoint_id=tmp_path)
+    assert optimizer.state[other]["step"] == 4
+    optimizer.load_state_dict(saved["optimizer"])
+    assert {float(optimizer.state[each]["step"]) for each in model.parameters()} == {2.0}
+
+
 class Counting(optim.Optimizer):
     """Its counter has one dimension, as a parameter with one element on this rank has; and a sum for all parameters."""
 

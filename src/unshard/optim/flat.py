@@ -41,9 +41,9 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False) -> _Optimizer:
     per parameter, hooks, schedulers, scalers, and state dicts that optimizers with and without this can load.
 
     Only optimizers that treat each element by itself can do this; torch's are known, with subclasses that keep their
-    steps. With `elementwise=True` you say
-    that yours is one too: the step of an element depends on that element, its gradient and its state, and an element
-    that is zero stays zero while its gradient is. A closure is called before the step, once.
+    steps. With `elementwise=True` you say that yours is one too: the step of an element depends on that element, its
+    gradient and its state, and an element that is zero stays zero while its gradient is. A closure is called before the
+    step, once.
     """
     if isinstance(optimizer, Flat):
         return optimizer
