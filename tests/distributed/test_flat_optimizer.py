@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -272,6 +273,22 @@ def test_every_kind_of_sharding(build: Callable[[], nn.Module]) -> None:
     plain = sum(not isinstance(each, DTensor) for each in model.parameters())
     assert plain == (2 if build is some_ignored else 0)
     assert_clean()
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@world(2)
+def test_plain_parameters_in_one_step_with_sharded_ones(way: str) -> None:
+    """Ignored ones in the same groups: one call of torch takes both kinds, though it refuses DTensors among others."""
+    model = some_ignored()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") if way != "loop" else nullcontext():
+        other = optim.AdamW(by_decay(some_ignored()), **WAYS[way])
+        for each in parameters_of(other):
+            each.grad = torch.ones_like(each)
+        other.step()
+    optimizer = flat(optim.AdamW(by_decay(model), lr=0.01, **WAYS[way]))
+    mirror = Mirror(optimizer, **WAYS[way])
+    train(model, optimizer, mirror)
+    mirror.check()
 
 
 @world(3)

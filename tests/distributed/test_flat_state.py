@@ -15,7 +15,8 @@ from distributed.test_checkpoint import quiet
 from distributed.test_flat_optimizer import Mirror, by_decay, inputs, local, optim, plain_loss, sharded, spans, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from unshard.errors import ParameterError
 from unshard.optim import flat
@@ -165,3 +166,120 @@ def test_what_entries_are() -> None:
             torch.zeros(7, 6), model.odd.weight.device_mesh, model.odd.weight.placements, run_check=False
         )
         train(model, optimizer, steps=range(1))
+
+
+@quiet
+@world(2)
+def test_counters_are_shared_and_copied(tmp_path: Path) -> None:
+    """What the documentation says of them: written in place for all, replaced for one, and loaded by loading."""
+    model, optimizer = build(True)
+    mirror = Mirror(optimizer, foreach=True)
+    train(model, optimizer, mirror, steps=range(2))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    one, other = model.odd.weight, model.extra.weight
+    assert optimizer.state[one]["step"] is optimizer.state[other]["step"]
+    for state, key in ((optimizer.state, one), (mirror.optimizer.state, mirror.copies[one])):
+        state[key]["step"] = torch.tensor(0.0)
+    train(model, optimizer, mirror, steps=range(2, 4))
+    mirror.check()
+    assert (optimizer.state[one]["step"], optimizer.state[other]["step"]) == (2, 4)
+    saved = {"optimizer": optimizer.state_dict()}
+    dcp.load(saved, checkpoint_id=tmp_path)
+    assert optimizer.state[other]["step"] == 4
+    optimizer.load_state_dict(saved["optimizer"])
+    assert {float(optimizer.state[each]["step"]) for each in model.parameters()} == {2.0}
+
+
+class Counting(optim.Optimizer):
+    """Its counter has one dimension, as a parameter with one element on this rank has; and a sum for all parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.zeroed = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.state.pop("fresh", None)
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    state = self.state[each]
+                    if not state:
+                        state["step"], state["average"] = torch.zeros(1), torch.zeros_like(each)
+                    state["step"] += 1
+                    state["average"].lerp_(each.grad, 0.1)
+                    each.sub_(state["average"], alpha=group["lr"] / state["step"].item() / self.state["steps"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def counting(model: nn.Module, is_flat: bool) -> Any:
+    """A group for each parameter, so that some have a single element here."""
+    optimizer = Counting([{"params": [each]} for each in model.parameters()])
+    return flat(optimizer, elementwise=True) if is_flat else optimizer
+
+
+def assert_shown_alike(mine: tuple[nn.Module, Any], theirs: tuple[nn.Module, Any]) -> None:
+    for a, b in zip(mine[0].parameters(), theirs[0].parameters(), strict=True):
+        assert torch.equal(local(a), local(b))
+        one, two = mine[1].state[a], theirs[1].state[b]
+        assert {key: type(value) for key, value in one.items()} == {key: type(value) for key, value in two.items()}
+        assert all(
+            torch.equal(local(value), local(two[key])) and value.shape == two[key].shape for key, value in one.items()
+        )
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+@world(2)
+def test_counters_that_have_a_dimension(before: bool, after: bool) -> None:
+    """As a plain optimizer shows them, on every rank; and each parameter has its own when they were loaded."""
+    model, reference = sharded(), sharded()
+    plain, first, second = counting(reference, False), counting(model, before), counting(model, after)
+    train(reference, plain, steps=range(6))
+    train(model, first, steps=range(3))
+    second.load_state_dict(first.state_dict())
+    train(model, second, steps=range(3, 6))
+    assert_shown_alike((model, second), (reference, plain))
+    assert {float(second.state[each]["step"]) for each in model.parameters()} == {6.0}
+    assert any(local(each).numel() == 1 for each in model.parameters()) or torch.distributed.get_rank()
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.ASGD, optim.NAdam])
+@world(2)
+def test_a_parameter_without_dimensions(kind: Any) -> None:
+    """Its moments and its counters have the same shape."""
+    pairs = []
+    for is_flat in (True, False):
+        model = sharded()
+        scalar = nn.Parameter(distribute_tensor(torch.tensor(2.0), init_device_mesh("cpu", (2,)), [Replicate()]))
+        optimizer = kind([*model.parameters(), scalar], lr=0.1)
+        optimizer = flat(optimizer) if is_flat else optimizer
+        for step in range(3):
+            scalar.grad = torch.ones_like(scalar)
+            train(model, optimizer, steps=[step])
+        model.register_parameter("scalar", scalar)
+        pairs.append((model, optimizer))
+    assert_shown_alike(*pairs)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@world(2)
+def test_state_that_belongs_to_no_parameter(is_flat: bool) -> None:
+    """Kept, saved, changed from outside and removed by the step, as without flat; and the class's own `zero_grad`."""
+    model, loaded = sharded(), sharded()
+    optimizer, other = counting(model, is_flat), counting(loaded, is_flat)
+    train(model, optimizer, steps=range(3))
+    assert optimizer.state["steps"] == optimizer.state_dict()["state"]["steps"] == optimizer.zeroed == 3
+    optimizer.state["steps"], optimizer.state["fresh"] = 10, True
+    train(model, optimizer, steps=range(3, 4))
+    assert optimizer.state["steps"] == 11 and "fresh" not in optimizer.state
+    del optimizer.state["steps"]
+    train(model, optimizer, steps=range(4, 5))
+    assert optimizer.state["steps"] == 1
+    other.load_state_dict(optimizer.state_dict())
+    train(loaded, other, steps=range(1))
+    assert other.state["steps"] == 2 and other.zeroed == 1
+    assert len(other.state) == len(list(loaded.parameters())) + 1

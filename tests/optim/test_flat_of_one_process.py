@@ -44,12 +44,37 @@ class Signs(optim.Optimizer):
 
 
 class Tamed(optim.AdamW):
-    pass
+    """Steps in its own way, by a method that torch's step calls."""
+
+    def _init_group(self, *arguments: Any) -> bool:
+        return super()._init_group(*arguments)
+
+
+class Renamed(optim.AdamW):
+    """Has defaults and a `zero_grad` of its own, and torch's steps."""
+
+    zeroed = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+class Mixed(Renamed):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
 
 def test_classes_that_are_refused(model: nn.Module) -> None:
     weights = [each for each in model.parameters() if each.ndim == 2]
-    for name, reason in (("LBFGS", "inner products"), ("Adafactor", "rows and columns"), ("Muon", "each matrix")):
+    for name, reason in (
+        ("LBFGS", "inner products.* if every parameter is cut evenly"),
+        ("Adafactor", "rows and columns.* do not support it either"),
+        ("Muon", "each matrix.* Use it as it is"),
+    ):
         optimizer = getattr(optim, name)(weights)
         for vouched in (False, True):
             with pytest.raises(ArgumentError, match=f"{name} cannot step flat shards: .*{reason}"):
@@ -57,7 +82,7 @@ def test_classes_that_are_refused(model: nn.Module) -> None:
         assert type(optimizer) is getattr(optim, name)
     with pytest.raises(ArgumentError, match="SparseAdam cannot step flat shards: it takes sparse gradients"):
         flat(optim.SparseAdam(weights))
-    for kind in (Signs, Tamed):
+    for kind in (Signs, Tamed, Mixed):
         with pytest.raises(ArgumentError, match=f"{kind.__name__} is not known .*pass elementwise=True"):
             flat(kind(weights))
     with pytest.raises(ArgumentError, match="autograd would not see the step"):
@@ -67,12 +92,53 @@ def test_classes_that_are_refused(model: nn.Module) -> None:
 
 
 def test_too_early_and_too_late(model: nn.Module) -> None:
-    with pytest.raises(ArgumentError, match="Call flat after fully_shard"):
+    with pytest.raises(ArgumentError, match="No parameter of this SGD is sharded: either fully_shard was not called"):
         flat(optim.SGD([nn.Parameter(torch.zeros(3))]))
     optimizer = optim.SGD(model.parameters())
     optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
     with pytest.raises(ArgumentError, match="has replaced the step of this SGD object"):
         flat(optimizer)
+
+
+def test_an_optimizer_that_was_built_before_fully_shard(model: nn.Module) -> None:
+    late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    early = optim.Adam(late.parameters())
+    fully_shard(late[0])
+    between = optim.Adam(late.parameters())
+    fully_shard(late)
+    with pytest.raises(ArgumentError, match=r"Adam was built before fully_shard, .*\(weight, bias, 1.weight, 1.bias\)"):
+        flat(early)
+    with pytest.warns(
+        UserWarning, match=r"which has replaced 1\.weight, 1\.bias by sharded .*never move these"
+    ) as seen:
+        assert flat(between) is between
+    assert [each.filename for each in seen] == [__file__]
+    flat(optim.Adam([*late.parameters(), nn.Parameter(torch.zeros(3))]))  # one that is nobody's: not a word
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_subclasses_that_step_like_their_base(model: nn.Module, above: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch wraps the step of a class, or that of the class above, when it makes the first object of either."""
+    step = optim.Adam.step
+    monkeypatch.setattr(optim.Adam, "step", step.__wrapped__ if hasattr(step, "hooked") else step)
+    if "step" in vars(optim.AdamW):
+        monkeypatch.delattr(optim.AdamW, "step")
+    fresh = type("Fresh", (Renamed,), {})
+    (optim.AdamW if above else fresh)(model.parameters())
+    assert ("step" in vars(fresh), "step" in vars(optim.AdamW)) == (not above, above)
+    results = []
+    for kind, wrap in ((fresh, flat), (optim.AdamW, lambda each: each)):
+        torch.manual_seed(0)
+        each = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        optimizer = wrap(kind(each.parameters()))
+        optimizer.param_groups[0]["lr"] = 0.5
+        for _ in range(2):
+            each(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((optimizer, [local_of(parameter) for parameter in each.parameters()]))
+    assert results[0][0].zeroed == 2 and len(results[0][0]._shadow().spans) == 1
+    assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
 def test_a_class_that_a_user_vouches_for(model: nn.Module) -> None:

@@ -59,6 +59,13 @@ def spots_of(parameters: Iterable[torch.Tensor]) -> dict[int, Spot]:
     return found
 
 
+def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+    """Those that modules no longer have, because they were sharded: the name of each in its unit, by its id."""
+    slots = [slot for sharded in Sharded.living for slot in sharded.slots]
+    names = {id(origin): slot.name for slot in slots if (origin := slot.origin()) is not None}
+    return {id(each): names[id(each)] for each in parameters if id(each) in names}
+
+
 def gradient_spots() -> dict[int, GradSpot]:
     """All gradients that parameters have from the engine, by the id of the `.grad` object."""
     found = {}

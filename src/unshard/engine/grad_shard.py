@@ -67,7 +67,7 @@ class GradShard:
         self.locals: list[torch.Tensor] = []
         self.begins: list[int] = []
         """The byte where each face begins; they are in the order in which they lie."""
-        self._flats: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self._flats: dict[tuple[torch.dtype, int, tuple[int, ...]], torch.Tensor] = {}
         self._stretches: list[Stretch] | None = None
         self._gaps: list[torch.Tensor] | None = None
         self.buffer.take()
@@ -129,11 +129,11 @@ class GradShard:
                 return False
         return bool(self.faces)
 
-    def flat(self, dtype: torch.dtype, begin: int, numel: int) -> torch.Tensor:
+    def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
         """A range of it, made once, while there is memory."""
-        key = dtype, begin, numel
+        key = dtype, begin, shape
         if key not in self._flats:
-            self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, (numel,)))
+            self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
         return self._flats[key]
 
     def viewing(self, make: Callable[[], _Views]) -> _Views:

@@ -1,6 +1,7 @@
 """The state of a flat optimizer: flat tensors for its steps, and an entry per parameter, with views of them.
 
-Entries are what `optimizer.state` and state dicts hold, as if the optimizer had stepped every parameter by itself.
+Entries are what `optimizer.state` and state dicts hold, as if the optimizer had stepped every parameter by itself. What
+has an element for each one of the parameter is a DTensor there; all else (counters, above all) is as the step made it.
 """
 
 from __future__ import annotations
@@ -26,26 +27,19 @@ def alike(state: State) -> Callable[[Piece, Piece], bool]:
         one, other = state.get(a.parameter), state.get(b.parameter)
         if one is None or other is None:
             return one is other
-        return one.keys() == other.keys() and all(_same(one[key], a, other[key], b) for key in one)
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
 
     return joined
 
 
-def _same(one: Any, a: Piece, other: Any, b: Piece) -> bool:
+def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
-    if one.dtype != other.dtype or _per_element(one, a) != _per_element(other, b):
+    if one.dtype != other.dtype or isinstance(one, DTensor) != isinstance(other, DTensor):
         return False
-    return _per_element(one, a) or (one.device == other.device and torch.equal(one, other))
-
-
-def _per_element(value: Any, piece: Piece) -> bool:
-    """Whether a value has an element for each one of the parameter."""
-    if isinstance(value, DTensor):
-        return True
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == piece.local.shape
+    return isinstance(one, DTensor) or (one.device == other.device and torch.equal(one, other))
 
 
 def absorb(span: Span, state: State) -> dict[str, Any] | None:
@@ -55,7 +49,7 @@ def absorb(span: Span, state: State) -> dict[str, Any] | None:
     entries: list[dict[str, Any]] = [state[piece.parameter] for piece in span.pieces]
     flat: dict[str, Any] = {}
     for key, value in entries[0].items():
-        if _per_element(value, span.pieces[0]):
+        if isinstance(value, DTensor):
             values = [_local(entry[key], key, piece) for entry, piece in zip(entries, span.pieces, strict=True)]
             flat[key] = _joined(span, values)
         else:
@@ -66,9 +60,9 @@ def absorb(span: Span, state: State) -> dict[str, Any] | None:
 
 def _joined(span: Span, values: list[torch.Tensor]) -> torch.Tensor:
     if span.loose:
-        return values[0]
-    flat = torch.zeros(span.flat.numel(), dtype=values[0].dtype, device=span.flat.device)
-    foreach_copy(span.parts_of(flat), values)
+        return span.lift(values[0])
+    flat = torch.zeros_like(span.flat, dtype=values[0].dtype)
+    foreach_copy(span.parts_of(span.lower(flat)), values)
     return flat
 
 
@@ -94,12 +88,10 @@ def divide(span: Span, values: dict[str, Any], parts: list[Span]) -> list[dict[s
         first = (part.pieces[0].begin() - span.pieces[0].begin()) // span.flat.element_size()
         own: dict[str, Any] = {}
         for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                own[key] = value
-            elif value.shape == span.flat.shape:
-                own[key] = value[first : first + part.flat.numel()]
+            if span.matches(value):
+                own[key] = part.lift(span.lower(value)[first : first + part.flat.numel()])
             else:
-                own[key] = value.clone()
+                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
         divided.append(own)
     return divided
 
@@ -123,11 +115,11 @@ def show(span: Span, values: dict[str, Any], state: State) -> bool:
 
 
 def _view(span: Span, number: int, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != span.flat.shape:
+    if not span.matches(value):
         return value
-    piece, local = span.pieces[number], value
+    piece, local = span.pieces[number], span.lower(value)
     if not span.loose:
-        local = _slice(value, span.starts[number], piece.local.shape)
+        local = _slice(local, span.starts[number], piece.local.shape)
     spec = spec_of(piece.parameter)
     return make_dtensor(local, spec.mesh, spec.placements, piece.parameter.shape)
 
@@ -143,9 +135,12 @@ def _slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
 
 def detached(state: State) -> dict[Any, Any]:
     """Entries whose counters are copies: several parameters share one here, and would advance it several times."""
-    return {key: _detached(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+    return {key: _detached(entry) if isinstance(key, DTensor) else entry for key, entry in state.items()}
 
 
 def _detached(entry: dict[str, Any]) -> dict[str, Any]:
-    shared = {key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.ndim == 0}
-    return {key: value.clone() if key in shared else value for key, value in entry.items()}
+    return {key: value.clone() if _shared(value) else value for key, value in entry.items()}
+
+
+def _shared(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

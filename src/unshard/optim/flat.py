@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..engine.flat import replaced_by_shards
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from .entries import detached
@@ -19,11 +21,15 @@ _O = torch.optim
 _ELEMENTWISE = (
     *(_O.SGD, _O.Adam, _O.AdamW, _O.Adagrad, _O.RMSprop, _O.NAdam, _O.RAdam, _O.Adamax, _O.Adadelta, _O.ASGD, _O.Rprop),
 )
+_BESIDE_STEPS = {"zero_grad", "state_dict", "load_state_dict", "add_param_group"}
+"""What subclasses of these may do in their own way, since steps do not use it."""
 _NOT_ELEMENTWISE = {
-    "LBFGS": "it works with inner products over all parameters",
-    "Adafactor": "it keeps averages over the rows and columns of each parameter",
-    "Muon": "it orthogonalises the update of each matrix",
-    "SparseAdam": "it takes sparse gradients, and those of sharded parameters are dense",
+    "LBFGS": "it works with inner products over all parameters. Without flat it runs if every parameter is cut evenly "
+    "(torch does not flatten other DTensors) and the closure's loss is the same on all ranks.",
+    "Adafactor": "it keeps averages over the rows and columns of each parameter. Without flat torch's DTensors do not "
+    "support it either (seen with torch 2.13).",
+    "Muon": "it orthogonalises the update of each matrix. Use it as it is, without flat.",
+    "SparseAdam": "it takes sparse gradients, and those of sharded parameters are dense. Use Adam.",
 }
 
 
@@ -34,9 +40,10 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False) -> _Optimizer:
     tensor for each dtype and parameter group. Everything else is as before, the numbers too: parameter groups and state
     per parameter, hooks, schedulers, scalers, and state dicts that optimizers with and without this can load.
 
-    Only optimizers that treat each element by itself can do this; torch's are known. With `elementwise=True` you say
-    that yours is one too: the step of an element depends on that element, its gradient and its state, and an element
-    that is zero stays zero while its gradient is. A closure is called before the step, once.
+    Only optimizers that treat each element by itself can do this; torch's are known, with subclasses that keep their
+    steps. With `elementwise=True` you say that yours is one too: the step of an element depends on that element, its
+    gradient and its state, and an element that is zero stays zero while its gradient is. A closure is called before the
+    step, once.
     """
     if isinstance(optimizer, Flat):
         return optimizer
@@ -54,10 +61,8 @@ def _check(optimizer: Any, elementwise: bool) -> None:
     name = type(optimizer).__name__
     for base in type(optimizer).__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _NOT_ELEMENTWISE:
-            raise ArgumentError(
-                f"{name} cannot step flat shards: {_NOT_ELEMENTWISE[base.__name__]}. Use it as it is, without flat."
-            )
-    if type(optimizer) not in _ELEMENTWISE and not elementwise:
+            raise ArgumentError(f"{name} cannot step flat shards: {_NOT_ELEMENTWISE[base.__name__]}")
+    if not elementwise and not _steps_like_a_known_one(type(optimizer)):
         raise ArgumentError(
             f"{name} is not known to treat each element by itself, and flat shards have lost the parameters' shapes. "
             "If its step of an element depends on that element, its gradient and its state alone, and leaves zero as "
@@ -65,11 +70,39 @@ def _check(optimizer: Any, elementwise: bool) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ArgumentError(f"{name}(differentiable=True) cannot step flat shards: autograd would not see the step.")
-    if not any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
-        raise ArgumentError(f"No parameter of this {name} is sharded. Call flat after fully_shard.")
+    _check_parameters(name, [each for group in optimizer.param_groups for each in group["params"]])
     if "step" in vars(optimizer) and not is_scheduled(optimizer):
         raise ArgumentError(
             f"Something has replaced the step of this {name} object, and flat would replace that. Call flat first."
+        )
+
+
+def _steps_like_a_known_one(kind: type[Optimizer]) -> bool:
+    """Whether the class is known, or a subclass that has left alone what the steps of a known one consist of."""
+    known = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
+    if known is None or _without_hooks(kind.step) is not _without_hooks(known.step):
+        return False
+    added = {name for base in kind.__mro__[: kind.__mro__.index(known)] for name in vars(base)} - {"step"}
+    own = {name for name in added - _BESIDE_STEPS if not name.startswith("__")}
+    return not any(hasattr(known, name) for name in own)
+
+
+def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
+    replaced = replaced_by_shards(parameters)
+    listed = ", ".join([*list(replaced.values())[:8], *(["..."] if len(replaced) > 8 else [])])
+    if not any(isinstance(each, DTensor) and id(each) not in replaced for each in parameters):
+        found = (
+            f"This {name} was built before fully_shard, which has replaced its parameters ({listed}) by sharded ones."
+            if replaced
+            else f"No parameter of this {name} is sharded: either fully_shard was not called yet, or the optimizer was "
+            "built before it, from parameters that fully_shard has replaced."
+        )
+        raise ArgumentError(f"{found} First fully_shard, then the optimizer of model.parameters(), then flat.")
+    if replaced:
+        warnings.warn(
+            f"This {name} was built before the last call of fully_shard, which has replaced {listed} by sharded "
+            "parameters. It will never move these. Build it after all calls of fully_shard.",
+            stacklevel=4,
         )
 
 
@@ -104,18 +137,6 @@ class Flat(Optimizer):
                 shadow.release(self, shadows)
         return result if closure is None else loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        if set_to_none:
-            for each in parameters:
-                each.grad = None
-            return
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        if any(each.requires_grad or each.is_sparse for each in gradients):
-            super().zero_grad(set_to_none=False)
-        elif gradients:
-            foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
-
     def state_dict(self) -> dict[str, Any]:
         state = self.state
         try:
@@ -129,6 +150,25 @@ class Flat(Optimizer):
         return _restored, (self.base,), self.__getstate__()
 
 
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
+    parameters = [each for group in self.param_groups for each in group["params"]]
+    if set_to_none:
+        for each in parameters:
+            each.grad = None
+        return
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if any(each.requires_grad or each.is_sparse for each in gradients):
+        Optimizer.zero_grad(self, set_to_none=False)
+    elif gradients:
+        foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
+
+
+def _without_hooks(step: Any) -> Any:
+    """Torch wraps the step of a class when it makes the first object of it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 def _restored(base: type[Optimizer]) -> Optimizer:
     return object.__new__(_flat_class(base))
 
@@ -139,10 +179,11 @@ _classes: dict[type, type[Optimizer]] = {}
 def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
     """The class with `Flat` mixed in, under the same name; made once."""
     if base not in _classes:
-        step, plain = Optimizer.profile_hook_step(Flat.step), base.step
+        step, plain = Optimizer.profile_hook_step(Flat.step), staticmethod(_without_hooks(base.step))
         step.hooked = True  # type: ignore[attr-defined]
-        plain = plain.__wrapped__ if getattr(plain, "hooked", False) else plain  # type: ignore[attr-defined]
-        members = {"base": base, "step": step, "plain_step": staticmethod(plain), "__doc__": base.__doc__}
+        members = {"base": base, "step": step, "plain_step": plain, "__doc__": base.__doc__}
+        if base.zero_grad is Optimizer.zero_grad:  # else the class has one of its own
+            members["zero_grad"] = _zero_grad
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         _classes[base] = type(base.__name__, (Flat, base), members | names)
     return _classes[base]

@@ -32,6 +32,7 @@ class Shadow:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.spans: list[Span] = []
         self._plain: list[tuple[int, torch.Tensor]] = []
+        self._others: dict[Any, Any] = {}
         self._parameters: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
         self._layout: list[Any] = []
@@ -49,6 +50,7 @@ class Shadow:
         if not self._fits(layout, optimizer.state):
             self._rebuild(visible, optimizer.state, layout)
         self._match(optimizer.state)
+        self._lend_others(optimizer.state)
         shadows = [{**group, "params": []} for group in visible]
         for number, parameter in self._plain:
             shadows[number]["params"].append(parameter)
@@ -65,15 +67,28 @@ class Shadow:
         for group, shadow in zip(optimizer.param_groups, shadows, strict=True):
             shadow["params"] = group["params"]
             group.update(shadow)
-        changed, state = bool(self._plain), optimizer.state
+        changed, state = False, optimizer.state
         for span in [*(span for span, _ in self._fed), *self._irregular]:
             span.flat.grad = None
             if span.flat in self.state:
                 changed |= show(span, self.state[span.flat], state)
         if changed:
-            own = {id(span.flat) for span in self.spans}
-            state.update({key: value for key, value in self.state.items() if id(key) not in own})
             self._entries = _entries(state)
+        self._return_others(state)
+
+    def _lend_others(self, state: Any) -> None:
+        """Let the step see what `state` holds for plain parameters and under any other keys, and nothing older."""
+        self._others = {key: value for key, value in state.items() if not isinstance(key, DTensor)}
+        own = {span.flat: self.state[span.flat] for span in self.spans if span.flat in self.state}
+        self.state = defaultdict(dict, {**self._others, **own})
+
+    def _return_others(self, state: Any) -> None:
+        own = {id(span.flat) for span in self.spans}
+        others = {key: value for key, value in self.state.items() if id(key) not in own}
+        for key in self._others.keys() - others.keys():
+            del state[key]
+        state.update(others)
+        self._others = {}
 
     def _fits(self, layout: list[Any], state: Any) -> bool:
         """Whether parameters, the places where they lie and the state are what the spans were made from."""
@@ -104,8 +119,6 @@ class Shadow:
             if flat is not None:
                 self.state[span.flat] = flat
                 show(span, flat, state)
-        sharded = set(map(id, self._parameters))
-        self.state.update({key: value for key, value in state.items() if id(key) not in sharded})
         self._layout, self._visible, self._entries = layout, state, _entries(state)
         self._gradients = None
 
@@ -152,4 +165,4 @@ def _layout(groups: list[dict[str, Any]]) -> list[Any]:
 
 def _entries(state: Any) -> list[Any]:
     """Tells whether anybody else has changed the entries. Kept, not their ids: those of dead objects are used again."""
-    return [value for entry in state.values() if isinstance(entry, dict) for value in entry.values()]
+    return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

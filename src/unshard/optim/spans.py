@@ -40,19 +40,22 @@ class Span:
     """Pieces side by side, and the tensor that is stepped in their place.
 
     `starts` are the elements of `flat` where the pieces begin. A piece that lies in no master shard is alone, and
-    `flat` is its local tensor.
+    `flat` is its local tensor. `flat` has two dimensions of one element in front: state of its shape has an element
+    for each of its own then, and all other state is no such thing, be it a counter of shape (1,) beside one element.
     """
 
     def __init__(self, pieces: Sequence[Piece]):
         self.pieces = list(pieces)
         first, last = pieces[0].spot, pieces[-1].spot
         self.group = pieces[0].group
-        self.flat = pieces[0].local.detach()
+        flat = pieces[0].local.detach()
         self.starts = [0]
         if first is not None and last is not None:
-            dtype = self.flat.dtype
-            self.starts = [(piece.begin() - first.begin) // dtype.itemsize for piece in pieces]
-            self.flat = first.master.flat(dtype, first.begin, (last.end - first.begin) // dtype.itemsize)
+            self.starts = [(piece.begin() - first.begin) // flat.element_size() for piece in pieces]
+            flat = first.master.flat(flat.dtype, first.begin, (last.end - first.begin) // flat.element_size())
+        self._bare = type(flat) is not torch.Tensor
+        """Subclasses may not know views, and stay as they are."""
+        self.flat = self.lift(flat)
         self.shown: dict[str, Any] | None = None
         """The state that the pieces' own entries were last made from."""
 
@@ -60,8 +63,20 @@ class Span:
     def loose(self) -> bool:
         return self.pieces[0].spot is None
 
+    def lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the shape of `flat`."""
+        return tensor if self._bare else tensor[None, None]
+
+    def lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape of `flat` without the dimensions in front."""
+        return tensor if self._bare else tensor[0, 0]
+
+    def matches(self, value: Any) -> bool:
+        """Whether some flat state has an element for each one of `flat`."""
+        return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
+
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A flat tensor like `flat`, cut into the pieces."""
+        """A tensor as long as `flat`, cut into the pieces."""
         if self.loose:
             return [tensor]
         locals_ = [piece.local for piece in self.pieces]
@@ -77,15 +92,15 @@ class Span:
         for number, spot in enumerate(found):
             if spot is None or not _alike(self.pieces[0], self.pieces[number], first, spot, number):
                 return None
-        return first.shard, first.shard.flat(self.flat.dtype, first.begin, self.flat.numel())
+        return first.shard, first.shard.flat(self.flat.dtype, first.begin, *self.flat.shape)
 
     def collected_gradient(self) -> torch.Tensor:
         """A flat gradient made from whatever gradients the pieces have."""
         gradients = [_local_gradient(piece.parameter) for piece in self.pieces]
         if self.loose:
-            return gradients[0]
+            return self.lift(gradients[0])
         flat = torch.zeros_like(self.flat)
-        foreach_copy(self.parts_of(flat), gradients)
+        foreach_copy(self.parts_of(self.lower(flat)), gradients)
         return flat
 
     def split(self, joined: Callable[[Piece, Piece], bool]) -> list[Span]:
