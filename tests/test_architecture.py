@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,16 +85,15 @@ def test_private_torch_names_live_in_one_file(file: Path) -> None:
     for name in imports(file):
         parts = name.split(".")
         assert parts[0] != "torch" or not any(part.startswith("_") for part in parts), name
-    own = {
-        name
-        for other in FILES
-        for node in ast.walk(ast.parse(other.read_text()))
-        for name in _defined(node)
-        if name.startswith("_")
-    }
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            assert node.attr in own | ALLOWED, f"line {node.lineno}: {ast.unparse(node)}"
+            assert node.attr in _own_private_names() | ALLOWED, f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@functools.cache
+def _own_private_names() -> frozenset[str]:
+    found = (name for file in FILES for node in ast.walk(ast.parse(file.read_text())) for name in _defined(node))
+    return frozenset(name for name in found if name.startswith("_"))
 
 
 def _defined(node: ast.AST) -> Iterator[str]:
