@@ -10,11 +10,12 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench lint format types clean
+.PHONY: help install demo test test-all bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (under two minutes)"
 	@echo "make test     run the tests"
+	@echo "make test-all run the slow ones, too"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
@@ -38,6 +39,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 # Without BENCH the step in float32, which every CPU is good at: `make bench BENCH="memory --cases 10m:1x64:fp32"`.
 BENCH ?= step --cases 10m:1x128:fp32 --rounds 2 --steps 6 --interleave

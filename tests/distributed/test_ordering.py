@@ -38,7 +38,9 @@ def test_parity_after_exceptions_with_collectives_in_flight(world: int) -> None:
     assert_close(record, simulated.reference(transformer, world), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("failures", [False, True], ids=["parity", "exceptions"])
+@pytest.mark.parametrize(
+    "failures", [pytest.param(False, id="parity"), pytest.param(True, id="exceptions", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("way", ["rows", "packed"])
 def test_without_any_one_wait_it_fails(way: str, failures: bool) -> None:
     """Each collective in turn is one that nobody waits for: wrong numbers, or memory freed under it."""

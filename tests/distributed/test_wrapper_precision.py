@@ -140,6 +140,7 @@ def run_e2e(model: FSDP, config: MixedPrecision, full: torch.dtype, scaled: bool
         assert all(buffer.dtype == kept for buffer in model.buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @world(1, 2)

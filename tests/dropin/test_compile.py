@@ -12,7 +12,6 @@ from torch import nn
 from unshard import dropin
 
 
-@pytest.mark.slow
 # The compiler of torch 2.11 looks at the gradients of all tensors that it meets.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @world(2, timeout=180)
