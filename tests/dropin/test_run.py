@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import unshard
 from unshard import cli
+from unshard.comm import farewell
 from unshard.dropin import running
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -100,6 +101,11 @@ def installs_itself(source: str) -> str:
     return f"{before}\nimport unshard.dropin\nunshard.dropin.install()\n{after}"
 
 
+def ends_slowly(source: str) -> str:
+    """The program on PyTorch's engine, which would now and then abort at its end (unshard/comm/farewell.py)."""
+    return f"import atexit, time\n\natexit.register(time.sleep, {farewell.MOMENT})\n{source}"
+
+
 def test_same_losses_and_checkpoint_as_on_our_own_api(tmp_path: Path) -> None:
     compare("train_fully_shard", ["own", "run"], tmp_path)
 
@@ -115,7 +121,7 @@ def compare(name: str, kinds: list[str], tmp_path: Path) -> None:
     path = SCRIPTS / f"{name}.py"
     source = path.read_text()
     outcomes = {}
-    ways = {"torch": (source, []), "own": (on_our_own(source), []), "run": (source, DROPIN)}
+    ways = {"torch": (ends_slowly(source), []), "own": (on_our_own(source), []), "run": (source, DROPIN)}
     ways["late"] = (installs_itself(source), [])
     for kind in kinds:
         text, through = ways[kind]

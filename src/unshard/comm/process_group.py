@@ -22,6 +22,7 @@ from ..torch_private import (
     reduce_scatter_one,
 )
 from .arrival import Addition, Arrival
+from .farewell import expect_end
 from .interface import Transport, Work, Works
 from .order import Event, order_of
 from .patient import PatientWork
@@ -47,6 +48,7 @@ class ProcessGroupTransport(Transport):
         self.rank, self.world = group.rank(), group.size()
         self._group = group
         self._backend = backend_name(group, device)
+        expect_end()
         self._exchanges = _adds_on_arrival(self._backend, device)
         self.gathers_groups, groups = _grouping(group, self._backend)
         self.reduces_groups = groups and not self._exchanges  # an exchange takes one tensor
