@@ -44,6 +44,8 @@ class Transport(ABC):
     """`gather` reads this rank's piece only from its place in the output."""
     reduces_in_place: bool = False
     """`reduce_scatter` has nothing to add up and takes its outputs as inputs."""
+    stays_in_lane: bool = False
+    """`gather` can be issued from a lane, and waited for elsewhere: all memory it touches is what it is given."""
     piece_alignment: int = 1
     """Bytes to which packed pieces are padded."""
     pool: Pool | None = None

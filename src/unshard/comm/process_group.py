@@ -44,6 +44,8 @@ def transport_for(group: Any, device: torch.device) -> Transport:
 
 
 class ProcessGroupTransport(Transport):
+    stays_in_lane = True
+
     def __init__(self, group: Any, device: torch.device):
         self.rank, self.world = group.rank(), group.size()
         self._group = group

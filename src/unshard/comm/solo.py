@@ -15,6 +15,7 @@ class SoloTransport(Transport):
     reduces_groups = True
     in_place_only = True
     reduces_in_place = True
+    stays_in_lane = True
     few = 8  # there is no group at all, but packing would cost copies
 
     def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:

@@ -18,7 +18,7 @@ class SplitTransport(Transport):
         self._gathers, self._reductions = gathers, reductions
         self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
         self.few = min(gathers.few, reductions.few)
-        self.in_place_only = gathers.in_place_only
+        self.in_place_only, self.stays_in_lane = gathers.in_place_only, gathers.stays_in_lane
         self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
 
     def announce(self, event: Event, describe: Callable[[], str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,10 +18,14 @@ class Buffer:
     Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None):
+    def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None, memory: torch.Tensor | None = None):
+        """`memory`: bytes that stay instead."""
         self.nbytes = nbytes
         self.device = device
-        self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._stays = memory is not None
+        if memory is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.storage = memory.untyped_storage()
         self._held = True
         self._pool = pool
 
@@ -37,7 +41,7 @@ class Buffer:
 
     def release(self) -> None:
         """Give the memory back. Only when no collective on it is under way."""
-        if self._held:
+        if self._held and not self._stays:
             self.storage.resize_(0)
             self._held = False
 
@@ -84,9 +88,13 @@ class ShardBuffer(Buffer):
         piece_alignment: int,
         device: torch.device,
         pool: Pool | None = None,
+        memory: Callable[[int], torch.Tensor] | None = None,
     ):
+        """`memory` gives bytes that stay."""
         self.placement = place(regions, segments.itemsizes(role), 1, piece_alignment)
-        super().__init__(self.placement.nbytes, device, pool)
+        nbytes = self.placement.nbytes
+        super().__init__(nbytes, device, pool, None if memory is None else memory(nbytes))
+        self.whole = self.tensor(torch.uint8, 0, (nbytes,))
         self.pieces = pieces(self, self.placement, regions, segments, role)
         self.bodies = [piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)]
         self.flats = self._segments(regions)

@@ -98,8 +98,8 @@ class FlatSharded(Sharded):
     def _lay_out(self) -> Master:
         segments = Segments(self._dtypes(), [slot.policy for slot in self.slots])
         cuts, members = [slot.cut for slot in self.slots], range(len(self.slots))
-        device, pin = self.residence.device, self.residence.pin
-        master = Master(cuts, segments, self._transport, members, device, pin, self.layout)
+        device = self.residence.device
+        master = Master(cuts, segments, self._transport, members, device, self.residence, self.layout)
         if not self.originals:
             dtype = segments.kinds[0].original
             self._veils = {slot: veil_for(slot, dtype, device) for slot in self.slots}

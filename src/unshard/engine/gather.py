@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from ..comm.interface import Transport
+from ..comm.interface import Transport, Work
 from ..layout.rows import Cut, Place, Region, place
 from ..torch_private import foreach_copy
 from .buffers import Buffer
 from .full import FullBuffer
+from .lane import Lane
 from .shard import Shard
+from .upload import Upload
+
+Collective = Callable[[list[torch.Tensor], list[torch.Tensor]], Work]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class Gather:
     the output and the gather works in place, so that no second copy of the shard exists.
     """
 
-    def __init__(self, shard: Shard, full: FullBuffer, transport: Transport, away: bool = False):
+    def __init__(self, shard: Shard, full: FullBuffer, transport: Transport, lane: Lane | None = None):
+        """`lane`: leads to the shard, if that is on the host."""
+        away = lane is not None
         self._transport, self._shard, self._full = transport, shard, full
         packed = [region for region in shard.regions if region.packed]
         staged = place(packed, shard.segments.itemsizes("compute"), transport.world, transport.piece_alignment)
@@ -64,6 +70,7 @@ class Gather:
                 self._connect(number, region, full, self._place_in_full(region), away)
         self._leave_out_what_is_there()
         self._copies = [self._copy_out(r, spot) for r, spot in zip(packed, staged.places, strict=True)]
+        self._upload = None if lane is None else Upload(shard, self._cast_from, full.device, lane)
         self._staging.release()
         full.release()
 
@@ -78,13 +85,21 @@ class Gather:
         """The parameters in each input."""
         return [region.members for region in self._shard.regions]
 
-    def prepare(self) -> None:
-        """Have memory and the cast shard in it. Until `finish` the buffers must not be touched."""
+    def start(self, collective: Collective, in_lane: bool = True) -> Work:
+        """Have memory and the cast shard in it, and issue the collective. Until `finish` nobody may touch the buffers.
+
+        `in_lane`: the collective may be issued from where a shard on the host arrives.
+        """
         self._full.take()
         if self._copies:
             self._staging.take()
-        if self._cast_to:
+        if self._upload is not None:
+            if in_lane and self._transport.stays_in_lane:
+                return self._upload.start(self._cast_to, lambda: collective(self.outputs, self.inputs))
+            self._upload.start(self._cast_to).wait()
+        elif self._cast_to:
             foreach_copy(self._cast_to, self._cast_from)
+        return collective(self.outputs, self.inputs)
 
     def finish(self) -> None:
         """After the collective: copy packed parameters to their places."""

@@ -35,6 +35,10 @@ from .residence import Residence
 _Views = TypeVar("_Views")
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Gradients side by side that are distributed alike, as one flat tensor; what lies between them is zero."""
@@ -61,7 +65,11 @@ class GradShard:
         residence: Residence,
     ):
         segments = master.segments
-        self.buffer = ShardBuffer(regions, segments, "gradient", transport.piece_alignment, residence.device)
+        # On the host memory stays: taken anew it would be new to the process, page by page.
+        memory = residence.memory if residence.away else None
+        self.buffer = ShardBuffer(
+            regions, segments, "gradient", transport.piece_alignment, residence.device, memory=memory
+        )
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
@@ -177,10 +185,11 @@ class GradShard:
                 found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
         return found
 
-    def deliver(self, absent: Collection[Slot] = ()) -> None:
+    def deliver(self, absent: Collection[Slot] = (), arrive: Callable[[], None] = _nothing) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
 
-        `absent` are parameters that had no gradient, where all of the unit is reduced all the same.
+        `absent` are parameters that had no gradient, where all of the unit is reduced all the same. `arrive` waits
+        for numbers that are still on their way; `.grad` may be there before them, until the backward ends.
         """
         self._known_idle = False
         parameters, faces, locals_ = self._parameters, self.faces, self.locals
@@ -189,13 +198,16 @@ class GradShard:
             parameters, faces = [parameters[number] for number in here], [faces[number] for number in here]
             locals_ = [locals_[number] for number in here]
         before = list(map(gradient_of, parameters))
-        if any(map(is_not, before, repeat(None))):
+        hooks = list(map(post_accumulate_hooks, parameters))
+        added = any(map(is_not, before, repeat(None)))
+        if added or any(hooks) or observer.current is not None:
+            arrive()
+        if added:
             _add(parameters, before, faces, locals_)
         else:
             deque(map(setattr, parameters, repeat("grad"), faces), maxlen=0)
         if not any(map(is_, before, repeat(None))):
             self.buffer.release()  # nothing of it was handed out
-        hooks = list(map(post_accumulate_hooks, parameters))
         if any(hooks):
             for parameter, own in zip(parameters, hooks, strict=True):
                 for hook in list((own or {}).values()):

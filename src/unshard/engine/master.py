@@ -13,6 +13,7 @@ from ..layout.flat import FlatCut
 from ..layout.rows import ROWS, Cut, Layout
 from ..torch_private import contiguous_stride
 from .precision import Segments
+from .residence import Residence
 from .shard import Shard
 
 META = torch.device("meta")
@@ -32,15 +33,18 @@ class Master(Shard):
         transport: Transport,
         members: Sequence[int],
         device: torch.device,
-        pin: bool,
+        residence: Residence,
         layout: Layout = ROWS,
     ):
+        """`device`: where the residence is, or meta."""
         super().__init__(cuts, segments, transport, members, layout)
         self.device = device
         # Zeros: padding is read by flat optimizers and must never hold anything else. Memory that stays, not a
         # Buffer: slices of an emptied storage would dangle.
-        nbytes = 0 if device == META else self.placement.nbytes
-        self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pin and device != META)
+        if device == META:
+            self._flat = torch.empty(0, dtype=torch.uint8, device=META)
+        else:
+            self._flat = residence.memory(self.placement.nbytes)
         self.locals = self._make_locals()
 
     @property

@@ -19,6 +19,7 @@ from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
 from .faces import Slot
 from .grad_shard import GradShard
+from .lane import Lane, Mark
 from .master import Master
 from .options import Options
 from .packing import Packing
@@ -31,6 +32,7 @@ class Stage(Enum):
 
     SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    HOME = "copy to the host"
 
 
 class Outcome(Enum):
@@ -58,6 +60,8 @@ class Pending:
     options: Options
     absent: Collection[Slot] = ()
     """Parameters without gradient, where all of the unit is reduced all the same."""
+    mark: Mark | None = None
+    """Where the copy to the host ends."""
 
 
 class Reduction:
@@ -89,7 +93,10 @@ class Reduction:
         self._transport, self._replicas = shards, replicas
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
         self._dtypes = frozenset(kind.reduce for kind in kinds)
-        self._direct = not sharded.residence.away and all(kind.reduce == kind.gradient for kind in kinds)
+        self._cast = any(kind.reduce != kind.gradient for kind in kinds)
+        lanes = sharded.residence.lanes
+        self._lane = None if lanes is None else lanes.down
+        self._direct = self._lane is None and not self._cast
         self._in_place = shards.reduces_in_place and not exchanged
         whole = place(self._regions, itemsizes, shards.world, shards.piece_alignment)
         self._whole = Buffer(0 if self._in_place else whole.nbytes, device, shards.pool)
@@ -184,6 +191,8 @@ class Reduction:
         """Wait for the collective under way and take the next step."""
         pending.work.wait()
         outputs, options = pending.outputs, pending.options
+        if pending.stage is Stage.HOME:
+            return self._at_home(pending)
         if pending.stage is Stage.SCATTER:
             self._whole.release()
             if self._replicas.world > 1:
@@ -193,11 +202,30 @@ class Reduction:
                 options.all_reduce_hook(flat)
         if pending.division.after != 1.0:
             foreach_div(outputs.flats, pending.division.after)
+        if self._lane is not None:
+            return self._send_home(pending, self._lane)
         if not self._direct:
             pending.shard.buffer.take()
             foreach_copy(pending.shard.buffer.bodies, outputs.bodies)
             outputs.release()
         pending.shard.deliver(pending.absent)
+        return Outcome.DELIVERED
+
+    def _send_home(self, pending: Pending, lane: Lane) -> Outcome:
+        """Copy the gradients to the host, while the next unit computes."""
+        host, device = pending.shard.buffer, pending.outputs
+        if self._cast:
+            pending.mark = lane.carry(host.bodies, device.bodies)
+        else:
+            pending.mark = lane.carry([host.whole], [device.whole])
+        pending.work = pending.mark
+        pending.stage = Stage.HOME
+        return Outcome.GOES_ON
+
+    def _at_home(self, pending: Pending) -> Outcome:
+        assert pending.mark is not None
+        pending.outputs.release()
+        pending.shard.deliver(pending.absent, pending.mark.synchronize)
         return Outcome.DELIVERED
 
     def _next_over_replicas(self, pending: Pending) -> Outcome:

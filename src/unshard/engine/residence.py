@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import StateError
 from ..policies import CPUOffloadPolicy, OffloadPolicy
+from .lane import Lanes, lanes_of
 
 
 @dataclass(frozen=True)
 class Residence:
-    """`device` holds the master and gradient shards; `away` is true if that is not where gathers run."""
+    """`device` holds the master and gradient shards. If that is not where gathers run, `lanes` lead there and back."""
 
     device: torch.device
-    away: bool
-    pin: bool
+    pin: bool = False
+    lanes: Lanes | None = None
+
+    @property
+    def away(self) -> bool:
+        return self.lanes is not None
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Zeroed bytes that stay."""
+        if not self.pin:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=True)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{nbytes / 2**20:.1f} MiB of page-locked host memory for shards could not be had ({_first_line(error)}"
+                "). They lie in ordinary memory instead: copies to and from the device take several times as long and "
+                "no longer overlap with the computation. Raise the limit of locked memory (ulimit -l, the container's "
+                "memory), offload fewer units, or pass pin_memory=False to have this without a warning.",
+                stacklevel=2,
+            )
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
 
 def residence_for(policy: OffloadPolicy, compute: torch.device) -> Residence:
     if not isinstance(policy, CPUOffloadPolicy):
-        return Residence(compute, away=False, pin=False)
+        return Residence(compute)
     if policy.pin_memory and not torch.accelerator.is_available():
         raise StateError(
             "CPUOffloadPolicy(pin_memory=True) needs an accelerator and none is available. "
             "Pass CPUOffloadPolicy(pin_memory=False)."
         )
-    return Residence(torch.device("cpu"), away=compute.type != "cpu", pin=policy.pin_memory)
+    return Residence(torch.device("cpu"), policy.pin_memory, lanes_of(compute))
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -29,6 +29,7 @@ class Root:
         self._reducing: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
+        self._lanes = {lanes for unit in units for part in unit.parts if (lanes := part.sharded.residence.lanes)}
         self.in_forward = False
         self.in_backward = False
         _refuse_shared_parameters(units)
@@ -122,6 +123,9 @@ class Root:
         if not graph:
             self._backward_order.drop_to(self._waiting_before)
         self._drop_ahead()
+        if not graph:
+            for lanes in self._lanes:  # the program may write parameters on the host next; with a graph, after backward
+                lanes.up.synchronize()
 
     def fail_forward(self, unit: Unit) -> None:
         """An exception left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
@@ -198,7 +202,13 @@ class Root:
             if not self.in_forward:
                 self._rest()
             self._backward_order.clear()
+        self._wait_for_lanes()
         self.in_backward = False
+
+    def _wait_for_lanes(self) -> None:
+        """The host reads gradients and writes parameters next."""
+        for lanes in self._lanes:
+            lanes.synchronize()
 
     def _rest(self) -> None:
         """Free what this backward did not come through: frozen units, gathers that nobody waited for."""
@@ -246,6 +256,7 @@ class Root:
         self._all_reducing.clear()
         self._ahead.clear()
         self._backward_order.clear()
+        self._wait_for_lanes()
         self.in_forward = self.in_backward = False
 
 

@@ -148,7 +148,7 @@ class Sharded:
         segments = Segments([slot.sharded.dtype for slot in self.slots], [slot.policy for slot in self.slots])
         before, self.extended = self.extended, self._find_extended()
         members = [index for index in range(len(cuts)) if index not in self.extended]
-        master = Master(cuts, segments, self._transport, members, self._device(), self.residence.pin)
+        master = Master(cuts, segments, self._transport, members, self._device(), self.residence)
         for index in self.extended - before:
             self._move_out(local_of(self.slots[index].sharded))
         self._bind(master)

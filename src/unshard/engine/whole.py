@@ -39,9 +39,10 @@ class Whole:
         if precision is Precision.STORED:
             master, slicing = master.stored(), None
         members = [index for index in range(len(self._slots)) if index not in sharded.extended]
+        lanes = sharded.residence.lanes
         with torch.no_grad(), torch.inference_mode(False), outside_transforms():
             self._full = FullBuffer.over(master, members, device, transport.pool)
-            self._gather = Gather(master, self._full, transport, sharded.residence.away)
+            self._gather = Gather(master, self._full, transport, lanes.up if lanes is not None else None)
             self._full.take()
             self._faces = [self._face(master, index) for index in members]
             self._full.release()
@@ -89,11 +90,10 @@ class Whole:
         if from_slices:
             assert self.slices is not None
             gather, transport = self.slices.gather, self.slices.transport
-        gather.prepare()
         if self._extensions is not None:
-            work = self._extensions.start(gather.outputs, gather.inputs)
+            work = gather.start(self._extensions.start, in_lane=False)  # users' code allocates
         else:
-            work = transport.gather(gather.outputs, gather.inputs) if gather.outputs else Done()
+            work = gather.start(transport.gather if gather.outputs else _nothing)
         self._under_way = gather, work
         if observer.current is not None:
             observer.current.gathering(self._slots, gather.members, gather.inputs)
@@ -129,6 +129,10 @@ class Whole:
             self._extensions.release()
         if self.slices is not None:
             self.slices.release()
+
+
+def _nothing(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+    return Done()
 
 
 def _check(slots: list[Slot], extended: list[int], slicing: Slicing | None) -> None:

@@ -1,0 +1,60 @@
+"""The way of a shard that rests on the host into the memory of a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..comm.interface import Done, Work
+from ..torch_private import foreach_copy
+from .buffers import Buffer
+from .lane import Lane, Mark
+from .shard import Shard
+
+
+class Upload:
+    """One copy of the whole shard as it is stored, then the cast on the device; both in a lane.
+
+    The copy waits for nothing but the lane, so it runs while an earlier unit computes. The cast has to wait for the
+    computation, to which the memory belonged before.
+    """
+
+    def __init__(self, shard: Shard, runs: Sequence[torch.Tensor], device: torch.device, lane: Lane):
+        """`runs`: the pieces of the shard that are gathered."""
+        self._resting = shard.flat(torch.uint8, 0, shard.placement.nbytes)
+        self._arrived = Buffer(shard.placement.nbytes, device)
+        self._whole = self._arrived.tensor(torch.uint8, 0, (shard.placement.nbytes,))
+        base = self._resting.data_ptr()
+        self._runs = [self._arrived.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
+        self._arrived.release()
+        self._lane = lane
+
+    def start(self, targets: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
+        """Fill `targets`, one for each run, then issue a collective, all in the lane."""
+        carried = Carried()
+
+        def finish() -> None:
+            foreach_copy(targets, self._runs)
+            self._arrived.release()
+            carried.work = issue()
+
+        carried.mark = self._lane.queue(finish, first=self._copy)
+        return carried
+
+    def _copy(self) -> None:
+        self._arrived.take()
+        self._whole.copy_(self._resting, non_blocking=True)
+
+
+class Carried:
+    """A collective that was issued in a lane."""
+
+    mark: Mark
+
+    def __init__(self) -> None:
+        self.work: Work = Done()
+
+    def wait(self) -> None:
+        self.mark.wait()
+        self.work.wait()

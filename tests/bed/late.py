@@ -1,0 +1,84 @@
+"""Lanes to a host that is this very host. What is queued in them happens at the last moment allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from unshard.engine import residence
+from unshard.engine.buffers import Buffer
+from unshard.engine.lane import Lanes
+
+Step = Callable[[], object]
+
+
+class LateLane:
+    """Runs what it was given when the computation waits for it, and lets the host see copies when the host waits.
+
+    `forgets`: the kind of wait that it takes no notice of, as if the engine had left it out.
+    """
+
+    def __init__(self, forgets: str = "") -> None:
+        self.forgets = forgets
+        self.steps: list[Step] = []
+        self.seen_by_host: list[Step] = []
+
+    def queue(self, do: Step, first: Step | None = None) -> LateMark:
+        self.steps += [do] if first is None else [first, do]
+        return LateMark(self, self.steps[-1])
+
+    def carry(self, targets: list[Tensor], sources: list[Tensor]) -> LateMark:
+        def read() -> None:
+            values = [each.clone() for each in sources]
+            self.seen_by_host.append(lambda: torch._foreach_copy_(targets, values))
+
+        return self.queue(read)
+
+    def wait_for(self, last: Step) -> None:
+        while last in self.steps:
+            step = self.steps.pop(0)
+            if self.forgets != "wait":  # run later, it would touch memory that is not there any more
+                step()
+
+    def synchronize(self) -> None:
+        if self.forgets != "synchronize":
+            while self.steps:
+                self.steps.pop(0)()
+            while self.seen_by_host:
+                self.seen_by_host.pop(0)()
+
+
+class LateMark:
+    def __init__(self, lane: LateLane, last: Step) -> None:
+        self._lane, self._last = lane, last
+
+    def wait(self) -> None:
+        self._lane.wait_for(self._last)
+
+    def synchronize(self) -> None:
+        self._lane.synchronize()
+
+
+@contextmanager
+def late_host(up: str = "", down: str = "") -> Iterator[Lanes]:
+    """Inside, shards on the host are reached through such lanes, on a CPU too, and new memory is full of NaN."""
+    lanes = Lanes(LateLane(up), LateLane(down))  # type: ignore[arg-type]
+    with (
+        mock.patch.object(residence, "lanes_of", lambda device: lanes),
+        mock.patch.object(Buffer, "take", _take_and_poison(Buffer.take)),
+    ):
+        yield lanes
+
+
+def _take_and_poison(take: Callable[[Buffer], None]) -> Callable[[Buffer], None]:
+    def poisoned(self: Buffer) -> None:
+        held = self.held
+        take(self)
+        if not held:
+            torch.empty(0, dtype=torch.uint8).set_(self.storage).fill_(255)
+
+    return poisoned
