@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -24,6 +25,7 @@ class LateLane:
 
     def __init__(self, forgets: str = "") -> None:
         self.forgets = forgets
+        self._lock = threading.RLock()  # optimizers wait for gradients in a thread of their own
         self.steps: list[Step] = []
         self.seen_by_host: list[Step] = []
 
@@ -39,17 +41,19 @@ class LateLane:
         return self.queue(read)
 
     def wait_for(self, last: Step) -> None:
-        while last in self.steps:
-            step = self.steps.pop(0)
-            if self.forgets != "wait":  # run later, it would touch memory that is not there any more
-                step()
+        with self._lock:
+            while last in self.steps:
+                step = self.steps.pop(0)
+                if self.forgets != "wait":  # run later, it would touch memory that is not there any more
+                    step()
 
     def synchronize(self) -> None:
         if self.forgets != "synchronize":
-            while self.steps:
-                self.steps.pop(0)()
-            while self.seen_by_host:
-                self.seen_by_host.pop(0)()
+            with self._lock:
+                while self.steps:
+                    self.steps.pop(0)()
+                while self.seen_by_host:
+                    self.seen_by_host.pop(0)()
 
 
 class LateMark:

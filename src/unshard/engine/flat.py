@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import StateError
 from ..torch_private import foreach_zero, local_of
 from .flat_sharded import FlatSharded
 from .grad_shard import GradShard, Stretch
@@ -109,6 +110,11 @@ def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
     """A gradient shard is used whole or not at all: only if all of its gradients are those of `parameters`."""
     given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in GradShard.living:
+        if shard.stepped and not given.isdisjoint(map(id, shard.parameters())):
+            raise StateError(
+                f"The gradients of {shard.names()} cannot be scaled any more: an optimizer made flat with ahead=True "
+                "has stepped them during backward. Leave out ahead=True where gradients are clipped or scaled."
+            )
         if shard.belongs_to(given):
             given.difference_update(map(id, shard.parameters()))
             found.stretches.extend(shard.stretches())

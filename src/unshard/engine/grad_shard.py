@@ -65,6 +65,12 @@ class GradShard:
         residence: Residence,
     ):
         segments = master.segments
+        self.away = residence.away
+        """Whether it is on the host, and the computation is not."""
+        self.arrive: Callable[[], None] = _nothing
+        """Waits for numbers that are still on their way."""
+        self.stepped = False
+        """Whether an optimizer has used the gradients already, before its `step`."""
         # On the host memory stays: taken anew it would be new to the process, page by page.
         memory = residence.memory if residence.away else None
         self.buffer = ShardBuffer(
@@ -185,11 +191,16 @@ class GradShard:
                 found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
         return found
 
-    def deliver(self, absent: Collection[Slot] = (), arrive: Callable[[], None] = _nothing) -> None:
+    def names(self) -> str:
+        """Whose gradients these are, in few words."""
+        names = [slot.name for slot in self._slots]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def deliver(self, absent: Collection[Slot] = ()) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
 
-        `absent` are parameters that had no gradient, where all of the unit is reduced all the same. `arrive` waits
-        for numbers that are still on their way; `.grad` may be there before them, until the backward ends.
+        `absent` are parameters that had no gradient, where all of the unit is reduced all the same. `.grad` may be
+        there before its numbers, until the backward ends, unless somebody looks at them.
         """
         self._known_idle = False
         parameters, faces, locals_ = self._parameters, self.faces, self.locals
@@ -201,7 +212,7 @@ class GradShard:
         hooks = list(map(post_accumulate_hooks, parameters))
         added = any(map(is_not, before, repeat(None)))
         if added or any(hooks) or observer.current is not None:
-            arrive()
+            self.arrive()
         if added:
             _add(parameters, before, faces, locals_)
         else:

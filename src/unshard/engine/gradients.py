@@ -17,6 +17,7 @@ from ..torch_private import gradient_of
 from . import observer
 from .accumulate import LocalGradients
 from .faces import Slot
+from .grad_shard import GradShard
 from .master import Master
 from .options import Options
 from .parallel import local_gradient
@@ -241,6 +242,10 @@ class Gradients:
             return False
         self.state = moved(unit, self.state, GradState.PARTIAL if partial else GradState.REDUCED, GRAD_MOVES)
         return True
+
+    def shards(self) -> list[GradShard]:
+        """The gradients that parameters have."""
+        return [shard for reduction in self._reductions.values() for shard in reduction.attached_shards()]
 
     def release_idle(self) -> None:
         """Give back the memory of gradients that `zero_grad` cleared."""

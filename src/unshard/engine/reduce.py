@@ -225,7 +225,8 @@ class Reduction:
     def _at_home(self, pending: Pending) -> Outcome:
         assert pending.mark is not None
         pending.outputs.release()
-        pending.shard.deliver(pending.absent, pending.mark.synchronize)
+        pending.shard.arrive = pending.mark.synchronize
+        pending.shard.deliver(pending.absent)
         return Outcome.DELIVERED
 
     def _next_over_replicas(self, pending: Pending) -> Outcome:
@@ -268,6 +269,10 @@ class Reduction:
         self._shards = [shard for shard in self._shards if shard.attached]
         self._shards.append(self._sharded.grad_shard(self._master, self._regions, self._transport))
         return self._shards[-1]
+
+    def attached_shards(self) -> list[GradShard]:
+        """Those with gradients that parameters have."""
+        return [shard for shard in self._shards if shard.attached]
 
     def release_idle(self) -> None:
         """Give back the memory of gradients that were cleared."""

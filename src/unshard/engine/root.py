@@ -7,6 +7,7 @@ from collections import deque
 
 from ..errors import ArgumentError, StateError
 from ..torch_private import current_backward, inside_backward, on_backward_end
+from .arrivals import listeners
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
@@ -78,6 +79,8 @@ class Root:
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
             event.wait()
+        for listener in listeners():
+            listener.settle()
         self._waiting_before = len(self._backward_order)
         self._forward_order.begin()
         for unit in self.units:
@@ -165,7 +168,9 @@ class Root:
         # Few reduce buffers alive at a time: the last reduction had this unit's backward to complete in.
         while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
             oldest = self._reducing.popleft()
-            if not oldest.advance_reduce():
+            if oldest.advance_reduce():
+                self._arrived(oldest)
+            else:
                 self._all_reducing.append(oldest)
         if unit in self._all_reducing:
             self._complete(self._all_reducing)
@@ -178,12 +183,18 @@ class Root:
         unit.reduce(last)
         self._reducing.append(unit)
 
-    @staticmethod
-    def _complete(units: deque[Unit]) -> None:
+    def _complete(self, units: deque[Unit]) -> None:
         while units:
             unit = units.popleft()
             while not unit.advance_reduce():
                 pass
+            self._arrived(unit)
+
+    def _arrived(self, unit: Unit) -> None:
+        """The gradients of `unit` have been handed out."""
+        for listener in listeners():
+            if self.unit.options.last_backward and not self._backward_order.waits_for(self._number[unit]):
+                listener.arrived([shard for part in unit.parts for shard in part.gradients.shards()])
 
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:

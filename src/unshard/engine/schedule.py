@@ -43,6 +43,10 @@ class BackwardOrder:
     def __len__(self) -> int:
         return len(self._stack)
 
+    def waits_for(self, unit: int) -> bool:
+        """Whether a backward will come to `unit`."""
+        return unit in self._stack
+
     def push(self, unit: int) -> None:
         self._stack.append(unit)
 

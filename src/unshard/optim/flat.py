@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from ..engine.flat import replaced_by_shards
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
+from . import host
+from .ahead import Ahead
 from .entries import detached
 from .shadow import Shadow
 
@@ -33,7 +35,7 @@ _NOT_ELEMENTWISE = {
 }
 
 
-def flat(optimizer: _Optimizer, *, elementwise: bool = False) -> _Optimizer:
+def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool = False) -> _Optimizer:
     """Let the optimizer step flat shards; returns the very object. After `fully_shard`.
 
     A step runs the optimizer's own code on a few flat tensors per unit: parameters that lie side by side in memory, one
@@ -44,14 +46,19 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False) -> _Optimizer:
     steps. With `elementwise=True` you say that yours is one too: the step of an element depends on that element, its
     gradient and its state, and an element that is zero stays zero while its gradient is. A closure is called before the
     step, once.
+
+    With `ahead=True` units that rest on the host (`CPUOffloadPolicy`) are stepped during backward, each as soon as its
+    gradients have arrived there; `step` waits for these and does the rest. So gradients can be neither clipped nor
+    scaled, no step can be skipped, and every backward that synchronises gradients must be followed by `step`.
     """
-    if isinstance(optimizer, Flat):
-        return optimizer
-    _check(optimizer, elementwise)
-    scheduled = is_scheduled(optimizer)
-    optimizer.__class__ = _flat_class(type(optimizer))  # type: ignore[assignment]
-    if scheduled:
-        schedule_again(optimizer)
+    if not isinstance(optimizer, Flat):
+        _check(optimizer, elementwise)
+        scheduled = is_scheduled(optimizer)
+        optimizer.__class__ = _flat_class(type(optimizer))  # type: ignore[assignment]
+        if scheduled:
+            schedule_again(optimizer)
+    if ahead and vars(optimizer).get("unshard_ahead") is None:
+        vars(optimizer)["unshard_ahead"] = Ahead(optimizer)
     return optimizer
 
 
@@ -126,16 +133,43 @@ class Flat(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shadow, groups, state = self._shadow(), self.param_groups, self.state
+        ahead = vars(self).get("unshard_ahead")
         with torch.no_grad():
-            shadows = shadow.groups(self)
+            shadows = shadow.groups(self, [] if ahead is None else ahead.finish())
         try:
             self.param_groups, self.state = shadows, shadow.state
-            result = self.plain_step(self, **options)
+            result = self._plain_step(shadows, options)
         finally:
             self.param_groups, self.state = groups, state
             with torch.no_grad():
                 shadow.release(self, shadows)
+        if ahead is not None:
+            ahead.learn(shadow)
         return result if closure is None else loss
+
+    def _plain_step(self, shadows: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+        """Step the groups; beside a device, what is on the host gets all cores that this rank may use."""
+        mine = [[each for each in group["params"] if each.is_cpu] for group in shadows]
+        if not torch.accelerator.is_available() or not any(mine):
+            return self.plain_step(self, **options)
+        twin = self.twin([{**group, "params": own} for group, own in zip(shadows, mine, strict=True)], self.state)
+        stepping = host.submit(lambda: self.plain_step(twin, **options))
+        for group in shadows:
+            group["params"] = [each for each in group["params"] if not each.is_cpu]
+        try:
+            return self.plain_step(self, **options)
+        finally:
+            stepping.result()
+
+    def twin(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Any:
+        """Something that the plain step takes for this optimizer, with other groups and other state."""
+        twin = object.__new__(self.base)
+        vars(twin).update(vars(self) | {"param_groups": groups, "state": state})
+        return twin
+
+    def shadow_state(self) -> dict[Any, Any]:
+        """The flat state."""
+        return self._shadow().state
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.flat import gradient_spots
 from ..engine.grad_shard import GradShard
+from ..errors import StateError
 from ..torch_private import local_of
 from .entries import absorb, alike, divide, show
 from .spans import Span, cut, neighbours, pieces_of, together
@@ -43,24 +44,41 @@ class Shadow:
         self._fed: list[tuple[Span, torch.Tensor]] = []
         self._irregular: list[Span] = []
 
-    def groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Groups for one step, with gradients on their tensors; `release` afterwards."""
+    def groups(self, optimizer: Any, stepped: Sequence[Span] = ()) -> list[dict[str, Any]]:
+        """Groups for one step, with gradients on their tensors; `release` afterwards. Without what was stepped."""
         visible = optimizer.param_groups
         layout = _layout(visible)
         if not self._fits(layout, optimizer.state):
+            if stepped:
+                raise StateError(
+                    "The optimizer's parameters, groups or state were changed between backward and step(), and with "
+                    "ahead=True backward has stepped some of them. Make such changes after step()."
+                )
             self._rebuild(visible, optimizer.state, layout)
         self._match(optimizer.state)
         self._lend_others(optimizer.state)
         shadows = [{**group, "params": []} for group in visible]
         for number, parameter in self._plain:
             shadows[number]["params"].append(parameter)
+        done = set(map(id, stepped))
         for span, gradient in self._fed:
-            shadows[span.group]["params"].append(span.flat)
-            span.flat.grad = gradient
+            if id(span) not in done:
+                shadows[span.group]["params"].append(span.flat)
+                span.flat.grad = gradient
         for span in self._irregular:
             shadows[span.group]["params"].append(span.flat)
             span.flat.grad = span.collected_gradient()
         return shadows
+
+    def fed_by_shard(self) -> list[tuple[GradShard, list[tuple[Span, torch.Tensor]]]]:
+        """The gradient shards of the last step, and the spans that each of them fed."""
+        found = []
+        for shard in (ref() for ref in self._shards):
+            if shard is not None:
+                storage = shard.buffer.storage.data_ptr()
+                fed = [pair for pair in self._fed if pair[1].untyped_storage().data_ptr() == storage]
+                found.append((shard, fed))
+        return found
 
     def release(self, optimizer: Any, shadows: list[dict[str, Any]]) -> None:
         """Let go of the gradients, and let the optimizer show what the step did to state and groups."""
