@@ -133,10 +133,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Autograd's count of writes to a tensor. All versions."""
 
 
-gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
-trainable: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
-
-
 def rebind_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Put `local` inside a DTensor, keeping the object; there is no public way. All versions."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -184,12 +180,6 @@ def put_in_weights(module: nn.Module, name: str, weight: torch.Tensor) -> None:
     weights: Any = getattr(module, "_flat_weights", [])
     if name in names:
         weights[names.index(name)] = weight
-
-
-def allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let `.grad` have another dtype than the parameter. From 2.10 on there is an attribute for it."""
-    if getattr(parameter, "grad_dtype", dtype) != dtype:
-        parameter.grad_dtype = dtype
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
@@ -264,15 +254,6 @@ def watch_gradient(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
     hooks[0] = hook
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor with a place of its own in the graph. All versions.
-
-    Indexing with nothing makes an alias, whose backward hands the gradient on; that of a view reshapes it. But not
-    every subclass of tensors knows it.
-    """
-    return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -369,11 +350,6 @@ def backend_name(group: Any, device: torch.device) -> str:
 def served_device_types(group: Any) -> list[str]:
     """The types of device whose tensors `group` can send; there is no public way. All versions."""
     return [device.type for device in group._device_types]
-
-
-def is_plain_group(group: Any) -> bool:
-    """Whether torch itself made the group, with real backends; groups written in Python derive from its class."""
-    return type(group) is dist.ProcessGroup
 
 
 def job_store() -> dist.Store:
