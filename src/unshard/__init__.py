@@ -3,6 +3,7 @@
 from . import optim, tools
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
+from .frontends import wrapper_api as _wrapper_api
 from .frontends.flat_parameter import FlatParameter
 from .frontends.fully_shard import fully_shard
 from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
@@ -14,32 +15,15 @@ from .frontends.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from .frontends.optim_legacy import OptimStateKeyType
 from .frontends.placements import ShardPlacementResult
 from .frontends.wrap import CustomPolicy, ModuleWrapPolicy
 from .frontends.wrapper import FullyShardedDataParallel
-from .frontends.wrapper_api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from .frontends.wrapper_api import *
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "CustomPolicy",
@@ -48,27 +32,15 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "HSDPMeshInfo",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardError",
     "UnshardHandle",
     "disable_fsdp_module_new_init",
@@ -79,5 +51,6 @@ __all__ = [
     "share_comm_ctx",
     "tools",
 ]
+__all__ += _wrapper_api.__all__
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import OrderError
-from ..torch_private import group_timeout, is_plain_group
+from ..torch_private import group_timeout
 from .board import Board
 from .forecast import Forecast
 from .waiter import Waiter
@@ -56,7 +56,8 @@ class Event:
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
     """The order of a process group's collectives; none where there are no real peers to disagree with."""
-    if backend not in ("gloo", "nccl") or not is_plain_group(group) or group.size() == 1:
+    in_python = type(group) is not dist.ProcessGroup  # somebody's own class, without real backends
+    if backend not in ("gloo", "nccl") or in_python or group.size() == 1:
         return None
     orders = _orders.setdefault(group, {})  # one per backend: a group may have one for the host and one for devices
     if backend not in orders:

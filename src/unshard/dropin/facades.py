@@ -73,7 +73,7 @@ class Facade(ModuleType):
 
     def _explained(self, name: str) -> MissingName:
         if name not in self._missing:
-            offered = ", ".join(getattr(self._ours, "__all__", ()))
+            offered = ", ".join(sorted(getattr(self._ours, "__all__", ())))
             words = f"{self.__name__} offers: {offered}." if offered else f"Nothing of {self.__name__} is offered."
             self._missing[name] = MissingName(f"{self.__name__}.{name}", words)
         return self._missing[name]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_not, setitem
+from operator import attrgetter, is_not, setitem
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import nn
 from ..layout.flat import FlatCut
 from ..layout.rows import Cut
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import DTensorSpec, foreach_copy, own_parameters, put_in_weights, trainable
+from ..torch_private import DTensorSpec, foreach_copy, own_parameters, put_in_weights
+
+_trainable: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")  # no Python function: called in every step
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Faces:
 
     def follow_freezing(self) -> None:
         """Users freeze and unfreeze the parameters they see at rest."""
-        if any(map(is_not, map(trainable, self.full), map(trainable, self._at_rest))):
+        if any(map(is_not, map(_trainable, self.full), map(_trainable, self._at_rest))):
             for full, at_rest in zip(self.full, self._at_rest, strict=True):
                 full.requires_grad_(at_rest.requires_grad)
 

@@ -12,7 +12,6 @@ from ..comm.interface import Transport
 from ..errors import ParameterError, StateError
 from ..layout.flat import END_TO_END
 from ..layout.rows import Layout, Region
-from ..torch_private import allow_gradients_in
 from .accumulate import LocalGradients
 from .faces import Faces, Home, Slot
 from .flat_faces import FlatFace, FlatFaces, FlatGradShard, VeiledFaces, veil_for
@@ -122,7 +121,7 @@ class FlatSharded(Sharded):
         for slot, inside in zip(self.slots, master.locals, strict=True):
             slot.local = inside
         for face in (*self._resting, self.flat):
-            allow_gradients_in(face.sharded, kinds.gradient)
+            _allow_gradients_in(face.sharded, kinds.gradient)
         self.placed = all(face.sharded.device == master.device for face in self._resting)
         homes = [(face, home) for face in self._resting for home in face.homes]
         self._places = [(home.parameters, home.name, face, face.sharded.data_ptr()) for face, home in homes]
@@ -221,6 +220,12 @@ class FlatSharded(Sharded):
                 f"{where} has the shape {tuple(current.shape)} now; expected {tuple(slot.local.shape)}, this rank's "
                 "elements of it. To change whole parameters use summon_full_params."
             )
+
+
+def _allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` have another dtype than the parameter."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        parameter.grad_dtype = dtype
 
 
 def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby, repeat
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import ClassVar, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from ..layout.rows import Region
 from ..torch_private import (
     DTensorSpec,
     foreach_add,
-    gradient_of,
     local_of,
     make_dtensor,
     post_accumulate_hooks,
@@ -33,6 +32,9 @@ from .master import Master
 from .residence import Residence
 
 _Views = TypeVar("_Views")
+
+# Called for every parameter in every step, hence no Python function.
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 def _nothing() -> None:

@@ -13,11 +13,10 @@ from ..comm.abandoned import abandon
 from ..comm.interface import Transport
 from ..comm.order import Event
 from ..errors import OrderError
-from ..torch_private import gradient_of
 from . import observer
 from .accumulate import LocalGradients
 from .faces import Slot
-from .grad_shard import GradShard
+from .grad_shard import GradShard, gradient_of
 from .master import Master
 from .options import Options
 from .parallel import local_gradient

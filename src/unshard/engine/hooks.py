@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import alias_of, base_of, current_backward, inside_backward, never_compiled, watch_gradient
+from ..torch_private import base_of, current_backward, inside_backward, never_compiled, watch_gradient
 from .borders import Border
 from .mismatch import explain
 from .module_buffers import ModuleBuffers
@@ -201,7 +201,7 @@ class ShardState:
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             if not args[0].requires_grad:
                 return args, kwargs
-            watched = alias_of(args[0])
+            watched = _alias_of(args[0])
             watch_gradient(watched, self.post_backward)
             return (watched,), kwargs
         watch = InputWatch(self)
@@ -303,7 +303,7 @@ class InputWatch:
     def through(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        watched = alias_of(tensor)
+        watched = _alias_of(tensor)
         watch_gradient(watched, self._one_done)
         self._inputs += 1
         return watched
@@ -314,6 +314,15 @@ class InputWatch:
         self._done += 1
         if self._done == self._inputs:
             self._state.post_backward()
+
+
+def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor with a place of its own in the graph.
+
+    Indexing with nothing makes an alias, whose backward hands the gradient on; that of a view reshapes it. But not
+    every subclass of tensors knows it.
+    """
+    return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
 def without_wrappers(path: str) -> str:

@@ -103,9 +103,6 @@ def _compressed(dtype: torch.dtype, state: DefaultState, gradient: torch.Tensor,
         output.copy_(piece)
 
 
-LOW_PRECISION_HOOKS = (fp16_compress_hook, bf16_compress_hook)
-
-
 def _first_divisor(world: int) -> float:
     first = 1
     while world % first == 0 and world / first > first:

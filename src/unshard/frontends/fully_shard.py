@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from ..engine.hooks import ShardState, state_of
 from ..engine.module_buffers import ModuleBuffers, warn_of_rounding
 from ..engine.options import Options
 from ..engine.part import Part
-from ..engine.residence import residence_for
+from ..engine.residence import Residence, residence_for
 from ..engine.unit import Unit
 from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
@@ -63,39 +63,60 @@ def fully_shard(
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy)
     info = resolve(mesh, dp_mesh_dims)
-    if info.shard_mesh_dim is None and shard_placement_fn is not None:
-        raise ArgumentError("shard_placement_fn has nothing to choose: dp_mesh_dims names no dimension that shards.")
+    _check_choice(shard_placement_fn, info)
     options = _options(reshard_after_forward, info, dp_mesh_dims)
+    slices = reshard_after_forward if options.slice_after_forward else None
     device = device_of(info.mesh)
     residence = residence_for(offload_policy, device)
+
     tops = _tops(module)
+    title = ", ".join(type(top).__name__ for top in tops)
     modules = _managed_modules(tops)
     parameters = _managed_parameters(tops, modules, _checked_ignored(ignored_params))
-    to: dict[nn.Parameter, Destination] = {}
-    for parameter, names in parameters.items():
-        check_parameter(names[0][0], parameter)
-        to[parameter] = destination(names[0][0], parameter, info, shard_placement_fn)
-    title = ", ".join(type(top).__name__ for top in tops)
+    to = _destinations(parameters, info, shard_placement_fn)
     facts = _facts(title, parameters, to, mp_policy)
     for transport in info.transports(device):
         require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
-    slices = reshard_after_forward if options.slice_after_forward else 0
 
-    def part(members: list[nn.Parameter]) -> Part:
-        there = to[members[0]].info
-        shards, replicas = there.transports(device)
-        place = partial(slot_for, dims=dp_mesh_dims, rank=shards.rank, device=residence.device, policy=mp_policy)
-        slots = [place(each, parameters[each], to[each]) for each in members]
-        slicing = there.slicing(_sliceable(slots, slices, there), device) if slices else None
-        mesh, serial = there.shard_mesh, shards.serial()
-        return Part(slots, shards, replicas, mesh, device, residence, slicing, serial)
-
-    with torch.no_grad(), torch.inference_mode(False):
-        parts = [part(members) for members in _by_ranks(parameters, to)]
-    door = own_door([slot for each in parts for slot in each.slots], mp_policy)
+    parts = _Parts(parameters, to, dp_mesh_dims, mp_policy, device, residence, slices).make()
+    door = own_door([slot for part in parts for slot in part.slots], mp_policy)
     unit = Unit(parts, device, door, options)
-    _move_buffers(modules, device)
     unit.name = title
+    _move_buffers(modules, device)
+    _attach(unit, tops, modules, mp_policy)
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the parts of a unit are made from."""
+
+    parameters: _Named
+    to: dict[nn.Parameter, Destination]
+    dims: DataParallelMeshDims | None
+    policy: MixedPrecisionPolicy
+    device: torch.device
+    residence: Residence
+    slices: int | None
+
+    def make(self) -> list[Part]:
+        with torch.no_grad(), torch.inference_mode(False):
+            return [self._part(members) for members in _by_ranks(self.parameters, self.to)]
+
+    def _part(self, members: list[nn.Parameter]) -> Part:
+        info, device = self.to[members[0]].info, self.device
+        shards, replicas = info.transports(device)
+        place = partial(slot_for, dims=self.dims, rank=shards.rank, device=self.residence.device, policy=self.policy)
+        slots = [place(each, self.parameters[each], self.to[each]) for each in members]
+        slicing = info.slicing(_sliceable(slots, self.slices, info), device) if self.slices else None
+        return Part(slots, shards, replicas, info.shard_mesh, device, self.residence, slicing, shards.serial())
+
+
+def _attach(unit: Unit, tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    """Give the modules their sharded parameters, what the unit does to their buffers, and its hooks."""
     for slot in unit.slots:
         for home in slot.homes:
             home.put(slot.sharded)
@@ -105,20 +126,21 @@ def fully_shard(
         for number, top in enumerate(tops)
         for name, buffer in top.named_buffers(remove_duplicate=False)
     }
-    borders = bordered(tops, unit.slots, mp_policy)
+    borders = bordered(tops, unit.slots, policy)
     for inner, own in borders:
         state.attach_border(inner, own)
-    if mp_policy.buffer_dtype is not None and door is mp_policy:
+    if policy.buffer_dtype is not None and unit.policy is policy:
         overridden = {child for inner, _ in borders for child in inner.modules()}
         cast = [each for each in modules if each not in overridden]
-        state.cast_buffers(_cast_buffers(tops, cast, mp_policy, title))
+        state.cast_buffers(_cast_buffers(tops, cast, policy, unit.name))
     for top in tops:
         mix_in(top)
         state.attach(top)
-    return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]
+def _check_choice(choose: Choose | None, info: DataParallelMeshInfo) -> None:
+    if info.shard_mesh_dim is None and choose is not None:
+        raise ArgumentError("shard_placement_fn has nothing to choose: dp_mesh_dims names no dimension that shards.")
 
 
 def _options(reshard: Any, info: DataParallelMeshInfo, dims: DataParallelMeshDims | None) -> Options:
@@ -159,6 +181,16 @@ def _sliceable(slots: list[Slot], size: int, info: DataParallelMeshInfo) -> int:
                 "parameters that are cut along dimension 0. Pass True or False."
             )
     return _slice_size(size, info)
+
+
+def _destinations(
+    parameters: _Named, info: DataParallelMeshInfo, choose: Choose | None
+) -> dict[nn.Parameter, Destination]:
+    to: dict[nn.Parameter, Destination] = {}
+    for parameter, names in parameters.items():
+        check_parameter(names[0][0], parameter)
+        to[parameter] = destination(names[0][0], parameter, info, choose)
+    return to
 
 
 def _by_ranks(parameters: _Named, to: dict[nn.Parameter, Destination]) -> list[list[nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,13 +15,19 @@ from .optim_state import StateDict, broadcast_states, optim_state_dict, optim_st
 from .wrapper_api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from .wrapper_names import clean_tensor_name
+
+
+class OptimStateKeyType(Enum):
+    """What the keys of an optimizer's state dict are: names of parameters, or their numbers."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
 
 
 def _full(rank0_only: bool) -> StateDictSettings:

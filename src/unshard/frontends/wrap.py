@@ -12,6 +12,17 @@ from torch import nn
 
 from ..errors import ArgumentError, PolicyError, UnsupportedError
 
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
 Kwargs = dict[str, Any]
 
 # -- policies that are functions: (module, recurse, nonwrapped_numel) -> bool --------------------------------------

@@ -14,6 +14,23 @@ from torch import nn
 
 from ..torch_private import BATCH_NORM_BASE
 
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
 
 class ShardingStrategy(Enum):
     """What is cut over the ranks, and for how long a unit is whole."""
@@ -133,10 +150,3 @@ class StateDictSettings:
 
 def default_settings() -> StateDictSettings:
     return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-class OptimStateKeyType(Enum):
-    """What the keys of an optimizer's state dict are: names of parameters, or their numbers."""
-
-    PARAM_NAME = auto()
-    PARAM_ID = auto()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..engine.flat import gradient_spots
-from ..engine.grad_shard import GradShard
+from ..engine.grad_shard import GradShard, gradient_of
 from ..errors import StateError
 from ..torch_private import local_of
 from .entries import absorb, alike, divide, show
 from .spans import Span, cut, neighbours, pieces_of, together
-
-_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Shadow:
@@ -142,7 +140,7 @@ class Shadow:
 
     def _match(self, state: Any) -> None:
         """Find each span's flat gradient. Where only some parameters have one, the span is split for good."""
-        gradients = list(map(id, map(_gradient_of, self._parameters)))
+        gradients = list(map(id, map(gradient_of, self._parameters)))
         known = gradients == self._gradients and None not in [each() for each in self._shards]
         if known and not self._irregular:
             return

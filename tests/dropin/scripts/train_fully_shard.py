@@ -1,4 +1,7 @@
-"""A training program as people write it for `fully_shard` of PyTorch. Writes what came out to a folder."""
+"""A training program as people write it for `fully_shard` of PyTorch. Writes what came out to a folder.
+
+One file, as users' scripts are: tests run edited copies of it elsewhere, so it can share nothing with its neighbour.
+"""
 
 import json
 import sys

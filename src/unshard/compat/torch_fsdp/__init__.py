@@ -1,60 +1,15 @@
 """`torch.distributed.fsdp`."""
 
+from . import _fully_shard, api
 from ._flat_param import FlatParameter
-from ._fully_shard import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from ._fully_shard import *
+from .api import *
 from .fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
 ]
+__all__ += _fully_shard.__all__
+__all__ += api.__all__

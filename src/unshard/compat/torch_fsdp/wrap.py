@@ -1,35 +1,11 @@
 """`torch.distributed.fsdp.wrap`."""
 
-from ...frontends.auto_wrap import _construct_wrap_fn, _post_order_apply, _recursive_wrap
-from ...frontends.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    _module_wrap_policy,
-    _or_policy,
-    _Policy,
-    _wrap_module_cls_individually,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
+from ...frontends import wrap as policies
+from ...frontends.wrap import *
+from ...frontends.wrap import _module_wrap_policy
+from . import _wrap_utils
+from ._wrap_utils import *
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "_Policy",
-    "_construct_wrap_fn",
-    "_module_wrap_policy",
-    "_or_policy",
-    "_post_order_apply",
-    "_recursive_wrap",
-    "_wrap_module_cls_individually",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+__all__ = ["_module_wrap_policy"]
+__all__ += policies.__all__
+__all__ += _wrap_utils.__all__
