@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from .models import UNIT_CLASSES, Case, units
 from .places import Place
 
-OURS = ("unshard", "unshard-flat", "unshard-wrapper")
-PEERS = ("fsdp2", "fsdp1", "unsharded")
+OURS = ("unshard", "unshard-flat", "unshard-wrapper", "unshard-host", "unshard-host-flat", "unshard-host-ahead")
+PEERS = ("fsdp2", "fsdp1", "fsdp2-host", "unsharded")
 MAX_NORM = 1.0
 GROUP = 400
 
@@ -51,8 +51,8 @@ def start(side: str, case: Case, place: Place) -> Training:
         model = _SHARDERS[side](model, case, place)
         # A learning rate that keeps the numbers where they are: steps are timed, nothing is learned.
         optimizer: Any = torch.optim.AdamW(_groups(model), lr=1e-5, fused=True)
-        if side == "unshard-flat":
-            optimizer = _flat(optimizer)
+        if side.endswith(("-flat", "-ahead")):
+            optimizer = _flat(optimizer, ahead=side.endswith("-ahead"))
     return Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
 
 
@@ -67,9 +67,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def known(names: str) -> list[str]:
-    """The sides that a comma-separated list names; `all` are those that can be built here."""
+    """The sides that a comma-separated list names; `all` are those whose shards rest where they are computed with."""
     if names == "all":
-        return [name for name in _SHARDERS if name != "unshard-flat" or _flat_exists()]
+        return [name for name in _SHARDERS if "-host" not in name]
     chosen = [name.replace("_", "-") for name in names.split(",")]
     if missing := [name for name in chosen if name not in _SHARDERS]:
         raise ValueError(f"no such side: {', '.join(missing)}; there are {', '.join(_SHARDERS)}")
@@ -86,20 +86,34 @@ def _unsharded(model: nn.Module, case: Case, place: Place) -> nn.Module:
     return model.to(case.dtype)
 
 
-def _fsdp2(model: nn.Module, case: Case, place: Place) -> nn.Module:
+def _fsdp2(model: nn.Module, case: Case, place: Place, **more: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy)
+    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy, more)
 
 
-def _unshard(model: nn.Module, case: Case, place: Place) -> nn.Module:
+def _fsdp2_host(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return _fsdp2(model, case, place, offload_policy=CPUOffloadPolicy(pin_memory=place.on_gpu))
+
+
+def _unshard(model: nn.Module, case: Case, place: Place, **more: Any) -> nn.Module:
     from unshard import MixedPrecisionPolicy, fully_shard
 
-    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy)
+    return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy, more)
 
 
-def _per_unit(model: nn.Module, case: Case, place: Place, fully_shard: Any, policy: Any) -> nn.Module:
-    options = {"mesh": init_device_mesh(place.device.type, (place.world,))}
+def _unshard_host(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from unshard import CPUOffloadPolicy
+
+    return _unshard(model, case, place, offload_policy=CPUOffloadPolicy(pin_memory=place.on_gpu))
+
+
+def _per_unit(
+    model: nn.Module, case: Case, place: Place, fully_shard: Any, policy: Any, more: dict[str, Any]
+) -> nn.Module:
+    options = {"mesh": init_device_mesh(place.device.type, (place.world,)), **more}
     if case.dtype != torch.float32:
         options["mp_policy"] = policy(param_dtype=case.dtype, reduce_dtype=torch.float32)
     for unit in units(model):
@@ -136,21 +150,17 @@ _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
     "unshard": _unshard,
     "unshard-flat": _unshard,
     "unshard-wrapper": _unshard_wrapper,
+    "fsdp2-host": _fsdp2_host,
+    "unshard-host": _unshard_host,
+    "unshard-host-flat": _unshard_host,
+    "unshard-host-ahead": _unshard_host,
 }
 
 
-def _flat_exists() -> bool:
+def _flat(optimizer: Any, ahead: bool) -> Any:
     import unshard
 
-    return callable(getattr(unshard.optim, "flat", None))
-
-
-def _flat(optimizer: Any) -> Any:
-    import unshard
-
-    if not _flat_exists():
-        raise RuntimeError("this version of unshard has no unshard.optim.flat")
-    return unshard.optim.flat(optimizer) or optimizer  # type: ignore[attr-defined]
+    return unshard.optim.flat(optimizer, ahead=ahead)
 
 
 def _clip(side: str, model: nn.Module) -> Callable[[], Any]:

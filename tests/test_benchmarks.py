@@ -106,11 +106,13 @@ def test_endurance(run: Run) -> None:
     assert rows["unshard"]["more_objects"] < 100
 
 
-def test_flat_side_is_reported_where_it_does_not_exist(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "_flat_exists", lambda: False)
-    assert "unshard-flat" not in sides.known("all")
-    found = run("optimizer", "--place", "gloo", "--sides", "unshard_flat", "--parameters", "8", "--steps", "1")
-    assert "unshard.optim.flat" in found["rows"][0]["error"]
+def test_shards_on_the_host(run: Run) -> None:
+    hosts = ["fsdp2-host", "unshard-host", "unshard-host-ahead"]
+    assert not set(hosts) & set(sides.known("all"))
+    options = "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "2"
+    found = run("step", *SIMULATED, *options, "--sides", ",".join(hosts))
+    assert list(rows_of(found, "wall", "optimizer", "peak_mib")) == hosts
+    assert [(row["side"], row["peer"]) for row in found["ratios"]] == [(each, hosts[0]) for each in hosts[1:]]
 
 
 def test_device_time_goes_to_what_launched_it() -> None:

@@ -54,8 +54,10 @@ def test_parameters_on_the_wrong_device_are_refused() -> None:
         layer(torch.ones(2, 4, device="cuda"))
     offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
     offloaded.cuda()
-    with pytest.raises(RuntimeError, match=r"expects its parameters on cpu.*weight on cuda"):
+    with pytest.raises(RuntimeError, match=r"expects its parameters on cpu.*weight on cuda.*keeps them on the host"):
         offloaded(torch.ones(2, 4, device="cuda"))
+    offloaded.to("cpu")
+    assert offloaded(torch.ones(2, 4, device="cuda")).is_cuda
 
 
 @world(1, backend="nccl")

@@ -111,8 +111,19 @@ class Sharded:
         listed = ", ".join(f"{slot.name} on {local_of(slot.sharded).device}" for slot in wrong)
         raise ParameterError(
             f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.residence.device}, "
-            f"found: {listed}. A model built on meta is materialised with model.to_empty(device=...) and then "
-            "initialised, or by loading a state dict with assign=True, before the first forward."
+            f"found: {listed}. {self._what_to_do()}"
+        )
+
+    def _what_to_do(self) -> str:
+        if self.residence.away:
+            return (
+                "Its policy keeps them on the host (CPUOffloadPolicy), and the device gets copies by itself: do not "
+                "move the model with .cuda() or .to(device), and assign tensors on the CPU only. model.to('cpu') brings "
+                "them back."
+            )
+        return (
+            "A model built on meta is materialised with model.to_empty(device=...) and then initialised, or by loading "
+            "a state dict with assign=True, before the first forward."
         )
 
     def change_transport(self, transport: Transport) -> None:

@@ -1,0 +1,142 @@
+"""Shards on the host, computed with on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import pool, world
+from bed.models import Case, case, shard
+from bed.parity import each_unit
+from torch import nn
+
+from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from unshard.engine.lane import Lane, Mark
+from unshard.optim import clip_grad_norm_, flat
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+# A power of two: the product with it is exact, so that it does not matter who computes it, and how.
+RATE = 2.0**-5
+
+
+def trained(
+    each: Case,
+    policy: OffloadPolicy,
+    precision: MixedPrecisionPolicy,
+    change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer,
+    steps: int = 4,
+) -> list[torch.Tensor]:
+    """Losses, gradients of the last step, and parameters."""
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = each.build().cuda()
+    each_unit(each, fully_shard, offload_policy=policy, mp_policy=precision)(model)
+    optimizer = change(torch.optim.SGD(model.parameters(), RATE))
+    losses = []
+    for step in range(steps):
+        inputs, targets = shard(each.batch(step), dist.get_rank(), dist.get_world_size())
+        loss = each.loss(model, (inputs.cuda(), targets.cuda()))
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        gradients = [parameter.grad.to_local().cpu() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *gradients, *(parameter.to_local().detach().cpu() for parameter in model.parameters())]
+
+
+def differing(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
+    return sum(not torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_bitwise_as_on_the_device(size: int, precision: MixedPrecisionPolicy) -> None:
+    """NCCL, and ranks that share the device."""
+    pool.shared().run(same_numbers, size, {"precision": precision}, "nccl" if size == 1 else "gloo")
+
+
+def same_numbers(precision: MixedPrecisionPolicy) -> None:
+    for each in (case("transformer"), case("uneven")):
+        here = trained(each, OffloadPolicy(), precision)
+        for pin in (True, False):
+            assert not differing(trained(each, CPUOffloadPolicy(pin_memory=pin), precision), here)
+        there = trained(each, CPUOffloadPolicy(), precision, lambda optimizer: flat(optimizer, ahead=True))
+        assert not differing(there, here)
+
+
+@contextmanager
+def slow_lanes(cycles: int = 3_000_000) -> Iterator[None]:
+    """Everything in a lane happens late."""
+    queue = Lane.queue
+
+    def late(self: Lane, do: Callable[[], Any], first: Callable[[], Any] | None = None) -> Mark:
+        def begin() -> None:
+            torch.cuda._sleep(cycles)
+            if first is not None:
+                first()
+
+        return queue(self, do, begin)
+
+    with mock.patch.object(Lane, "queue", late):
+        yield
+
+
+@world(1, backend="nccl")
+def test_copies_that_are_late() -> None:
+    """The computation waits for them, and would not come out right if it did not."""
+    each = case("transformer")
+    here = trained(each, OffloadPolicy(), BF16)
+    with slow_lanes():
+        assert not differing(trained(each, CPUOffloadPolicy(), BF16), here)
+        with mock.patch.object(Mark, "wait", lambda self: None):
+            assert differing(trained(each, CPUOffloadPolicy(), BF16), here)
+        with mock.patch.object(Lane, "synchronize", lambda self: None):
+            assert differing(trained(each, CPUOffloadPolicy(), BF16), here)
+
+
+@world(1, backend="nccl")
+def test_clip() -> None:
+    """Where torch's own clip fails: gradients on the host, and a process group that knows devices only."""
+    each = case("transformer")
+    norms = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = each.build().cuda()
+        each_unit(each, fully_shard, offload_policy=policy)(model)
+        inputs, targets = each.batch(0)
+        each.loss(model, (inputs.cuda(), targets.cuda())).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.1).cpu())
+        after = [parameter.grad.to_local().cpu().norm() for parameter in model.parameters()]
+        assert torch.stack(after).norm().item() == pytest.approx(0.1, rel=1e-3)
+    torch.testing.assert_close(*norms)
+
+
+def fits(policy: OffloadPolicy, model: nn.Module) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(torch.ones(4, 4096, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@world(1, backend="nccl")
+def test_a_state_that_does_not_fit() -> None:
+    """1 GiB of parameters, 3 GiB more of gradients and AdamW's state, in 1.5 GiB of the device."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1.5 * 2**30) / total)
+    try:
+        build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16)))  # noqa: E731
+        fits(CPUOffloadPolicy(), build())
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            fits(OffloadPolicy(), build().cuda())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
