@@ -118,7 +118,7 @@ class Sharded:
         if self.residence.away:
             return (
                 "Its policy keeps them on the host (CPUOffloadPolicy), and the device gets copies by itself: do not "
-                "move the model with .cuda() or .to(device), and assign tensors on the CPU only. model.to('cpu') brings "
+                "move the model with .cuda() or .to(device), and assign tensors on the CPU only. model.to('cpu') takes "
                 "them back."
             )
         return (
