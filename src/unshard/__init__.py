@@ -34,7 +34,7 @@ from .frontends.wrapper_api import (
     StateDictSettings,
     StateDictType,
 )
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 
 __all__ = [
     "AllGather",
@@ -60,6 +60,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OptimizerOffloadPolicy",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",

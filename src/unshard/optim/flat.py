@@ -13,7 +13,9 @@ from ..engine.flat import replaced_by_shards
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from .entries import detached
+from .loading import loading, send_home
 from .shadow import Shadow
+from .stream import Stream
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -52,6 +54,7 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False) -> _Optimizer:
     optimizer.__class__ = _flat_class(type(optimizer))  # type: ignore[assignment]
     if scheduled:
         schedule_again(optimizer)
+    send_home(optimizer)
     return optimizer
 
 
@@ -112,6 +115,8 @@ class Flat(Optimizer):
     base: ClassVar[type[Optimizer]]
     plain_step: ClassVar[Any]
     """The step of the class it was before, without the hooks around it: those have run already."""
+    streams_state: ClassVar[bool] = True
+    """Whether it can step parameters whose state rests on the host: the engine asks."""
 
     def _shadow(self) -> Shadow:
         """Made when it is first needed: copies and unpickled optimizers have none."""
@@ -128,12 +133,16 @@ class Flat(Optimizer):
         shadow, groups, state = self._shadow(), self.param_groups, self.state
         with torch.no_grad():
             shadows = shadow.groups(self)
+            stream = Stream(shadow.streamed, shadow.state, groups)
         try:
             self.param_groups, self.state = shadows, shadow.state
             result = self.plain_step(self, **options)
+            for self.param_groups, self.state in stream.lend():
+                self.plain_step(self, **options)
         finally:
             self.param_groups, self.state = groups, state
             with torch.no_grad():
+                stream.close()
                 shadow.release(self, shadows)
         return result if closure is None else loss
 
@@ -144,6 +153,10 @@ class Flat(Optimizer):
             return super().state_dict()
         finally:
             self.state = state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with loading(self):
+            super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time; whoever reads this makes it again.

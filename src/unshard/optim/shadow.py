@@ -31,6 +31,8 @@ class Shadow:
     def __init__(self) -> None:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.spans: list[Span] = []
+        self.streamed: list[Span] = []
+        """Spans of this step whose state rests on the host."""
         self._plain: list[tuple[int, torch.Tensor]] = []
         self._others: dict[Any, Any] = {}
         self._parameters: list[DTensor] = []
@@ -44,7 +46,7 @@ class Shadow:
         self._irregular: list[Span] = []
 
     def groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Groups for one step, with gradients on their tensors; `release` afterwards."""
+        """Groups for one step, with gradients on their tensors; `release` afterwards. `streamed` are not in them."""
         visible = optimizer.param_groups
         layout = _layout(visible)
         if not self._fits(layout, optimizer.state):
@@ -55,12 +57,19 @@ class Shadow:
         for number, parameter in self._plain:
             shadows[number]["params"].append(parameter)
         for span, gradient in self._fed:
-            shadows[span.group]["params"].append(span.flat)
             span.flat.grad = gradient
         for span in self._irregular:
-            shadows[span.group]["params"].append(span.flat)
             span.flat.grad = span.collected_gradient()
+        stepped = self._stepped()
+        for span in stepped:
+            if span.home is None:
+                shadows[span.group]["params"].append(span.flat)
+        self.streamed = [span for span in stepped if span.home is not None]
         return shadows
+
+    def _stepped(self) -> list[Span]:
+        """Those that have a gradient."""
+        return [*(span for span, _ in self._fed), *self._irregular]
 
     def release(self, optimizer: Any, shadows: list[dict[str, Any]]) -> None:
         """Let go of the gradients, and let the optimizer show what the step did to state and groups."""
@@ -68,7 +77,7 @@ class Shadow:
             shadow["params"] = group["params"]
             group.update(shadow)
         changed, state = False, optimizer.state
-        for span in [*(span for span, _ in self._fed), *self._irregular]:
+        for span in self._stepped():
             span.flat.grad = None
             if span.flat in self.state:
                 changed |= show(span, self.state[span.flat], state)
