@@ -31,7 +31,7 @@ class Load:
 
     def __init__(self, spans: Sequence[Span], state: MutableMapping[Any, Any]):
         self.spans = spans
-        self._lanes = _lanes_of(spans[0])
+        self.lanes = _lanes_of(spans[0])
         self._state = state
         self._lent: defaultdict[Any, Any] | None = None
         self._marks: list[Mark] = []
@@ -50,7 +50,7 @@ class Load:
                         rooms.append(own[key])
                         resting.append(value)
         if rooms:
-            self._marks.append(self._lanes.up.carry(rooms, resting))
+            self._marks.append(self.lanes.up.carry(rooms, resting))
 
     def lend(self, groups: Groups, others: dict[Any, Any]) -> tuple[Groups, defaultdict[Any, Any]]:
         """Groups and state for its step."""
@@ -77,16 +77,12 @@ class Load:
                         sources.append(value)
                 self._state[span.flat] = after
         if targets:
-            self._marks.append(self._lanes.down.carry(targets, sources))
+            self._marks.append(self.lanes.down.carry(targets, sources))
 
     def leave(self) -> None:
         """Give the device's memory back, which is the computation's: not before the lanes have read and written it."""
         self._wait()
         self._lent = None
-
-    def synchronize(self) -> None:
-        """The host may read and write the state from now on."""
-        self._lanes.down.synchronize()
 
     def _wait(self) -> None:
         for mark in self._marks:
@@ -131,8 +127,8 @@ class Stream:
         self._send()
         for load in self._loads:
             load.leave()
-        for load in self._loads[-1:]:
-            load.synchronize()
+        for lanes in {load.lanes for load in self._loads}:
+            lanes.down.synchronize()  # the host reads and writes state next
 
 
 def _lanes_of(span: Span) -> Lanes:
