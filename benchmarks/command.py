@@ -20,7 +20,8 @@ def parser_for(doc: str | None, cases: str | None = None, cpu_cases: str = "", o
     """A parser with the flags of every command; `cases` are the default ones on a GPU."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     names = "unsharded, fsdp2, fsdp1, unshard, unshard-flat, unshard-wrapper, or all of these; shards on the host: "
-    names += "fsdp2-host, unshard-host, unshard-host-flat, unshard-host-ahead"
+    names += "fsdp2-host, unshard-host, unshard-host-flat, unshard-host-ahead; the optimizer's state alone: "
+    names += "unshard-host-state"
     parser.add_argument("--sides", type=_explained(sides.known), default="all", help=names)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     places.add_arguments(parser, one_rank)

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from .models import UNIT_CLASSES, Case, units
 from .places import Place
 
-OURS = ("unshard", "unshard-flat", "unshard-wrapper", "unshard-host", "unshard-host-flat", "unshard-host-ahead")
+OURS = ("unshard", "unshard-flat", "unshard-wrapper")
+OURS += ("unshard-host", "unshard-host-flat", "unshard-host-ahead", "unshard-host-state")
 PEERS = ("fsdp2", "fsdp1", "fsdp2-host", "unsharded")
 MAX_NORM = 1.0
 GROUP = 400
@@ -51,7 +52,7 @@ def start(side: str, case: Case, place: Place) -> Training:
         model = _SHARDERS[side](model, case, place)
         # A learning rate that keeps the numbers where they are: steps are timed, nothing is learned.
         optimizer: Any = torch.optim.AdamW(_groups(model), lr=1e-5, fused=True)
-        if side.endswith(("-flat", "-ahead")):
+        if side.endswith(("-flat", "-ahead", "-state")):
             optimizer = _flat(optimizer, ahead=side.endswith("-ahead"))
     return Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
 
@@ -110,6 +111,12 @@ def _unshard_host(model: nn.Module, case: Case, place: Place) -> nn.Module:
     return _unshard(model, case, place, offload_policy=CPUOffloadPolicy(pin_memory=place.on_gpu))
 
 
+def _unshard_host_state(model: nn.Module, case: Case, place: Place) -> nn.Module:
+    from unshard import OptimizerOffloadPolicy
+
+    return _unshard(model, case, place, offload_policy=OptimizerOffloadPolicy(pin_memory=place.on_gpu))
+
+
 def _per_unit(
     model: nn.Module, case: Case, place: Place, fully_shard: Any, policy: Any, more: dict[str, Any]
 ) -> nn.Module:
@@ -154,6 +161,7 @@ _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
     "unshard-host": _unshard_host,
     "unshard-host-flat": _unshard_host,
     "unshard-host-ahead": _unshard_host,
+    "unshard-host-state": _unshard_host_state,
 }
 
 

@@ -107,7 +107,7 @@ def test_endurance(run: Run) -> None:
 
 
 def test_shards_on_the_host(run: Run) -> None:
-    hosts = ["fsdp2-host", "unshard-host", "unshard-host-ahead"]
+    hosts = ["fsdp2-host", "unshard-host", "unshard-host-ahead", "unshard-host-state"]
     assert not set(hosts) & set(sides.known("all"))
     options = "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "2"
     found = run("step", *SIMULATED, *options, "--sides", ",".join(hosts))

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from unshard import MixedPrecisionPolicy
+from unshard import MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from unshard.errors import PolicyError
 from unshard.policies import matches
 
@@ -80,3 +80,11 @@ def test_dtypes_are_floating_point(field: str) -> None:
 def test_what_makes_no_sense_is_refused(wrong: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         MixedPrecisionPolicy(**wrong)
+
+
+def test_the_policy_of_optimizer_state() -> None:
+    policy = OptimizerOffloadPolicy()
+    assert isinstance(policy, OffloadPolicy) and policy.pin_memory is True
+    assert policy == OptimizerOffloadPolicy(pin_memory=True) != OptimizerOffloadPolicy(pin_memory=False)
+    with pytest.raises(PolicyError, match=r"OptimizerOffloadPolicy\.pin_memory must be True or False, got 'cpu'"):
+        OptimizerOffloadPolicy(pin_memory="cpu")  # type: ignore[arg-type]

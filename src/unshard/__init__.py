@@ -20,7 +20,7 @@ from .frontends.placements import ShardPlacementResult
 from .frontends.wrap import CustomPolicy, ModuleWrapPolicy
 from .frontends.wrapper import FullyShardedDataParallel
 from .frontends.wrapper_api import *
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 
 __all__ = [
     "AllGather",
@@ -38,6 +38,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OffloadPolicy",
     "OptimStateKeyType",
+    "OptimizerOffloadPolicy",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",

@@ -184,3 +184,21 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerOffloadPolicy(OffloadPolicy):
+    """Optimizer state alone rests on the host; parameters and gradients stay on the device.
+
+    A step brings the state of a few parameters at a time to the device, while that of those before returns: it runs on
+    the device, with the same numbers. The optimizer has to be made flat (``unshard.optim.flat``).
+
+    ``pin_memory`` keeps the state in page-locked memory, without which steps wait for each copy; it needs an
+    accelerator.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise PolicyError(f"OptimizerOffloadPolicy.pin_memory must be True or False, got {self.pin_memory!r}.")

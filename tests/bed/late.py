@@ -13,6 +13,7 @@ from torch import Tensor
 from unshard.engine import residence
 from unshard.engine.buffers import Buffer
 from unshard.engine.lane import Lanes
+from unshard.torch_private import storage_uses
 
 Step = Callable[[], object]
 
@@ -20,11 +21,13 @@ Step = Callable[[], object]
 class LateLane:
     """Runs what it was given when the computation waits for it, and lets the host see copies when the host waits.
 
-    `forgets`: the kind of wait that it takes no notice of, as if the engine had left it out.
+    `forgets`: the kind of wait that it takes no notice of, as if the engine had left it out. `home`: it leads to the
+    host. Memory that a copy reads after everybody else has let go of it is full of NaN: it could be anybody's by then.
     """
 
-    def __init__(self, forgets: str = "") -> None:
+    def __init__(self, forgets: str = "", home: bool = False) -> None:
         self.forgets = forgets
+        self.home = home
         self._lock = threading.RLock()  # optimizers wait for gradients in a thread of their own
         self.steps: list[Step] = []
         self.seen_by_host: list[Step] = []
@@ -34,9 +37,14 @@ class LateLane:
         return LateMark(self, self.steps[-1])
 
     def carry(self, targets: list[Tensor], sources: list[Tensor]) -> LateMark:
+        sources = [each.detach() for each in sources]  # other tensors, which can tell whether theirs are still there
+
         def read() -> None:
-            values = [each.clone() for each in sources]
-            self.seen_by_host.append(lambda: torch._foreach_copy_(targets, values))
+            values = [each * torch.nan if _alone(each) else each.clone() for each in sources]
+            if self.home:
+                self.seen_by_host.append(lambda: torch._foreach_copy_(targets, values))
+            else:
+                torch._foreach_copy_(targets, values)
 
         return self.queue(read)
 
@@ -70,12 +78,17 @@ class LateMark:
 @contextmanager
 def late_host(up: str = "", down: str = "") -> Iterator[Lanes]:
     """Inside, shards on the host are reached through such lanes, on a CPU too, and new memory is full of NaN."""
-    lanes = Lanes(LateLane(up), LateLane(down))  # type: ignore[arg-type]
+    lanes = Lanes(LateLane(up), LateLane(down, home=True))  # type: ignore[arg-type]
     with (
         mock.patch.object(residence, "lanes_of", lambda device: lanes),
         mock.patch.object(Buffer, "take", _take_and_poison(Buffer.take)),
     ):
         yield lanes
+
+
+def _alone(tensor: Tensor) -> bool:
+    other = torch.empty(1)
+    return storage_uses(tensor.untyped_storage()) <= storage_uses(other.untyped_storage())
 
 
 def _take_and_poison(take: Callable[[Buffer], None]) -> Callable[[Buffer], None]:

@@ -17,6 +17,7 @@ from ..torch_private import foreach_zero, local_of
 from .flat_sharded import FlatSharded
 from .grad_shard import GradShard, Stretch
 from .master import META, Master
+from .residence import Residence
 from .sharded import Sharded
 
 
@@ -28,6 +29,8 @@ class Spot:
     order: int
     begin: int
     end: int
+    states: Residence | None
+    """Where its state rests, if that has to be brought to it for a step."""
 
     def precedes(self, other: Spot) -> bool:
         """Whether nothing but padding lies between the two."""
@@ -53,10 +56,12 @@ def spots_of(parameters: Iterable[torch.Tensor]) -> dict[int, Spot]:
         master = sharded.master
         if master.device == META or wanted.isdisjoint(id(slot.sharded) for slot in sharded.slots):
             continue
+        states = sharded.residence.states
+        states = states if states is not None and states.away else None  # where the host computes, it is there
         for order, (index, begin) in enumerate(master.spots()):
             parameter, local = sharded.slots[index].sharded, master.locals[index]
             if id(parameter) in wanted and local_of(parameter) is local:
-                found[id(parameter)] = Spot(master, order, begin, begin + local.numel() * local.element_size())
+                found[id(parameter)] = Spot(master, order, begin, begin + local.nbytes, states)
     return found
 
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import StateError
 from .faces import full_name
+from .sharded import Sharded
 from .writes import note_optimizer_step
 
 # How many parameters an optimizer had when it was last looked at.
@@ -19,21 +20,43 @@ _checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 @cache
 def watch_optimizers() -> None:
     """Once per process."""
-    register_optimizer_step_pre_hook(_refuse_full_faces)
+    register_optimizer_step_pre_hook(_refuse)
     register_optimizer_step_post_hook(note_optimizer_step)
 
 
-def _refuse_full_faces(optimizer: Any, *unused: Any) -> None:
-    """An optimizer that was built while parameters were gathered would step copies, and nothing would ever learn."""
+def _refuse(optimizer: Any, *unused: Any) -> None:
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:
         return
-    for parameter in [parameter for group in groups for parameter in group["params"]]:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    _refuse_full_faces(optimizer, parameters)
+    if not getattr(optimizer, "streams_state", False):
+        _refuse_state_on_the_host(optimizer, parameters)
+    _checked[optimizer] = count
+
+
+def _refuse_full_faces(optimizer: Any, parameters: list[Any]) -> None:
+    """An optimizer that was built while parameters were gathered would step copies, and nothing would ever learn."""
+    for parameter in parameters:
         if name := full_name(parameter):
             raise StateError(
                 f"This {type(optimizer).__name__} holds the gathered parameter {name!r} instead of the sharded one, so "
                 "its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
                 "after backward or reshard()."
             )
-    _checked[optimizer] = count
+
+
+def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
+    """It would keep the state on the device, where a user has said there is no room for it."""
+    wanted = set(map(id, parameters))
+    for sharded in Sharded.living:
+        names = [slot.name for slot in sharded.slots if id(slot.sharded) in wanted]
+        if sharded.residence.states is not None and names:
+            listed = ", ".join([*map(repr, names[:4]), *(["..."] if len(names) > 4 else [])])
+            raise StateError(
+                f"This {type(optimizer).__name__} steps {listed} of a unit whose OptimizerOffloadPolicy keeps "
+                "optimizer state on the host. Only flat optimizers bring it to the device and back. After building it, "
+                "add: optimizer = unshard.optim.flat(optimizer). One that cannot be flat needs units with another "
+                "offload_policy."
+            )

@@ -1,4 +1,4 @@
-"""Where the shards rest: on the device that computes, or on the host."""
+"""Where shards and optimizer state rest: on the device that computes, or on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import StateError
-from ..policies import CPUOffloadPolicy, OffloadPolicy
+from ..policies import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from .lane import Lanes, lanes_of
 
 
@@ -19,12 +19,14 @@ class Residence:
     device: torch.device
     pin: bool = False
     lanes: Lanes | None = None
+    states: Residence | None = None
+    """Where the optimizer keeps its state, if that is to be apart from the shards."""
 
     @property
     def away(self) -> bool:
         return self.lanes is not None
 
-    def memory(self, nbytes: int) -> torch.Tensor:
+    def memory(self, nbytes: int, what: str = "shards") -> torch.Tensor:
         """Zeroed bytes that stay."""
         if not self.pin:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -32,7 +34,7 @@ class Residence:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=True)
         except RuntimeError as error:
             warnings.warn(
-                f"{nbytes / 2**20:.1f} MiB of page-locked host memory for shards could not be had ({_first_line(error)}"
+                f"{nbytes / 2**20:.1f} MiB of page-locked host memory for {what} could not be had ({_first_line(error)}"
                 "). They lie in ordinary memory instead: copies to and from the device take several times as long and "
                 "no longer overlap with the computation. Raise the limit of locked memory (ulimit -l, the container's "
                 "memory), offload fewer units, or pass pin_memory=False to have this without a warning.",
@@ -42,14 +44,15 @@ class Residence:
 
 
 def residence_for(policy: OffloadPolicy, compute: torch.device) -> Residence:
-    if not isinstance(policy, CPUOffloadPolicy):
+    if not isinstance(policy, CPUOffloadPolicy | OptimizerOffloadPolicy):
         return Residence(compute)
     if policy.pin_memory and not torch.accelerator.is_available():
+        name = type(policy).__name__
         raise StateError(
-            "CPUOffloadPolicy(pin_memory=True) needs an accelerator and none is available. "
-            "Pass CPUOffloadPolicy(pin_memory=False)."
+            f"{name}(pin_memory=True) needs an accelerator and none is available. Pass {name}(pin_memory=False)."
         )
-    return Residence(torch.device("cpu"), policy.pin_memory, lanes_of(compute))
+    host = Residence(torch.device("cpu"), policy.pin_memory, lanes_of(compute))
+    return host if isinstance(policy, CPUOffloadPolicy) else Residence(compute, states=host)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -60,8 +60,8 @@ def absorb(span: Span, state: State) -> dict[str, Any] | None:
 
 def _joined(span: Span, values: list[torch.Tensor]) -> torch.Tensor:
     if span.loose:
-        return span.lift(values[0])
-    flat = torch.zeros_like(span.flat, dtype=values[0].dtype)
+        return span.lift(values[0].to(span.flat.device))
+    flat = span.new_state(values[0].dtype)
     foreach_copy(span.parts_of(span.lower(flat)), values)
     return flat
 
@@ -70,7 +70,8 @@ def _local(value: torch.Tensor, key: str, piece: Piece) -> torch.Tensor:
     if isinstance(value, DTensor):
         placements = spec_of(piece.parameter).placements
         if spec_of(value).placements != placements:
-            value = value.redistribute(placements=placements)
+            # Through where the parameter is: the mesh may not reach tensors on the host.
+            value = cast(DTensor, value.to(piece.local.device)).redistribute(placements=placements)
         value = local_of(value)
     if value.shape != piece.local.shape:
         raise ParameterError(

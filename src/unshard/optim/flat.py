@@ -15,7 +15,9 @@ from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from . import host
 from .ahead import Ahead
 from .entries import detached
+from .loading import loading, send_home
 from .shadow import Shadow
+from .stream import Stream
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -57,6 +59,7 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool = Fals
         optimizer.__class__ = _flat_class(type(optimizer))  # type: ignore[assignment]
         if scheduled:
             schedule_again(optimizer)
+        send_home(optimizer)
     if ahead and vars(optimizer).get("unshard_ahead") is None:
         vars(optimizer)["unshard_ahead"] = Ahead(optimizer)
     return optimizer
@@ -119,6 +122,8 @@ class Flat(Optimizer):
     base: ClassVar[type[Optimizer]]
     plain_step: ClassVar[Any]
     """The step of the class it was before, without the hooks around it: those have run already."""
+    streams_state: ClassVar[bool] = True
+    """Whether it can step parameters whose state rests on the host: the engine asks."""
 
     def _shadow(self) -> Shadow:
         """Made when it is first needed: copies and unpickled optimizers have none."""
@@ -136,12 +141,16 @@ class Flat(Optimizer):
         ahead = vars(self).get("unshard_ahead")
         with torch.no_grad():
             shadows = shadow.groups(self, [] if ahead is None else ahead.finish())
+            stream = Stream(shadow.streamed, shadow.state, groups)
         try:
             self.param_groups, self.state = shadows, shadow.state
             result = self._plain_step(shadows, options)
+            for self.param_groups, self.state in stream.lend():
+                self.plain_step(self, **options)
         finally:
             self.param_groups, self.state = groups, state
             with torch.no_grad():
+                stream.close()
                 shadow.release(self, shadows)
         if ahead is not None:
             ahead.learn(shadow)
@@ -178,6 +187,10 @@ class Flat(Optimizer):
             return super().state_dict()
         finally:
             self.state = state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with loading(self):
+            super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time; whoever reads this makes it again.

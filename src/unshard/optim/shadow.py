@@ -30,6 +30,8 @@ class Shadow:
     def __init__(self) -> None:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.spans: list[Span] = []
+        self.streamed: list[Span] = []
+        """Spans of this step whose state rests on the host."""
         self._plain: list[tuple[int, torch.Tensor]] = []
         self._others: dict[Any, Any] = {}
         self._parameters: list[DTensor] = []
@@ -42,12 +44,15 @@ class Shadow:
         self._fed: list[tuple[Span, torch.Tensor]] = []
         self._irregular: list[Span] = []
 
-    def groups(self, optimizer: Any, stepped: Sequence[Span] = ()) -> list[dict[str, Any]]:
-        """Groups for one step, with gradients on their tensors; `release` afterwards. Without what was stepped."""
+    def groups(self, optimizer: Any, done: Sequence[Span] = ()) -> list[dict[str, Any]]:
+        """Groups for one step, with gradients on their tensors; `release` afterwards.
+
+        Those `done` are not in them: they were stepped already. Nor are those `streamed`.
+        """
         visible = optimizer.param_groups
         layout = _layout(visible)
         if not self._fits(layout, optimizer.state):
-            if stepped:
+            if done:
                 raise StateError(
                     "The optimizer's parameters, groups or state were changed between backward and step(), and with "
                     "ahead=True backward has stepped some of them. Make such changes after step()."
@@ -58,15 +63,21 @@ class Shadow:
         shadows = [{**group, "params": []} for group in visible]
         for number, parameter in self._plain:
             shadows[number]["params"].append(parameter)
-        done = set(map(id, stepped))
         for span, gradient in self._fed:
-            if id(span) not in done:
-                shadows[span.group]["params"].append(span.flat)
-                span.flat.grad = gradient
+            span.flat.grad = gradient
         for span in self._irregular:
-            shadows[span.group]["params"].append(span.flat)
             span.flat.grad = span.collected_gradient()
+        out = set(map(id, done))
+        waiting = [span for span in self._stepped() if id(span) not in out]
+        for span in waiting:
+            if span.home is None:
+                shadows[span.group]["params"].append(span.flat)
+        self.streamed = [span for span in waiting if span.home is not None]
         return shadows
+
+    def _stepped(self) -> list[Span]:
+        """Those that have a gradient."""
+        return [*(span for span, _ in self._fed), *self._irregular]
 
     def fed_by_shard(self) -> list[tuple[GradShard, list[tuple[Span, torch.Tensor]]]]:
         """The gradient shards of the last step, and the spans that each of them fed."""
@@ -84,7 +95,7 @@ class Shadow:
             shadow["params"] = group["params"]
             group.update(shadow)
         changed, state = False, optimizer.state
-        for span in [*(span for span, _ in self._fed), *self._irregular]:
+        for span in self._stepped():
             span.flat.grad = None
             if span.flat in self.state:
                 changed |= show(span, self.state[span.flat], state)

@@ -48,6 +48,8 @@ class Span:
         self.pieces = list(pieces)
         first, last = pieces[0].spot, pieces[-1].spot
         self.group = pieces[0].group
+        self.home = None if first is None else first.states
+        """Where its state rests, if it has to be brought here for a step."""
         flat = pieces[0].local.detach()
         self.starts = [0]
         if first is not None and last is not None:
@@ -74,6 +76,13 @@ class Span:
     def matches(self, value: Any) -> bool:
         """Whether some flat state has an element for each one of `flat`."""
         return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
+
+    def new_state(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros with an element for each one of `flat`, where state rests."""
+        if self.home is None:
+            return torch.zeros_like(self.flat, dtype=dtype)
+        nbytes = self.flat.numel() * dtype.itemsize
+        return self.lift(self.home.memory(nbytes, "optimizer state").view(dtype))
 
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A tensor as long as `flat`, cut into the pieces."""
