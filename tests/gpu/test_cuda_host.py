@@ -20,7 +20,7 @@ from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully
 from unshard.engine.lane import Lane, Mark
 from unshard.optim import clip_grad_norm_, flat
 
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 # A power of two: the product with it is exact, so that it does not matter who computes it, and how.
 RATE = 2.0**-5
 
@@ -42,10 +42,11 @@ def trained(
         inputs, targets = shard(each.batch(step), dist.get_rank(), dist.get_world_size())
         loss = each.loss(model, (inputs.cuda(), targets.cuda()))
         loss.backward()
-        losses.append(loss.detach().cpu())
-        gradients = [parameter.grad.to_local().cpu() for parameter in model.parameters()]
+        # Copied before anything else waits for the device: they have to be there by now.
+        gradients = [parameter.grad.to_local().clone().cpu() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
     return [*losses, *gradients, *(parameter.to_local().detach().cpu() for parameter in model.parameters())]
 
 
