@@ -15,12 +15,12 @@ from ..torch_private import foreach_copy
 class Mark:
     """A place in a lane, and whoever wants to be behind it."""
 
-    def __init__(self, event: Any, device: Any):
+    def __init__(self, event: Any, device: torch.device):
         self._event, self._device = event, device
 
     def wait(self) -> None:
         """What is computed from now on comes after it; the host goes on."""
-        self._device.current_stream().wait_event(self._event)
+        _computation(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """The host waits for it."""
@@ -31,16 +31,16 @@ class Lane:
     """A stream of the device. What is queued runs in order; the host does not wait."""
 
     def __init__(self, device: torch.device):
-        self._device = torch.get_device_module(device)
-        self._stream = self._device.Stream(device)
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def queue(self, do: Callable[[], object], first: Callable[[], object] | None = None) -> Mark:
         """Run `do` after all that the computation has queued so far, and before that, at any time, `first`.
 
         Memory that they allocate, and give back, is the lane's own.
         """
-        computed = self._device.current_stream().record_event()
-        with self._device.stream(self._stream):
+        computed = _computation(self._device).record_event()
+        with self._module.stream(self._stream):
             if first is not None:
                 first()
             self._stream.wait_event(computed)
@@ -54,6 +54,11 @@ class Lane:
     def synchronize(self) -> None:
         """The host waits for everything in the lane."""
         self._stream.synchronize()
+
+
+def _computation(device: torch.device) -> Any:
+    """The stream in which the program computes now."""
+    return torch.get_device_module(device).current_stream(device)
 
 
 @dataclass(frozen=True)
