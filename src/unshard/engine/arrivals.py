@@ -20,13 +20,15 @@ class Listener(Protocol):
         """A forward begins."""
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+REFS: dict[int, weakref.ref[Listener]] = {}
+"""Usually empty, which every unit asks in every step."""
 
 
 def listen(listener: Listener) -> None:
     """For as long as it lives."""
-    _listeners.add(listener)
+    key = id(listener)
+    REFS[key] = weakref.ref(listener, lambda _: REFS.pop(key, None))
 
 
 def listeners() -> list[Listener]:
-    return list(_listeners) if _listeners else []
+    return [listener for ref in list(REFS.values()) if (listener := ref()) is not None]

@@ -7,7 +7,7 @@ from collections import deque
 
 from ..errors import ArgumentError, StateError
 from ..torch_private import current_backward, inside_backward, on_backward_end
-from .arrivals import listeners
+from .arrivals import REFS, listeners
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
@@ -168,10 +168,10 @@ class Root:
         # Few reduce buffers alive at a time: the last reduction had this unit's backward to complete in.
         while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
             oldest = self._reducing.popleft()
-            if oldest.advance_reduce():
-                self._arrived(oldest)
-            else:
+            if not oldest.advance_reduce():
                 self._all_reducing.append(oldest)
+            elif REFS:
+                self._arrived(oldest)
         if unit in self._all_reducing:
             self._complete(self._all_reducing)
         if unit.options.reshard_after_backward:
@@ -188,13 +188,15 @@ class Root:
             unit = units.popleft()
             while not unit.advance_reduce():
                 pass
-            self._arrived(unit)
+            if REFS:
+                self._arrived(unit)
 
     def _arrived(self, unit: Unit) -> None:
-        """The gradients of `unit` have been handed out."""
+        """The gradients of `unit` have been handed out. They are complete, unless this backward comes to it again."""
+        if not self.unit.options.last_backward or self._backward_order.waits_for(self._number[unit]):
+            return
         for listener in listeners():
-            if self.unit.options.last_backward and not self._backward_order.waits_for(self._number[unit]):
-                listener.arrived([shard for part in unit.parts for shard in part.gradients.shards()])
+            listener.arrived([shard for part in unit.parts for shard in part.gradients.shards()])
 
     def _expect_end_of_backward(self) -> None:
         if not self.in_backward:
