@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bed import pool
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import unshard
@@ -106,8 +108,29 @@ def ends_slowly(source: str) -> str:
     return f"import atexit, time\n\natexit.register(time.sleep, {farewell.MOMENT})\n{source}"
 
 
+def run_main(program: Path, out: Path) -> None:
+    """A body of the pool, whose ranks have joined their group already."""
+    runpy.run_path(str(program))["main"](out)
+
+
 def test_same_losses_and_checkpoint_as_on_our_own_api(tmp_path: Path) -> None:
-    compare("train_fully_shard", ["own", "run"], tmp_path)
+    """The drop-in through torchrun; our own API on ranks of the pool, which have imported everything."""
+    path = SCRIPTS / "train_fully_shard.py"
+    own, ran = tmp_path / "own", tmp_path / "run"
+    joining = '    dist.init_process_group("gloo")\n'
+    source = on_our_own(path.read_text())
+    assert source.count(joining) == 1
+    for each in (own, ran):
+        each.mkdir()
+    program = own / "program.py"
+    program.write_text(source.replace(joining, ""))
+    slow_cpu = "ignore:mkldnn_matmul failed:UserWarning"  # one that does not know bfloat16
+    pool.shared().run(run_main, 2, {"program": program, "out": own}, filters=[slow_cpu])
+    done = python(*TORCHRUN, *DROPIN, path, ran)
+    assert done.stderr.count("unshard 0") == 1, done.stderr  # rank 0 says so, on one line
+    outcomes = Outcome(own), Outcome(ran)
+    assert all(each.engine.startswith("unshard.") for each in outcomes)
+    outcomes[1].assert_equal(outcomes[0])
 
 
 @pytest.mark.slow
