@@ -36,7 +36,7 @@ def test_parity_of_switches_while_training(policy: MixedPrecisionPolicy | None, 
         freeze(each, PHASES[0])
     sharded(model, mp_policy=policy, reshard_after_forward=reshard)
     size = dist.get_world_size()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
     for step, names in enumerate((*PHASES, PHASES[0])):
         for each, optimizer in zip((model, reference), optimizers, strict=True):
             freeze(each, names)

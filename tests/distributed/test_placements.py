@@ -32,7 +32,7 @@ def test_parity(reshard: bool, policy: MixedPrecisionPolicy | None) -> None:
     sharded(model, reshard_after_forward=reshard, shard_placement_fn=last, mp_policy=policy)
     assert model.head.weight.placements == (Shard(1),)
     assert model.head.weight.to_local().shape == (2, 132 // size)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True) for each in (model, reference)]
     for seed in range(3):
         with Collectives() as calls:
             loss_of(model, seed).backward()
