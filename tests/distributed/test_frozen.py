@@ -26,17 +26,21 @@ def freeze(model: torch.nn.Module, names: str) -> None:
         parameter.requires_grad_(not any(name.startswith(each) for each in names.split()))
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(reduce_dtype=torch.float64)], ids=["plain", "mixed"])
 @world(1, 2, 3, 4)
-def test_parity_of_switches_while_training(policy: MixedPrecisionPolicy | None, reshard: bool | None) -> None:
+def test_parity_of_switches_while_training(policy: MixedPrecisionPolicy | None) -> None:
     """Contract FRZ-01 to FRZ-06: whole units and parts of them, frozen from the start or later."""
+    for reshard in (None, True, False):  # in one job, which plans its operations on DTensors once
+        switch_while_training(policy, reshard)
+
+
+def switch_while_training(policy: MixedPrecisionPolicy | None, reshard: bool | None) -> None:
     model, reference = Stack(), Stack()
     for each in (model, reference):
         freeze(each, PHASES[0])
     sharded(model, mp_policy=policy, reshard_after_forward=reshard)
     size = dist.get_world_size()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
     for step, names in enumerate((*PHASES, PHASES[0])):
         for each, optimizer in zip((model, reference), optimizers, strict=True):
             freeze(each, names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import random
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -86,11 +88,34 @@ def _other_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", use_local_synchronization=True)
 
 
+# Imports once and forks the ranks of each program: they end as any process that Python has started to run a program.
 EXITING = """
-import sys, time, pytest, torch
+import os, socket, sys, torch._dynamo  # which a step would import, in every rank
 from distributed.test_order import *
 
-rank, port, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+def become_a_rank():
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        order, streams, *_ = socket.recv_fds(orders, 100, 6)
+        if not order:
+            os._exit(0)
+        children = []
+        for rank in range(2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                for number, stream in enumerate(streams[3 * rank : 3 * rank + 3]):
+                    os.dup2(stream, number)
+                break
+        for stream in streams:
+            os.close(stream)
+        if children[-1] == 0:
+            orders.close()
+            return rank, *order.decode().split()
+        orders.sendall(f"{children[0]} {children[1]}\\n".encode())
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        orders.sendall(f"{codes[0]} {codes[1]}\\n".encode())
+
+rank, port, way = become_a_rank()
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 with quick():
     model = sharded()
@@ -113,45 +138,111 @@ with quick():
 """
 
 
-def _started(way: str) -> list[subprocess.Popen]:
-    port = _free_port()
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", EXITING, str(rank), str(port), way],
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    number = theirs.fileno()
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXITING, str(number)], env={**environment, "OMP_NUM_THREADS": "1"}, pass_fds=[number]
+    )
+    theirs.close()
+    with ours:
+        ours.settimeout(60)
+        yield ours
+    try:
+        process.wait(30)
+    finally:
+        process.kill()
 
 
-def test_the_program_ends_inside_a_reduction() -> None:
+class Program:
+    """Two ranks, each with pipes of its own, that are gone when the block is left."""
+
+    def __init__(self, launcher: socket.socket, way: str) -> None:
+        pipes = [os.pipe() for _ in range(6)]
+        # Of each rank: its input is written here, its output and errors are read here.
+        self._inputs = [pipes[0][1], pipes[3][1]]
+        self._outputs = [pipes[place][0] for place in (1, 2, 4, 5)]
+        theirs = [read if place % 3 == 0 else write for place, (read, write) in enumerate(pipes)]
+        socket.send_fds(launcher, [f"{_free_port()} {way}".encode()], theirs)
+        for each in theirs:
+            os.close(each)
+        self._launcher = launcher
+        self._pids = self._answer()
+        self._codes: list[int] = []
+
+    def _answer(self) -> list[int]:
+        return [int(number) for number in _line(lambda: self._launcher.recv(1)).split()]
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if not self._codes:
+            for pid in self._pids:
+                os.kill(pid, signal.SIGKILL)  # the launcher knows them still: it has not waited for both
+            self.codes()
+        for each in (*self._inputs, *self._outputs):
+            os.close(each)
+
+    def line(self, rank: int) -> bytes:
+        return _line(lambda: os.read(self._outputs[2 * rank], 1))
+
+    def let_go(self, rank: int) -> None:
+        os.close(self._inputs[rank])
+        self._inputs[rank] = os.open(os.devnull, os.O_WRONLY)
+
+    def lives(self, rank: int) -> bool:
+        """Its pipe is open, and nothing is in it."""
+        return not select.select([self._outputs[2 * rank]], [], [], 0)[0]
+
+    def ended(self, rank: int, timeout: float = 10) -> list[str]:
+        """What it still wrote, to its output and as errors, once it has ended."""
+        texts, limit = [], time.monotonic() + timeout
+        for stream in self._outputs[2 * rank : 2 * rank + 2]:
+            pieces = [b"?"]
+            while pieces[-1]:
+                ready, *_ = select.select([stream], [], [], max(0.0, limit - time.monotonic()))
+                assert ready, f"rank {rank} has not ended; it wrote {texts} {pieces}"
+                pieces.append(os.read(stream, 4096))
+            texts.append(b"".join(pieces[1:]).decode())
+        return texts
+
+    def codes(self) -> list[int]:
+        self._codes = self._answer()
+        return self._codes
+
+
+def test_the_program_ends_inside_a_reduction(launcher: socket.socket) -> None:
     """A thread waits for Gloo's reduce-scatter; coming back while the interpreter ends it would abort the process."""
-    processes = _started("reduction")
-    outputs = [process.communicate(timeout=30) for process in processes]
-    assert all(output[0] == "told\n" and "terminate called" not in output[1] for output in outputs), outputs
-    assert {process.returncode for process in processes} <= {0, 1}
+    with Program(launcher, "reduction") as program:
+        outputs = [program.ended(rank, timeout=30) for rank in range(2)]
+        assert all(output == "told\n" and "terminate called" not in errors for output, errors in outputs), outputs
+        assert set(program.codes()) <= {0, 1}
 
 
 @pytest.mark.parametrize("way", ["exit", "raise", "destroy"])
-def test_the_program_ends(way: str) -> None:
+def test_the_program_ends(launcher: socket.socket, way: str) -> None:
     """Also while a rank that will never answer keeps its connections open, and without a crash."""
-    processes = _started(way)
-    try:
-        assert [process.stdout.readline() for process in processes] == ["told\n", "told\n"]
-        output = processes[0].communicate(timeout=10)
-        assert processes[1].poll() is None
-        processes[1].communicate(timeout=10)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in processes] == [int(way == "raise")] * 2, output
-    assert ("OrderError: The ranks want different collectives" in output[1]) == (way == "raise")
+    with Program(launcher, way) as program:
+        for rank in range(2):
+            assert program.line(rank) == b"told\n", program.ended(rank)
+        output, errors = program.ended(0)
+        assert program.lives(1)
+        program.let_go(1)
+        program.ended(1)
+        assert program.codes() == [int(way == "raise")] * 2, errors
+    assert not output and ("OrderError: The ranks want different collectives" in errors) == (way == "raise")
+
+
+def _line(read: Callable[[], bytes]) -> bytes:
+    """Up to the end of the line, or of what can be read; it may come in pieces."""
+    line = piece = read()
+    while piece not in (b"\n", b""):
+        piece = read()
+        line += piece
+    return line
 
 
 def _free_port() -> int:

@@ -36,7 +36,7 @@ def parallel(whole: DeviceMesh, **options: object) -> Stack:
 
 
 def train(model: nn.Module, reference: nn.Module, steps: int = 3, rtol: float = 1e-4) -> None:
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
     for seed in range(steps):
         for each in (model, reference):
             loss_of(each, seed).backward()
