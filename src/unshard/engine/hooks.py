@@ -64,6 +64,9 @@ class ShardState:
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+        self._attach_to_state_dicts(module)
+
+    def _attach_to_state_dicts(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_post_hook(self.post_load)

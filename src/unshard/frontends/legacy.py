@@ -17,6 +17,7 @@ from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingS
 from .wrapper_groups import resolve_groups
 from .wrapper_precision import CallPolicy
 from .wrapper_state import Call
+from .wrapper_state_dict import HookedStateDicts
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -39,7 +40,9 @@ def fully_shard(
     """Shard the parameters of `module` that no earlier call took as one flat unit; changes the module and returns it.
 
     As `FullyShardedDataParallel(module, use_orig_params=True, ...)`, but names stay as they are, and every module that
-    it is applied to casts its inputs as the outermost one does (`cast_root_forward_inputs`).
+    it is applied to casts its inputs as the outermost one does (`cast_root_forward_inputs`). Static methods of that
+    class (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) take such modules too; `state_dict()` is
+    a full one unless another kind is set.
     """
     if state_of(module) is not None:
         raise AppliedTwiceError(f"fully_shard was already applied to this {type(module).__name__}.")
@@ -66,6 +69,7 @@ def fully_shard(
     prefetch = BackwardPrefetch.BACKWARD_PRE
     state = flat_state(module, call, ignored, backward_prefetch=prefetch, policy_kind=CallPolicy, **common)
     state.attach(module)
+    HookedStateDicts(state).attach(module)
     return module
 
 

@@ -180,10 +180,17 @@ class FullyShardedDataParallel(nn.Module):
         return self._state.find_root(self).unit is self._state.unit
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrapped modules inside, in the order of `modules()`."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in found if each.check_is_root()] if root_only else found
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The wrapped modules inside, in the order of `modules()`.
+
+        The legacy call wraps nothing: where it was applied, this lists the unit's state, as PyTorch did.
+        """
+        found: list[Any] = []
+        for each in module.modules():
+            state = wrapper_state_of(each)
+            if state is not None and (not root_only or state.find_root(each).unit is state.unit):
+                found.append(each if isinstance(each, FullyShardedDataParallel) else state)
+        return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call `fn` with every module inside, whose parameters are whole meanwhile; what it writes is kept."""
