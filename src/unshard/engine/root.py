@@ -44,7 +44,7 @@ class Root:
         """Make `unit` whole, with the gather of the next one already under way."""
         recomputing = current_backward() != -1
         if recomputing:
-            self._expect_end_of_backward()
+            self.expect_end_of_backward()
         elif unit is self.unit:
             self._begin_forward()
         if unit.precision is not precision:
@@ -82,18 +82,21 @@ class Root:
         for unit in self.units:
             unit.release_gradients()
 
-    def after_forward(self, unit: Unit, graph: bool, returns: bool = True) -> None:
+    def after_forward(self, unit: Unit, graph: bool, returns: bool = True, blind: bool = False) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
 
         `graph`: the root's forward builds a graph, so a backward may come. `returns`: it may come through this unit,
-        which is not so where everything up to here is frozen.
+        which is not so where everything up to here is frozen. `blind`: it may, but nobody will tell when it begins.
         """
         unit.phase = Phase.IDLE
         if current_backward() != -1:
             return
         if returns:
             self._backward_order.push(self._number[unit])
-        if unit.options.slice_after_forward and graph:
+        if blind:
+            unit.keep()  # nothing would gather it in time
+            unit.hide()
+        elif unit.options.slice_after_forward and graph:
             unit.slice()
             unit.keep()
         elif self._frees_after_forward(unit, graph):
@@ -137,7 +140,7 @@ class Root:
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
         """The first gradient reached an output of `unit`, whose forward ran in `precision`."""
-        self._expect_end_of_backward()
+        self.expect_end_of_backward()
         if unit.precision is not precision:
             unit.select(precision)
         if unit.phase is Phase.BACKWARD and (unit.params is ParamState.FULL or not unit.options.unshard_in_backward):
@@ -181,7 +184,7 @@ class Root:
             while not unit.advance_reduce():
                 pass
 
-    def _expect_end_of_backward(self) -> None:
+    def expect_end_of_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
             on_backward_end(BackwardEnd(self))
