@@ -61,8 +61,12 @@ def spots_of(parameters: Iterable[torch.Tensor]) -> dict[int, Spot]:
 
 def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
     """Those that modules no longer have, because they were sharded: the name of each in its unit, by its id."""
-    slots = [slot for sharded in Sharded.living for slot in sharded.slots]
-    names = {id(origin): slot.name for slot in slots if (origin := slot.origin()) is not None}
+    names = {}
+    for sharded in (*Sharded.living, *FlatSharded.living):
+        for slot in sharded.slots:
+            origin = slot.origin()
+            if origin is not None and origin is not slot.sharded:  # flat units may keep the parameters they were given
+                names[id(origin)] = slot.name
     return {id(each): names[id(each)] for each in parameters if id(each) in names}
 
 
