@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import suppress
 
 from ..errors import ArgumentError, StateError
+from ..layout.flat import FlatCut
 from ..torch_private import current_backward, inside_backward, on_backward_end
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
@@ -273,7 +275,10 @@ class BackwardEnd:
         root = self._root()
         # A backward inside another one may be dropped while the outer one still unwinds: see `recover`.
         if not self._came and root is not None and not inside_backward():
-            root.reset()
+            # What left the backward is on its way to the user. If the reset fails too, because another rank is gone, a
+            # second traceback helps nobody; the next forward tries again.
+            with suppress(Exception):
+                root.reset()
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:
@@ -285,10 +290,14 @@ def _refuse_shared_parameters(units: list[Unit]) -> None:
             owners = [seen.setdefault(id(each), (slot.name, unit)) for each in (slot.origin, *now)]
             name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
             if other is not unit:
+                remedy = (
+                    "sharded by two calls of fully_shard. Shard both modules as one unit: fully_shard([first, second])"
+                )
+                if isinstance(slot.cut, FlatCut):
+                    remedy = "wrapped in two units. Wrap a module that contains both as one unit, and none of the two"
                 raise ArgumentError(
                     f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "
-                    "same, but were sharded by two calls of fully_shard. Shard both modules as one unit: "
-                    "fully_shard([first, second])."
+                    f"same, but were {remedy}."
                 )
 
 
