@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import pickle
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from bed.models import CASES
 from bed.parity import adamw
 from torch import Tensor, nn
 
-from unshard import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from unshard import FullStateDictConfig, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.composable import fully_shard
 from unshard.frontends.traversal import _get_fsdp_handles, _get_module_fsdp_state
 from unshard.frontends.wrap import ModuleWrapPolicy
+from unshard.optim import clip_grad_norm_
 
 half, single = torch.float16, torch.float32
 
@@ -247,3 +249,42 @@ def test_lg_02_found_as_units() -> None:
     assert [each.sharding_strategy for each in found] == [ShardingStrategy.FULL_SHARD] * 2
     assert all(_get_module_fsdp_state(each) is each and each.process_group.size() == 2 for each in found)
     assert FSDP.fsdp_modules(model, root_only=True) == found[:1]
+
+
+@world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_clipping_and_no_sync() -> None:
+    """By the class, since there is no wrapper to have methods; what else clips says so."""
+    case = CASES[0]
+    reference, model = case.build(), sharded(case)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with FSDP.no_sync(model):
+        case.loss(model, models.shard(case.batch(0), rank, size)).backward()
+    case.loss(model, models.shard(case.batch(1), rank, size)).backward()
+    for step in range(2):
+        case.loss(reference, case.batch(step)).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel.clip_grad_norm_\(model, max_norm\)"):
+        clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(FSDP.clip_grad_norm_(model, 0.01), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(FSDP.clip_grad_norm_(model, 1.0), torch.tensor(0.01), rtol=1e-3, atol=0)
+    inner = next(unit for unit in case.units(model) if unit is not model)
+    with pytest.raises(RuntimeError, match="inside another one"):
+        FSDP.clip_grad_norm_(inner, 1.0)
+    with pytest.raises(ValueError, match="this Linear is none"):
+        FSDP.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+
+
+@world(2)
+def test_wrong_arguments() -> None:
+    for options, words in (
+        ({"mixed_precision": torch.bfloat16}, r"MixedPrecision\(param_dtype=torch.bfloat16\)"),
+        ({"mixed_precision": MixedPrecisionPolicy(half)}, "is for unshard.fully_shard"),
+        ({"cpu_offload": True}, r"CPUOffload\(offload_params=True\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            fully_shard(nn.Linear(2, 2), **options)
+    with pytest.raises(TypeError, match="takes a module, got 3"):
+        fully_shard(3)
+    with pytest.raises(NotImplementedError, match=r"cannot be pickled or copied.*state_dict"):
+        pickle.dumps(fully_shard(nn.Linear(2, 2)))

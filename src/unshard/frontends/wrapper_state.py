@@ -15,7 +15,7 @@ from ..engine.precision import Precision, division
 from ..engine.root import Root
 from ..engine.states import Phase
 from ..engine.unit import Unit
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..torch_private import never_compiled
 from .comm_hooks import HookedTransport
 from .flat_parameter import Handle
@@ -53,6 +53,12 @@ class WrapperState(ShardState):
         self.summoned = False
         self.settings = default_settings()
         self.hooked = False
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"{self.unit} cannot be pickled or copied: its shards belong to one set of ranks and buffers. Save the "
+            "state_dict(), and load it into a model that is sharded anew."
+        )
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
         """Not as DTensors at rest are saved: plain pieces would be taken for whole parameters."""
