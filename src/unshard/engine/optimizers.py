@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -10,30 +11,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import StateError
 from .faces import full_name
+from .flat import replaced_by_shards
 from .writes import note_optimizer_step
 
 # How many parameters an optimizer had when it was last looked at.
 _checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-@cache
 def watch_optimizers() -> None:
+    """To be called for every unit: what was looked at before may be out of date now."""
+    _register()
+    _checked.clear()
+
+
+@cache
+def _register() -> None:
     """Once per process."""
-    register_optimizer_step_pre_hook(_refuse_full_faces)
+    register_optimizer_step_pre_hook(_refuse_strangers)
     register_optimizer_step_post_hook(note_optimizer_step)
 
 
-def _refuse_full_faces(optimizer: Any, *unused: Any) -> None:
-    """An optimizer that was built while parameters were gathered would step copies, and nothing would ever learn."""
+def _refuse_strangers(optimizer: Any, *unused: Any) -> None:
+    """An optimizer of parameters that modules do not have, or only while they compute: nothing would ever learn."""
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:
         return
-    for parameter in [parameter for group in groups for parameter in group["params"]]:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    _refuse_full_faces(optimizer, parameters)
+    _refuse_replaced(optimizer, parameters)
+    _checked[optimizer] = count
+
+
+def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
+    replaced = replaced_by_shards(parameters)
+    if not replaced:
+        return
+    some = ", ".join(list(replaced.values())[:3]) + (", ..." if len(replaced) > 3 else "")
+    found = f"This {type(optimizer).__name__} was built before the model was sharded, which has replaced its parameters"
+    if len(replaced) == len(parameters):
+        raise StateError(
+            f"{found} ({some}); its steps would change nothing. Build it of model.parameters() afterwards."
+        )
+    warnings.warn(f"{found} {some}: it will never move these. Build it after all sharding.", stacklevel=5)
+
+
+def _refuse_full_faces(optimizer: Any, parameters: list[Any]) -> None:
+    for parameter in parameters:
         if name := full_name(parameter):
             raise StateError(
                 f"This {type(optimizer).__name__} holds the gathered parameter {name!r} instead of the sharded one, so "
                 "its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
                 "after backward or reshard()."
             )
-    _checked[optimizer] = count
