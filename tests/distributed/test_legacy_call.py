@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,12 @@ from bed.models import CASES
 from bed.parity import adamw
 from torch import Tensor, nn
 
-from unshard import MixedPrecision, ShardingStrategy
+from unshard import FullStateDictConfig, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
+from unshard import FullyShardedDataParallel as FSDP
 from unshard.composable import fully_shard
-from unshard.frontends.traversal import _get_fsdp_handles
+from unshard.frontends.traversal import _get_fsdp_handles, _get_module_fsdp_state
 from unshard.frontends.wrap import ModuleWrapPolicy
+from unshard.optim import clip_grad_norm_
 
 half, single = torch.float16, torch.float32
 
@@ -127,3 +132,159 @@ def test_applied_twice() -> None:
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(AssertionError, match="already applied"):
         fully_shard(model)
+
+
+FULL, LOCAL, SHARDED = StateDictType
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def sharded(case: models.Case, **options: Any) -> nn.Module:
+    model = case.build()
+    for unit in case.units(model):
+        fully_shard(unit, **options)
+    return model
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: models.Case, steps: Any, alone: bool = False
+) -> None:
+    rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    for step in steps:
+        case.loss(model, models.shard(case.batch(step), rank, size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert type(found[name]) is torch.Tensor, name
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@quiet
+@world(1, 2, 3)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_state_dicts() -> None:
+    """Full by default: names, order, shapes and values of the unsharded model, and back; other kinds as asked."""
+    for case in CASES[:4]:
+        expected = case.build().state_dict()
+        model = sharded(case)
+        found = model.state_dict()
+        same(found, expected)
+        before = [parameter.shape for parameter in model.parameters()]
+        train(model, torch.optim.SGD(model.parameters(), lr=1.0), case, range(1))
+        same(found, expected)  # copies: what follows does not change them
+        assert [parameter.shape for parameter in model.parameters()] == before
+        assert str(model.load_state_dict(expected)) == "<All keys matched successfully>"
+        same(model.state_dict(), expected)
+        config = FullStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, FULL, config):
+            found = model.state_dict()
+            assert dist.get_rank() == 0 or not [name for name, _ in model.named_parameters() if name in found]
+        other = sharded(case)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.fill_(7.0)
+        with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
+            shards = model.state_dict()
+            assert dist.get_world_size() == 1 or not any(type(each) is Tensor for each in shards.values() if each.ndim)
+            other.load_state_dict(shards)
+        same(other.state_dict(), expected)
+        wrong = {**expected, "zz": torch.ones(1)}
+        with pytest.raises(RuntimeError, match="zz"):
+            model.load_state_dict(wrong)
+        case.loss(model, case.batch(0)).backward()  # all is put away
+
+
+@world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_no_local_state_dict() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with FSDP.state_dict_type(model, LOCAL):
+        for call in (model.state_dict, lambda: model.load_state_dict({"weight": torch.ones(4, 4)}, strict=False)):
+            with pytest.raises(NotImplementedError, match="SHARDED_STATE_DICT"):
+                call()
+    assert model.state_dict()["weight"].shape == (4, 4)
+
+
+@world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_state_dicts_restore_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    fully_shard(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16))
+    model(torch.ones(2, 3))
+    found = model.state_dict()
+    assert found["1.running_mean"].dtype == found["1.weight"].dtype == torch.float32
+
+
+@world(1, 2, 3)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_optimizer_state() -> None:
+    """By original names and whole, as that of the unsharded model; and back."""
+    case = CASES[0]
+    reference, model = case.build(), sharded(case)
+    whole, optimizer = adamw(reference.parameters()), adamw(model.parameters())
+    train(reference, whole, case, range(2), alone=True)
+    train(model, optimizer, case, range(2))
+    states = FSDP.optim_state_dict(model, optimizer)
+    for name, parameter in reference.named_parameters():
+        for key, value in whole.state[parameter].items():
+            torch.testing.assert_close(states["state"][name][key], value, rtol=1e-4, atol=1e-6)
+    again = sharded(case)
+    again.load_state_dict(model.state_dict())
+    other = adamw(again.parameters())
+    other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, copy.deepcopy(states)))
+    for each, stepper in ((model, optimizer), (again, other)):
+        train(each, stepper, case, range(2, 4))
+    same(again.state_dict(), model.state_dict())
+
+
+@world(2)
+def test_lg_02_found_as_units() -> None:
+    """PyTorch's helpers for checkpoints ask which units there are, and of which group."""
+    model = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    fully_shard(model)
+    found = FSDP.fsdp_modules(model)
+    assert [each.sharding_strategy for each in found] == [ShardingStrategy.FULL_SHARD] * 2
+    assert all(_get_module_fsdp_state(each) is each and each.process_group.size() == 2 for each in found)
+    assert FSDP.fsdp_modules(model, root_only=True) == found[:1]
+
+
+@world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_lg_02_clipping_and_no_sync() -> None:
+    """By the class, since there is no wrapper to have methods; what else clips says so."""
+    case = CASES[0]
+    reference, model = case.build(), sharded(case)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with FSDP.no_sync(model):
+        case.loss(model, models.shard(case.batch(0), rank, size)).backward()
+    case.loss(model, models.shard(case.batch(1), rank, size)).backward()
+    for step in range(2):
+        case.loss(reference, case.batch(step)).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel.clip_grad_norm_\(model, max_norm\)"):
+        clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(FSDP.clip_grad_norm_(model, 0.01), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(FSDP.clip_grad_norm_(model, 1.0), torch.tensor(0.01), rtol=1e-3, atol=0)
+    inner = next(unit for unit in case.units(model) if unit is not model)
+    with pytest.raises(RuntimeError, match="inside another one"):
+        FSDP.clip_grad_norm_(inner, 1.0)
+    with pytest.raises(ValueError, match="this Linear is none"):
+        FSDP.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+
+
+@world(2)
+def test_wrong_arguments() -> None:
+    for options, words in (
+        ({"mixed_precision": torch.bfloat16}, r"MixedPrecision\(param_dtype=torch.bfloat16\)"),
+        ({"mixed_precision": MixedPrecisionPolicy(half)}, "is for unshard.fully_shard"),
+        ({"cpu_offload": True}, r"CPUOffload\(offload_params=True\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            fully_shard(nn.Linear(2, 2), **options)
+    with pytest.raises(TypeError, match="takes a module, got 3"):
+        fully_shard(3)
+    with pytest.raises(NotImplementedError, match=r"cannot be pickled or copied.*state_dict"):
+        pickle.dumps(fully_shard(nn.Linear(2, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 import warnings
 from unittest import mock
 
@@ -16,7 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import unshard
-from unshard import CPUOffload, MixedPrecision, ShardingStrategy
+from unshard import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.frontends.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
@@ -296,3 +304,73 @@ def test_a_parameter_in_two_units_is_refused() -> None:
         with pytest.raises(ValueError, match=r"belongs to another|one and the same"):
             FSDP(model, use_orig_params=originals)(torch.ones(1, 2))
     assert FSDP(nn.Sequential(shared, shared)).params[0]._unpadded_unsharded_size == torch.Size((6,))
+
+
+@world(2)
+@quiet
+def test_arguments_of_the_wrong_kind() -> None:
+    """What was expected, what was found, what to pass."""
+    for options, words in (
+        ({"mixed_precision": torch.bfloat16}, r"got torch.bfloat16. Pass MixedPrecision\(param_dtype=torch.bfloat16\)"),
+        ({"mixed_precision": True}, r"got True. Pass MixedPrecision\("),
+        ({"mixed_precision": MixedPrecisionPolicy(torch.bfloat16)}, "MixedPrecisionPolicy is for unshard.fully_shard"),
+        ({"cpu_offload": True}, r"got True. Pass CPUOffload\(offload_params=True\)"),
+        ({"cpu_offload": CPUOffloadPolicy()}, "OffloadPolicy is for unshard.fully_shard"),
+        ({"backward_prefetch": "BACKWARD_PRE"}, r"BackwardPrefetch.BACKWARD_PRE or .*, got 'BACKWARD_PRE'"),
+        ({"auto_wrap_policy": nn.Linear}, r"got the class Linear.*ModuleWrapPolicy\({Linear}\)"),
+        ({"auto_wrap_policy": ModuleWrapPolicy}, r"an instance of it: ModuleWrapPolicy\(...\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            FSDP(net(), **options)
+    for wrong in ("x", None, [nn.Linear(2, 2)]):
+        with pytest.raises(TypeError, match="FullyShardedDataParallel takes a module, got"):
+            FSDP(wrong)  # type: ignore[arg-type]
+    for wrong in ("FULL", None):
+        with pytest.raises(ValueError, match=r"StateDictType.FULL_STATE_DICT.*got"):
+            FSDP.set_state_dict_type(FSDP(net()), wrong)  # type: ignore[arg-type]
+
+
+@world(2)
+@quiet
+def test_f1_14_values_of_the_peer_are_taken() -> None:
+    """Made before the drop-in was installed, say."""
+    from torch.distributed.fsdp import BackwardPrefetch as Prefetch
+    from torch.distributed.fsdp import CPUOffload as Offload
+    from torch.distributed.fsdp import MixedPrecision as Precision
+
+    model = FSDP(
+        net(),
+        mixed_precision=Precision(torch.bfloat16),  # type: ignore[arg-type]
+        cpu_offload=Offload(False),  # type: ignore[arg-type]
+        backward_prefetch=Prefetch.BACKWARD_POST,  # type: ignore[arg-type]
+    )
+    assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert model._state.unit.policy.param_dtype == torch.bfloat16
+
+
+@world(2)
+def test_f1_20_the_module_itself_may_be_ignored() -> None:
+    """As in PyTorch, with a warning: there is nothing to shard then."""
+    model = net()
+    shapes = [parameter.shape for parameter in model.parameters()]
+    with pytest.warns(UserWarning, match="nothing of it will be sharded"):
+        wrapped = FSDP(model, ignored_modules=[model])
+    assert [parameter.shape for parameter in wrapped.parameters()] == shapes
+    wrapped(torch.ones(1, next(iter(shapes))[1])).sum().backward()
+
+
+@world(2)
+@quiet
+def test_what_is_said_of_a_wrapper_is_not_about_fully_shard() -> None:
+    """Tied weights over units, `optim.flat`, pickling."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[0], model[1] = FSDP(model[0]), FSDP(model[1])
+    with pytest.raises(ValueError, match=r"wrapped in two units. Wrap a module that contains both"):
+        FSDP(model)(torch.ones(1, 2))
+    for originals in (False, True):
+        wrapped = FSDP(nn.Linear(2, 2), use_orig_params=originals)
+        with pytest.raises(ValueError, match=r"flat is for parameters that fully_shard has cut.*'weight'"):
+            unshard.optim.flat(torch.optim.AdamW(wrapped.parameters()))
+        with pytest.raises(NotImplementedError, match=r"cannot be pickled.*state_dict"):
+            pickle.dumps(nn.Sequential(wrapped))

@@ -14,10 +14,11 @@ from bed.parity import adamw
 from bed.wrapped import whole_gradients, whole_parameters, wrap, wrap_case
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from unshard import FullyShardedDataParallel as FSDP
-from unshard import MixedPrecision, ShardingStrategy
+from unshard import MixedPrecision, ShardingStrategy, fully_shard
 
 S = ShardingStrategy
 flat_or_originals = pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
@@ -216,3 +217,60 @@ def test_memory_returns_to_rest(originals: bool) -> None:
     model = wrap_case(case, use_orig_params=originals)
     case.loss(model, case.batch(0)).backward()
     assert not any(part.held for each in FSDP.fsdp_modules(model) for part in each._state.unit.parts)
+
+
+class Keeps(nn.Module):
+    """What a loss is computed from is not what forward returns."""
+
+    def __init__(self, returned: str):
+        super().__init__()
+        self.layer, self.returned = nn.Linear(4, 4), returned
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.kept = self.layer(x)
+        return {"nothing": None, "object": object(), "detached": self.kept.detach(), "number": 3}[self.returned]
+
+
+class Around(nn.Module):
+    def __init__(self, returned: str):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.inner, self.last = nn.Linear(4, 4), Keeps(returned), nn.Linear(4, 4)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.inner(self.first(x))
+        self.kept = self.last(x)
+
+
+@pytest.mark.parametrize("returned", ["nothing", "object", "detached", "number"])
+@pytest.mark.parametrize("how", ["flat", "originals", "fully_shard"])
+@world(2)
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_is_reached_past_what_forward_returns(returned: str, how: str) -> None:
+    """Of the root and of a unit inside, whose input has a gradient too: no gradient is lost."""
+    model, reference = Around(returned), Around(returned)
+    root: nn.Module = model
+    if how == "fully_shard":
+        fully_shard(model.inner, reshard_after_forward=True)
+        fully_shard(model, reshard_after_forward=True)
+    else:
+        model.inner = FSDP(model.inner, use_orig_params=how == "originals")  # type: ignore[assignment]
+        root = FSDP(model, use_orig_params=how == "originals")
+    optimizer, other = torch.optim.SGD(root.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0)
+        for top, inside, stepper in ((root, model, optimizer), (reference, reference, other)):
+            top(x)
+            (inside.inner.kept.square().sum() + inside.kept.square().sum()).backward()
+            stepper.step()
+            stepper.zero_grad()
+    if how == "fully_shard":
+        assert all(isinstance(each, DTensor) for each in model.parameters())  # all at rest
+        found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    else:
+        assert not any(part.held for each in FSDP.fsdp_modules(root) for part in each._state.unit.parts)
+        found = whole_parameters(root)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(found[name].detach(), parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -17,7 +17,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from unshard import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, ShardingStrategy, StateDictType
+from unshard import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from unshard import FullyShardedDataParallel as FSDP
 
 S = ShardingStrategy
@@ -110,8 +117,13 @@ def test_f1_99_sharded(originals: bool) -> None:
             for name, value in states.items():
                 torch.testing.assert_close(loaded["state"][key][name], value, rtol=0, atol=0)
         same_states(FSDP.optim_state_dict(model, optimizer)["state"], by_name(plain, stepper))
-    with FSDP.state_dict_type(model, LOCAL), pytest.raises(NotImplementedError, match="local"):
-        FSDP.optim_state_dict(model, optimizer)
+    model, optimizer = trained(case, use_orig_params=originals)
+    with FSDP.state_dict_type(model, LOCAL):  # there is no flat state: sharded, as in PyTorch
+        found = FSDP.optim_state_dict(model, optimizer)
+        assert all(isinstance(each["exp_avg"], ShardedTensor) for each in found["state"].values())
+        again = adam(model)
+        again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, found))
+    same_states(FSDP.optim_state_dict(model, again)["state"], by_name(plain, stepper))
 
 
 @flat_or_originals
@@ -209,3 +221,133 @@ def test_f1_102_older_methods(originals: bool) -> None:
     with pytest.warns(FutureWarning, match=r"optim_input|shard_full") as seen:
         FSDP.shard_full_optim_state_dict(full, model, optim_input=[*model.parameters()], optim=optimizer)
     assert any("optim_input" in str(each.message) for each in seen)
+
+
+@flat_or_originals
+@quiet
+@world(2)
+def test_f1_102_older_methods_without_the_optimizer(originals: bool) -> None:
+    """Then it is one of all the model's parameters in their order, in the groups that the state dict has."""
+    case = CASES[1]
+    plain, stepper = reference(case)
+    model, optimizer = trained(case, use_orig_params=originals)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    on_root = full if dist.get_rank() == 0 else None
+    listed = list(model.parameters())
+    for pieces in (
+        FSDP.shard_full_optim_state_dict(full, model),
+        FSDP.scatter_full_optim_state_dict(on_root, model),
+        FSDP.shard_full_optim_state_dict(full, model, optim_input=listed),
+        FSDP.shard_full_optim_state_dict(full, model, optim_input=[{"params": listed}]),
+    ):
+        other = adam(model)
+        other.load_state_dict(pieces)
+        same_states(FSDP.optim_state_dict(model, other)["state"], full["state"])
+    numbers = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain)
+    fresh = adam(plain)
+    fresh.load_state_dict(numbers)
+    same_states(by_name(plain, fresh), full["state"])
+    back = FSDP.rekey_optim_state_dict(stepper.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
+    same_states(back["state"], full["state"])
+
+
+@flat_or_originals
+@quiet
+@world(2)
+def test_f1_102_groups_without_the_optimizer(originals: bool) -> None:
+    case = CASES[1]
+    model = wrap_case(case, use_orig_params=originals)
+
+    def divided() -> torch.optim.Optimizer:
+        parameters = list(model.parameters())
+        return torch.optim.AdamW([{"params": parameters[1::2], "lr": 0.5}, {"params": parameters[::2]}], lr=1e-2)
+
+    optimizer = divided()
+    run(model, optimizer, case, range(2))
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    other = divided()
+    other.load_state_dict(FSDP.shard_full_optim_state_dict(full, model))
+    assert [group["lr"] for group in other.param_groups] == [0.5, 1e-2]
+    same_states(FSDP.optim_state_dict(model, other)["state"], full["state"])
+
+
+@flat_or_originals
+@quiet
+@world(2)
+def test_strangers_are_refused(originals: bool) -> None:
+    """An optimizer of another model's parameters, or of those that wrapping has replaced: never an empty state."""
+    module = nn.Linear(3, 3)
+    early, other = adam(module), adam(nn.Linear(3, 3))
+    model = FSDP(module, use_orig_params=originals)
+    state = FSDP.optim_state_dict(model, adam(model))
+    for call in (
+        lambda optimizer: FSDP.optim_state_dict(model, optimizer),
+        lambda optimizer: FSDP.optim_state_dict_to_load(model, optimizer, state),
+    ):
+        with pytest.raises(ValueError, match="2 of the parameters of this AdamW are not in the model"):
+            call(other)
+        if originals:
+            call(early)  # the parameters are still the same
+        else:
+            with pytest.raises(ValueError, match=r"before the model was sharded, which has replaced weight, bias"):
+                call(early)
+
+
+@quiet
+@world(2)
+def test_steps_of_replaced_parameters() -> None:
+    """They would change nothing: an error, or a warning where other parameters are moved. Also with fully_shard."""
+    for shard in (lambda each: FSDP(each), fully_shard):
+        module = nn.Linear(3, 3)
+        early = adam(module)
+        module(torch.ones(1, 3)).sum().backward()
+        early.step()  # before: as ever
+        model = shard(module)
+        with pytest.raises(RuntimeError, match=r"before the model was sharded.*weight, bias.*model.parameters\(\)"):
+            early.step()
+        early.add_param_group({"params": list(model.parameters())})
+        with pytest.warns(UserWarning, match="never move these"):
+            early.step()
+    model = FSDP(module := nn.Linear(3, 3), use_orig_params=True)
+    optimizer = adam(module)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@flat_or_originals
+@quiet
+@world(2)
+def test_states_of_wrong_shapes_are_refused(originals: bool) -> None:
+    case = CASES[1]
+    model, optimizer = trained(case, use_orig_params=originals)
+    found = FSDP.optim_state_dict(model, optimizer)
+    name = next(name for name, each in found["state"].items() if each["exp_avg"].ndim == 1)
+    shape = tuple(found["state"][name]["exp_avg"].shape)
+    for wrong in ((3,), (2, shape[0] // 2), (shape[0] + 1,), (1,)):
+        bad = copy.deepcopy(found)
+        bad["state"][name]["exp_avg"] = torch.zeros(wrong)
+        with pytest.raises(ValueError) as caught:
+            FSDP.optim_state_dict_to_load(model, optimizer, bad)
+        assert all(str(part) in str(caught.value) for part in (repr(name), "'exp_avg'", wrong, shape))
+    for key in (None, "step", "exp_avg"):
+        bad = copy.deepcopy(found)
+        del (bad["state"] if key is None else bad["state"][name])[name if key is None else key]
+        if originals:
+            FSDP.optim_state_dict_to_load(model, optimizer, bad)
+        else:
+            with pytest.raises(ValueError, match=f"not for {name}"):
+                FSDP.optim_state_dict_to_load(model, optimizer, bad)
+
+
+@quiet
+@world(2)
+def test_arguments_of_optim_state_dict_to_load() -> None:
+    model = FSDP(nn.Linear(3, 3))
+    optimizer = adam(model)
+    state = FSDP.optim_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match="the other way round"):
+        FSDP.optim_state_dict_to_load(model, state, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be what optim_state_dict"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {"model": {}})
+    with pytest.raises(ValueError, match="got a list"):
+        FSDP.optim_state_dict_to_load(model, optimizer, [])  # type: ignore[arg-type]

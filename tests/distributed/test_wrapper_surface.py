@@ -457,7 +457,7 @@ def test_memory_at_rest_and_whole(originals: bool) -> None:
         assert flat.numel() == flat._sharded_size[0] == flat.grad.numel()
     if not originals:
         veil = model.module[0].weight
-        assert veil.shape == (5, 2) and veil.isnan().all() and veil.untyped_storage().nbytes() == 4
+        assert veil.shape == (5, 2) and veil.untyped_storage().nbytes() == 4
         assert "weight" not in dict(model.module[0].named_parameters())
 
 
@@ -479,3 +479,65 @@ def test_f1_73_a_step_inside_backward() -> None:
     assert all(each.grad is None for each in model.parameters())
     after = whole_parameters(model)
     assert any(not torch.equal(after[name], reference[name]) for name in after)
+
+
+class Several(nn.Module):
+    """Layers of the kinds that reach their weights in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.recurrent, self.attention = nn.LSTM(4, 4, batch_first=True), nn.MultiheadAttention(4, 2)
+        self.conv, self.head = nn.Conv1d(3, 3, 1), nn.Linear(4, 4, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.recurrent(self.norm(self.embed(tokens)))
+        return self.generate(self.conv(self.attention(x, x, x)[0]))
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def check_veils(model: FSDP, tokens: torch.Tensor, x: torch.Tensor) -> None:
+    inside = model.module
+    for call, name in (
+        (lambda: inside(tokens), "embed.weight"),
+        (lambda: model.generate(x), "head.weight"),
+        (lambda: inside.norm(x), "norm"),
+        (lambda: inside.recurrent(x), "recurrent"),
+        (lambda: inside.attention(x, x, x), "attention"),
+        (lambda: inside.conv(x), "conv"),
+        (lambda: inside.head.weight + 1, "head.weight"),
+        (lambda: x @ inside.head.weight, "head.weight"),
+        (lambda: inside.head.weight.sum(), "head.weight"),
+        (lambda: inside.head.weight.data.tolist(), "head.weight"),
+        (lambda: torch.stack([x[0, 0], inside.norm.bias]), "norm.bias"),
+        (lambda: copy.deepcopy(inside.head), "head.weight"),
+    ):
+        with pytest.raises(RuntimeError, match=f"Parameter '{name}.*model.module.*summon_full_params"):
+            call()
+    weight = inside.head.weight
+    assert isinstance(weight, torch.Tensor) and "Veil" in repr(weight) and len(weight) == 4
+    assert weight.shape == weight.size() == (4, 4) and weight.dtype == torch.float32 and weight.ndim == 2
+    assert weight.device.type == "cpu" and weight.is_floating_point() and weight.numel() == 16
+    assert not weight.requires_grad and weight.grad is None and weight.detach().shape == (4, 4)
+    assert weight in {weight} and not weight.is_cuda and weight.data.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore")
+@world(2)
+def test_parameters_used_past_the_wrapper() -> None:
+    """A flat unit at rest: whoever computes with its parameters is told which, and what to do; to look is no crime."""
+    model = FSDP(Several())
+    tokens, x = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, 4)
+    check_veils(model, tokens, x)
+    with torch.no_grad():
+        model(tokens)
+    check_veils(model, tokens, x)
+    model(tokens).sum().backward()
+    check_veils(model, tokens, x)
+    model.double().float()
+    check_veils(model, tokens, x)
+    with FSDP.summon_full_params(model):
+        assert model.module(tokens).isfinite().all() and model.generate(x).isfinite().all()
+    check_veils(model, tokens, x)

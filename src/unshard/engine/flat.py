@@ -67,8 +67,12 @@ def spots_of(parameters: Iterable[torch.Tensor]) -> dict[int, Spot]:
 
 def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
     """Those that modules no longer have, because they were sharded: the name of each in its unit, by its id."""
-    slots = [slot for sharded in Sharded.living for slot in sharded.slots]
-    names = {id(origin): slot.name for slot in slots if (origin := slot.origin()) is not None}
+    names = {}
+    for sharded in (*Sharded.living, *FlatSharded.living):
+        for slot in sharded.slots:
+            origin = slot.origin()
+            if origin is not None and origin is not slot.sharded:  # flat units may keep the parameters they were given
+                names[id(origin)] = slot.name
     return {id(each): names[id(each)] for each in parameters if id(each) in names}
 
 
@@ -83,15 +87,23 @@ def gradient_spots() -> dict[int, GradSpot]:
     return found
 
 
-def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
-    """The name of one of `parameters` that is some elements of a flat unit, if any is: plain tensors do not tell."""
+def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
+    """The name of one of `parameters` that belongs to a flat unit, if any does: plain tensors do not tell.
+
+    `ranks`: only of units that are cut over so many, or more.
+    """
     wanted = set(map(id, parameters))
     for sharded in FlatSharded.living:
-        if sharded.slots[0].cut.world > 1:
+        if sharded.slots[0].cut.world >= ranks:
             for slot in sharded.slots:
                 if id(slot.sharded) in wanted:
                     return slot.name
     return None
+
+
+def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
+    """The same for one that is some elements of a unit, so that a rank does not know the whole."""
+    return lies_flat(parameters, ranks=2)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 
 from ..comm.interface import Transport
+from ..errors import StateError
 from ..layout.rows import Region
 from .faces import Faces, Home, Slot
 from .grad_shard import GradShard
 from .living import Living
 from .master import Master
 from .residence import Residence
+from .tree import tensors_in
 
 
 @dataclass(eq=False)
@@ -91,13 +94,57 @@ class VeiledFaces(FlatFaces):
         self._flat.show_local()
 
 
-def veil_for(slot: Slot, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Shape, dtype and device of a parameter that is elsewhere; whoever reads its numbers sees that there are none.
+class Veil(torch.Tensor):
+    """Shape, dtype and device of a parameter that is elsewhere. Whoever computes with it is told what to do.
 
-    The emptied full face would do, but reading it ends the process.
+    The emptied full face would do, but reading it ends the process. Where no function of torch is called, its numbers
+    are NaN.
     """
+
+    _slot: weakref.ref[Slot]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        veil = next((each for each in tensors_in((args, kwargs)) if isinstance(each, Veil)), None)
+        if getattr(func, "__name__", "") not in _LOOKS:
+            slot = None if veil is None else veil._slot()
+            name = "" if slot is None else f" {slot.name!r}"
+            raise StateError(
+                f"Parameter{name} is sharded, and whole only while its wrapped module computes. Call the module that "
+                "FullyShardedDataParallel returned, model(x) instead of model.module(x), or whatever uses it inside "
+                "FullyShardedDataParallel.summon_full_params(model)."
+            )
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if veil is not None and isinstance(result, Veil):
+            result._slot = veil._slot
+        return result
+
+    def data_ptr(self) -> int:
+        """Nowhere. Recurrent layers move weights with addresses into one chunk."""
+        return 0
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Veil(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+# What may be asked of a veil; properties are got by `__get__`.
+_LOOKS = {
+    *("__get__", "__set__", "__delete__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "stride"),
+    *("storage_offset", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned"),
+    *("is_shared", "is_inference", "get_device", "untyped_storage", "detach", "requires_grad_"),
+}
+
+
+def _veiled(nothing: torch.Tensor, slot: weakref.ref[Slot]) -> Veil:
+    veil = nothing.as_subclass(Veil)
+    veil._slot = slot
+    return veil
+
+
+def veil_for(slot: Slot, dtype: torch.dtype, device: torch.device) -> Veil:
     nothing = torch.zeros((), dtype=dtype, device=device)
-    return (nothing.fill_(torch.nan) if dtype.is_floating_point else nothing).expand(slot.cut.shape)
+    numbers = (nothing.fill_(torch.nan) if dtype.is_floating_point else nothing).expand(slot.cut.shape)
+    return _veiled(numbers, weakref.ref(slot))  # the slot knows where it is registered, so it must not be held here
 
 
 class FlatGradShard(GradShard):

@@ -28,6 +28,7 @@ from .unit import ROOT, Unit
 from .wiring import Wiring
 
 STATE_KEY = "_unshard_state"
+_WATCHED = "unshard_watched"
 WRAPPED = "_fsdp_wrapped_module."
 """What a wrapper adds to the names of what it wraps."""
 
@@ -64,6 +65,9 @@ class ShardState:
         module.__dict__[STATE_KEY] = self
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+        self._attach_to_state_dicts(module)
+
+    def _attach_to_state_dicts(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_post_hook(self.post_load)
@@ -150,7 +154,7 @@ class ShardState:
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
-                root.after_forward(unit, graph, returns)
+                root.after_forward(unit, graph, returns, blind=not returns and self._watch_parameters())
         return output if unit.precision is Precision.STORED else cast_floats(output, unit.policy.output_dtype)
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -178,6 +182,23 @@ class ShardState:
                 # made its base stays.
                 base.grad_fn.register_prehook(begin)
         return bool(watched)
+
+    def _watch_parameters(self) -> bool:
+        """Of a unit without outputs to watch: a backward may come all the same, by what forward left elsewhere.
+
+        When it begins is not told, only that it reached a parameter; false if it cannot.
+        """
+        trained = [slot.full for slot in self.unit.slots if slot.full is not None and slot.full.requires_grad]
+        for face in trained:
+            if not hasattr(face, _WATCHED):
+                setattr(face, _WATCHED, True)
+                face.register_post_accumulate_grad_hook(partial(_gradient_came, weakref.ref(self)))
+        return bool(trained)
+
+    def expect_end_of_backward(self) -> None:
+        root = self._live_root()
+        if root is not None:
+            root.expect_end_of_backward()
 
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:
@@ -323,6 +344,13 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
     every subclass of tensors knows it.
     """
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
+
+
+def _gradient_came(ref: weakref.ref[ShardState], face: torch.Tensor) -> None:
+    """Parameters must not keep their modules' state alive."""
+    state = ref()
+    if state is not None:
+        state.expect_end_of_backward()
 
 
 def without_wrappers(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..errors import StateError
 from .faces import full_name
+from .flat import replaced_by_shards
 from .sharded import Sharded
 from .writes import note_optimizer_step
 
@@ -17,46 +19,53 @@ from .writes import note_optimizer_step
 _checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-@cache
 def watch_optimizers() -> None:
+    """To be called for every unit: what was looked at before may be out of date now."""
+    _register()
+    _checked.clear()
+
+
+@cache
+def _register() -> None:
     """Once per process."""
-    register_optimizer_step_pre_hook(_refuse)
+    register_optimizer_step_pre_hook(_look)
     register_optimizer_step_post_hook(note_optimizer_step)
 
 
-def _refuse(optimizer: Any, *unused: Any) -> None:
+def _look(optimizer: Any, *unused: Any) -> None:
+    """At an optimizer that was not looked at before."""
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:
         return
     parameters = [parameter for group in groups for parameter in group["params"]]
     _refuse_full_faces(optimizer, parameters)
+    _refuse_replaced(optimizer, parameters)
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _checked[optimizer] = count
 
 
+def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
+    """An optimizer of parameters that modules do not have any more: nothing would ever learn."""
+    replaced = replaced_by_shards(parameters)
+    if not replaced:
+        return
+    some = ", ".join(list(replaced.values())[:3]) + (", ..." if len(replaced) > 3 else "")
+    found = f"This {type(optimizer).__name__} was built before the model was sharded, which has replaced its parameters"
+    if len(replaced) == len(parameters):
+        raise StateError(
+            f"{found} ({some}); its steps would change nothing. Build it of model.parameters() afterwards."
+        )
+    warnings.warn(f"{found} {some}: it will never move these. Build it after all sharding.", stacklevel=5)
+
+
 def _refuse_full_faces(optimizer: Any, parameters: list[Any]) -> None:
-    """An optimizer that was built while parameters were gathered would step copies, and nothing would ever learn."""
+    """An optimizer that was built while parameters were gathered would step copies."""
     for parameter in parameters:
         if name := full_name(parameter):
             raise StateError(
                 f"This {type(optimizer).__name__} holds the gathered parameter {name!r} instead of the sharded one, so "
                 "its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
                 "after backward or reshard()."
-            )
-
-
-def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
-    """It would keep the state on the device, where a user has said there is no room for it."""
-    wanted = set(map(id, parameters))
-    for sharded in Sharded.living:
-        names = [slot.name for slot in sharded.slots if id(slot.sharded) in wanted]
-        if sharded.residence.states is not None and names:
-            listed = ", ".join([*map(repr, names[:4]), *(["..."] if len(names) > 4 else [])])
-            raise StateError(
-                f"This {type(optimizer).__name__} steps {listed} of a unit whose OptimizerOffloadPolicy keeps "
-                "optimizer state on the host. Only flat optimizers bring it to the device and back. After building it, "
-                "add: optimizer = unshard.optim.flat(optimizer). One that cannot be flat needs units with another "
-                "offload_policy."
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import suppress
 
 from ..errors import ArgumentError, StateError
+from ..layout.flat import FlatCut
 from ..torch_private import current_backward, inside_backward, on_backward_end
 from .arrivals import REFS, listeners
 from .precision import Precision
@@ -46,7 +48,7 @@ class Root:
         """Make `unit` whole, with the gather of the next one already under way."""
         recomputing = current_backward() != -1
         if recomputing:
-            self._expect_end_of_backward()
+            self.expect_end_of_backward()
         elif unit is self.unit:
             self._begin_forward()
         if unit.precision is not precision:
@@ -86,18 +88,21 @@ class Root:
         for unit in self.units:
             unit.release_gradients()
 
-    def after_forward(self, unit: Unit, graph: bool, returns: bool = True) -> None:
+    def after_forward(self, unit: Unit, graph: bool, returns: bool = True, blind: bool = False) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.
 
         `graph`: the root's forward builds a graph, so a backward may come. `returns`: it may come through this unit,
-        which is not so where everything up to here is frozen.
+        which is not so where everything up to here is frozen. `blind`: it may, but nobody will tell when it begins.
         """
         unit.phase = Phase.IDLE
         if current_backward() != -1:
             return
         if returns:
             self._backward_order.push(self._number[unit])
-        if unit.options.slice_after_forward and graph:
+        if blind:
+            unit.keep()  # nothing would gather it in time
+            unit.hide()
+        elif unit.options.slice_after_forward and graph:
             unit.slice()
             unit.keep()
         elif self._frees_after_forward(unit, graph):
@@ -144,7 +149,7 @@ class Root:
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
         """The first gradient reached an output of `unit`, whose forward ran in `precision`."""
-        self._expect_end_of_backward()
+        self.expect_end_of_backward()
         if unit.precision is not precision:
             unit.select(precision)
         if unit.phase is Phase.BACKWARD and (unit.params is ParamState.FULL or not unit.options.unshard_in_backward):
@@ -198,7 +203,7 @@ class Root:
         for listener in listeners():
             listener.arrived([shard for part in unit.parts for shard in part.gradients.shards()])
 
-    def _expect_end_of_backward(self) -> None:
+    def expect_end_of_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
             on_backward_end(BackwardEnd(self))
@@ -294,7 +299,10 @@ class BackwardEnd:
         root = self._root()
         # A backward inside another one may be dropped while the outer one still unwinds: see `recover`.
         if not self._came and root is not None and not inside_backward():
-            root.reset()
+            # What left the backward is on its way to the user. If the reset fails too, because another rank is gone, a
+            # second traceback helps nobody; the next forward tries again.
+            with suppress(Exception):
+                root.reset()
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:
@@ -306,10 +314,14 @@ def _refuse_shared_parameters(units: list[Unit]) -> None:
             owners = [seen.setdefault(id(each), (slot.name, unit)) for each in (slot.origin, *now)]
             name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
             if other is not unit:
+                remedy = (
+                    "sharded by two calls of fully_shard. Shard both modules as one unit: fully_shard([first, second])"
+                )
+                if isinstance(slot.cut, FlatCut):
+                    remedy = "wrapped in two units. Wrap a module that contains both as one unit, and none of the two"
                 raise ArgumentError(
                     f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "
-                    "same, but were sharded by two calls of fully_shard. Shard both modules as one unit: "
-                    "fully_shard([first, second])."
+                    f"same, but were {remedy}."
                 )
 
 

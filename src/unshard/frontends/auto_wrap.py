@@ -34,6 +34,12 @@ def auto_wrap(
     (batch norms, by default), their instances are wrapped by themselves without mixed precision. `ignored_modules` has
     to contain the modules inside ignored ones too. A module that has several names is wrapped once, and so under all.
     """
+    if isinstance(policy, type):
+        name = policy.__name__
+        hint = f"To wrap the modules of that class, pass ModuleWrapPolicy({{{name}}})."
+        if issubclass(policy, _Policy):
+            hint = f"Pass an instance of it: {name}(...)."
+        raise PolicyError(f"auto_wrap_policy must be a function or a policy, got the class {name}. {hint}")
     _check_unwrapped(module, is_wrapped or _instances_of(wrapper))
     mixed_precision = kwargs.get("mixed_precision")
     classes = tuple(getattr(mixed_precision, "_module_classes_to_ignore", None) or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,10 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
         if state_of(each) is not None:
             raise ArgumentError(f"{name} contains a {type(each).__name__} that is wrapped; a unit cannot be ignored.")
         if each is root:
-            raise ArgumentError(f"{name} contains the {type(each).__name__} that is to be wrapped.")
+            warnings.warn(
+                f"{name} contains the {type(each).__name__} that is to be wrapped: nothing of it will be sharded.",
+                stacklevel=4,
+            )
     inside = frozenset(child for each in listed for child in each.modules() if state_of(child) is None)
     own = frozenset(parameter for child in inside for parameter in child.parameters(recurse=False))
     return Ignored({name: listed}, inside, own)

@@ -14,9 +14,11 @@ from .auto_wrap import Policy, auto_wrap
 from .flat_call import flat_state
 from .ignored import resolve_ignored
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .wrapper_arguments import check_module, checked_cpu_offload, checked_mixed_precision
 from .wrapper_groups import resolve_groups
 from .wrapper_precision import CallPolicy
 from .wrapper_state import Call
+from .wrapper_state_dict import HookedStateDicts
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -39,8 +41,12 @@ def fully_shard(
     """Shard the parameters of `module` that no earlier call took as one flat unit; changes the module and returns it.
 
     As `FullyShardedDataParallel(module, use_orig_params=True, ...)`, but names stay as they are, and every module that
-    it is applied to casts its inputs as the outermost one does (`cast_root_forward_inputs`).
+    it is applied to casts its inputs as the outermost one does (`cast_root_forward_inputs`). Static methods of that
+    class (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) take such modules too; `state_dict()` is
+    a full one unless another kind is set.
     """
+    check_module(module, "fully_shard")
+    precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
     if state_of(module) is not None:
         raise AppliedTwiceError(f"fully_shard was already applied to this {type(module).__name__}.")
     groups = resolve_groups(process_group, None, strategy, policy is not None)
@@ -62,10 +68,11 @@ def fully_shard(
             "use_orig_params": True,
         }
         auto_wrap(module, policy, _apply_inside, inside, ignored.modules, ignored.parameters)
-    call = Call(groups, mixed_precision or MixedPrecision(), cpu_offload or CPUOffload(), True, True)
+    call = Call(groups, precision, offload, True, True)
     prefetch = BackwardPrefetch.BACKWARD_PRE
     state = flat_state(module, call, ignored, backward_prefetch=prefetch, policy_kind=CallPolicy, **common)
     state.attach(module)
+    HookedStateDicts(state).attach(module)
     return module
 
 

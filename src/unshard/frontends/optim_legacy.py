@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ArgumentError
-from .optim_state import StateDict, broadcast_states, optim_state_dict, optim_state_dict_to_load
+from .optim_owned import owned_by
+from .optim_state import StateDict, broadcast_states, names_of, optim_state_dict, optim_state_dict_to_load
 from .wrapper_api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -70,7 +71,8 @@ def shard_full_optim_state_dict(
 ) -> StateDict:
     """This rank's pieces of a full one, which all ranks have."""
     _deprecated("shard_full_optim_state_dict", optim_input)
-    return optim_state_dict_to_load(model, _given(optim), full_optim_state_dict, settings=_full(False))
+    listed = _listed(model, optim, optim_input, full_optim_state_dict)
+    return optim_state_dict_to_load(model, listed, full_optim_state_dict, settings=_full(False))
 
 
 def flatten_sharded_optim_state_dict(
@@ -91,7 +93,7 @@ def scatter_full_optim_state_dict(
     """This rank's pieces of a full one, which rank 0 has."""
     _deprecated("scatter_full_optim_state_dict", optim_input)
     whole = broadcast_states(full_optim_state_dict, group)
-    return optim_state_dict_to_load(model, _given(optim), whole, settings=_full(False))
+    return optim_state_dict_to_load(model, _listed(model, optim, optim_input, whole), whole, settings=_full(False))
 
 
 def rekey_optim_state_dict(
@@ -104,7 +106,7 @@ def rekey_optim_state_dict(
     """The same for a model that is not wrapped, by names instead of numbers or the other way round."""
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
-    listed = [parameter for group in _given(optim).param_groups for parameter in group["params"]]
+    listed = [parameter for group in _listed(model, optim, optim_input).param_groups for parameter in group["params"]]
     if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
         table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in enumerate(listed)}
     else:
@@ -120,7 +122,34 @@ def _rekeyed(given: StateDict, new: Callable[[Any], Any]) -> StateDict:
     return {"state": {new(key): value for key, value in given["state"].items()}, "param_groups": groups}
 
 
-def _given(optim: Any) -> Any:
-    if optim is None:
-        raise ArgumentError("Pass the optimizer as optim=; without it, whose state it is cannot be told.")
-    return optim
+@dataclass(frozen=True)
+class Listed:
+    """The parameters of an optimizer, which is not there itself."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _listed(model: nn.Module, optim: Any, optim_input: Any, given: StateDict | None = None) -> Any:
+    """The optimizer or, without one, what it was built of: as told, or all parameters of the model in their order.
+
+    Groups are those of the state dict `given`, if any.
+    """
+    if optim is not None:
+        return optim
+    if optim_input is not None:
+        told = list(optim_input)
+        if all(isinstance(each, dict) for each in told):
+            return Listed([{"params": list(each["params"])} for each in told])
+        return Listed([{"params": told}])
+    parameters = list(model.parameters())
+    groups = [] if given is None else given["param_groups"]
+    if len(groups) < 2:
+        return Listed([{"params": parameters}])
+    names = names_of(model, owned_by(model))
+    number = {name: index for index, group in enumerate(groups) for name in group["params"]}
+    divided: list[dict[str, Any]] = [{"params": []} for _ in groups]
+    for parameter in parameters:
+        mine = number.get(names[id(parameter)][0])
+        if mine is not None:
+            divided[mine]["params"].append(parameter)
+    return Listed(divided)

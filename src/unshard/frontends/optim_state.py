@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..engine.faces import full_name
+from ..engine.flat import replaced_by_shards
+from ..errors import ArgumentError
 from .optim_owned import Owned, owned_by
 from .sharded_tensors import cut_rows
 from .state_dict_kinds import get_state_dict_type
@@ -31,25 +33,24 @@ def optim_state_dict(
     All ranks have to call; with `rank0_only` the others get an empty one.
     """
     settings = settings or get_state_dict_type(model)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise UnsupportedError("There is no local optimizer state dict: save that of the optimizer itself.")
+    units, state = owned_by(model), {}
+    names = names_of(model, units)
+    _refuse_strangers(optim, names)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     keys = _keys(optim, given)
-    units, state = owned_by(model), {}
     for unit in units:
         held = [(number, parameter, numbers) for number, (parameter, numbers) in enumerate(unit.parameters())]
         if any(id(parameter) in keys for _, parameter, _ in held):
             own = {n: given["state"].get(keys[id(p)], {}) for n, p, _ in held if id(p) in keys}
             state.update(_whole_states(unit, own, settings))
-    names = _names(model, units)
     for parameter in _parameters(optim):
-        if id(parameter) in names and len(names[id(parameter)]) == 1 and names[id(parameter)][0] not in state:
+        if len(names[id(parameter)]) == 1 and names[id(parameter)][0] not in state:
             own_state = given["state"].get(keys[id(parameter)])
             if own_state and not _is_owned(units, parameter):
                 state[names[id(parameter)][0]] = dict(own_state)
     groups = []
     for mine, theirs in zip(optim.param_groups, given["param_groups"], strict=True):
-        expanded = [name for parameter in mine["params"] for name in names.get(id(parameter), [])]
+        expanded = [name for parameter in mine["params"] for name in names[id(parameter)]]
         groups.append({**{key: value for key, value in theirs.items() if key != "params"}, "params": expanded})
     if getattr(settings.optim_state_dict_config, "rank0_only", False) and dist.get_rank(group) != 0:
         return {}
@@ -70,7 +71,24 @@ def _is_owned(units: list[Owned], parameter: nn.Parameter) -> bool:
     return any(parameter is each for unit in units for each, _ in unit.parameters())
 
 
-def _names(model: nn.Module, units: list[Owned]) -> dict[int, list[str]]:
+def _refuse_strangers(optim: Any, names: dict[int, list[str]]) -> None:
+    """Nothing could be said about their state, and leaving it out would lose it without a word."""
+    unknown = [each for each in _parameters(optim) if id(each) not in names]
+    if not unknown:
+        return
+    where = f"{len(unknown)} of the parameters of this {type(optim).__name__} are not in the model"
+    replaced = list(replaced_by_shards(unknown).values())
+    if replaced:
+        some = ", ".join(replaced[:3]) + (", ..." if len(replaced) > 3 else "")
+        where += f": it was built before the model was sharded, which has replaced {some}"
+    elif any(full_name(each) for each in unknown):
+        where += ": it was built while parameters were whole, in forward or summon_full_params"
+    raise ArgumentError(
+        f"{where}. Build the optimizer of model.parameters() of the wrapped model, and pass that model."
+    )
+
+
+def names_of(model: nn.Module, units: list[Owned]) -> dict[int, list[str]]:
     """Original names by parameter: all of a unit's for its flat one."""
     names = {id(parameter): [clean_tensor_name(name)] for name, parameter in model.named_parameters()}
     for unit in units:
@@ -136,7 +154,8 @@ def _given(unit: Owned, whole: torch.Tensor, settings: StateDictSettings) -> Any
     if settings.optim_state_dict_config.offload_to_cpu:
         whole = whole.cpu()
     groups = unit.state.call.groups
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and groups.meaning.cuts:
+    # There is no flat state to be had for LOCAL_STATE_DICT; PyTorch shards it by names there, too.
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and groups.meaning.cuts:
         return cut_rows(whole, groups.own, groups.mesh)
     return whole
 
@@ -155,8 +174,10 @@ def optim_state_dict_to_load(
     settings = settings or get_state_dict_type(model)
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
         optim_state_dict = broadcast_states(optim_state_dict, group)
+    _require_state_dict(optim, optim_state_dict)
     given, units = optim_state_dict["state"], owned_by(model)
-    names = _names(model, units)
+    names = names_of(model, units)
+    _refuse_strangers(optim, names)
     parts: dict[int, StateDict] = {}
     for unit in units:
         wholes = {
@@ -164,11 +185,11 @@ def optim_state_dict_to_load(
         }
         for parameter, numbers in unit.parameters():
             own = {number: wholes[number] for number in numbers if number in wholes}
-            if own:
-                parts[id(parameter)] = _pieces(unit, own)
+            if any(own.values()):
+                parts[id(parameter)] = _pieces(unit, own, numbers)
     state: dict[Any, StateDict] = {}
     for number, parameter in enumerate(_parameters(optim)):
-        mine = names.get(id(parameter), [str(number)])
+        mine = names[id(parameter)]
         key = (mine[0] if len(mine) == 1 else "_flat_param") if is_named_optimizer else number
         if id(parameter) in parts:
             state[key] = parts[id(parameter)]
@@ -183,11 +204,12 @@ def optim_state_dict_to_load(
     return result
 
 
-def _pieces(unit: Owned, own: dict[int, StateDict]) -> StateDict:
-    """A parameter's state on this rank, from the whole states of the original ones that it stands for."""
+def _pieces(unit: Owned, own: dict[int, StateDict], numbers: list[int]) -> StateDict:
+    """A parameter's state on this rank, from the whole states of the original ones that it stands for: `numbers`."""
     result: StateDict = {}
     for name in dict.fromkeys(name for states in own.values() for name in states):
         values = {number: states[name] for number, states in own.items() if name in states}
+        _check(unit, name, values, numbers)
         first = next(iter(values.values()))
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             result[name] = first
@@ -201,6 +223,37 @@ def _pieces(unit: Owned, own: dict[int, StateDict]) -> StateDict:
     return result
 
 
+def _check(unit: Owned, name: str, values: dict[int, Any], numbers: list[int]) -> None:
+    """A state of one name: all of a flat parameter's, each in the shape of its own."""
+    missing = [unit.names[number] for number in numbers if number not in values]
+    if missing:
+        having = unit.names[next(iter(values))]
+        raise ArgumentError(
+            f"The optimizer state to load has {name!r} for {having!r}, but not for {', '.join(missing)}, in the "
+            "same flat parameter: its state is one tensor. Add it, or wrap with use_orig_params=True."
+        )
+    for number, value in values.items():
+        expected = tuple(unit.sharded.slots[number].cut.shape)
+        if isinstance(value, torch.Tensor) and value.ndim > 0 and tuple(value.shape) != expected:
+            raise ArgumentError(
+                f"The optimizer state to load has {name!r} of shape {tuple(value.shape)} for {unit.names[number]!r}, "
+                f"expected {expected}, the parameter's. Is it a state dict of this model, made by optim_state_dict?"
+            )
+
+
+def _require_state_dict(optim: Any, given: Any) -> None:
+    if isinstance(given, torch.optim.Optimizer) or isinstance(optim, dict):
+        raise ArgumentError(
+            "optim_state_dict_to_load takes (model, optim, optim_state_dict): the optimizer and its state dict are the "
+            "other way round."
+        )
+    if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
+        found = (
+            f"one with the keys {sorted(map(str, given))}" if isinstance(given, dict) else f"a {type(given).__name__}"
+        )
+        raise ArgumentError(f"optim_state_dict must be what optim_state_dict() gave, got {found}.")
+
+
 def _groups(optim: Any, given: list[StateDict], names: dict[int, list[str]], named: bool) -> list[StateDict]:
     """The settings of the groups given, with the optimizer's own numbers (or names) of the parameters in them."""
     groups: list[StateDict] = []
@@ -208,7 +261,7 @@ def _groups(optim: Any, given: list[StateDict], names: dict[int, list[str]], nam
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
         count = len(mine["params"])
-        own = [name for parameter in mine["params"] for name in names.get(id(parameter), [])]
+        own = [name for parameter in mine["params"] for name in names[id(parameter)]]
         source = next((by_name[name] for name in own if name in by_name), given[min(len(groups), len(given) - 1)])
         params: list[Any] = own if named else list(range(number, number + count))
         groups.append({**{key: value for key, value in source.items() if key != "params"}, "params": params})

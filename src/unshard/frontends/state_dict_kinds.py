@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConflictError, StateError
+from ..errors import ArgumentError, ConflictError, StateError
 from .wrapper_api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -51,10 +51,13 @@ def set_state_dict_type(
 
 def _set(
     module: nn.Module,
-    kind: StateDictType,
+    kind: Any,
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
+    if not isinstance(kind, StateDictType):
+        names = ", ".join(f"StateDictType.{each.name}" for each in StateDictType)
+        raise ArgumentError(f"state_dict_type must be one of {names}, got {kind!r}.")
     expected, expected_optim = _CONFIGS[kind]
     config, optim_config = config or expected(), optim_config or expected_optim()
     for given, wanted in ((config, expected), (optim_config, expected_optim)):

@@ -11,9 +11,9 @@ from .wrapper_state import WrapperState, wrapper_state_of, wrapper_states
 State = FullyShardedDataParallel | WrapperState
 
 
-def _get_module_fsdp_state(module: nn.Module) -> State | None:
+def _get_module_fsdp_state(module: nn.Module | WrapperState) -> State | None:
     """A wrapper is its own state; a module that the legacy call was applied to has one."""
-    return module if isinstance(module, FullyShardedDataParallel) else wrapper_state_of(module)
+    return module if isinstance(module, FullyShardedDataParallel | WrapperState) else wrapper_state_of(module)
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[State], list[nn.Module]]:

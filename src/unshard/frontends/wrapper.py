@@ -23,6 +23,7 @@ from .module import UnshardHandle
 from .state_dict_kinds import get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from .wrapper_arguments import check_module, checked_cpu_offload, checked_mixed_precision, checked_prefetch
 from .wrapper_clip import clip_gradients
 from .wrapper_groups import resolve_groups
 from .wrapper_state import Call, TrainingState, WrapperState, wrapper_state_of, wrapper_states
@@ -67,6 +68,9 @@ class FullyShardedDataParallel(nn.Module):
         say.
         """
         super().__init__()
+        check_module(module, "FullyShardedDataParallel")
+        backward_prefetch = checked_prefetch(backward_prefetch)
+        precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
         _warn_about_containers(module)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
@@ -89,9 +93,7 @@ class FullyShardedDataParallel(nn.Module):
                 "use_orig_params": use_orig_params,
             }
             auto_wrap(module, auto_wrap_policy, type(self), inside, ignored.modules, ignored.parameters)
-        call = Call(
-            groups, mixed_precision or MixedPrecision(), cpu_offload or CPUOffload(), use_orig_params, limit_all_gathers
-        )
+        call = Call(groups, precision, offload, use_orig_params, limit_all_gathers)
         state = flat_state(module, call, ignored, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
         state.attach_wrapper(self)
@@ -107,8 +109,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here keeps gradients whole on this rank; the next one outside reduces the sums. Root only."""
-        states = self._states_of_root("no_sync")
+        """Backward in here keeps gradients whole on this rank; the next one outside reduces the sums. Root only.
+
+        `FullyShardedDataParallel.no_sync(module)` is for what the legacy call was applied to.
+        """
+        states = _states_of_root(self, "no_sync")
         before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
         for options, _ in before:
             options.synchronise = options.all_reduce = False
@@ -123,8 +128,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients down together so that their norm is at most `max_norm`; returns the norm. Root only."""
-        self._states_of_root("clip_grad_norm_")
+        """Scale all gradients down together so that their norm is at most `max_norm`; returns the norm. Root only.
+
+        `FullyShardedDataParallel.clip_grad_norm_(module, ...)` is for what the legacy call was applied to.
+        """
+        _states_of_root(self, "clip_grad_norm_")
         return clip_gradients(self, float(max_norm), float(norm_type))
 
     @staticmethod
@@ -141,13 +149,6 @@ class FullyShardedDataParallel(nn.Module):
         What is written to them is kept, unless `writeback` is False.
         """
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-
-    def _states_of_root(self, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
-        state = self._state
-        if state.find_root(self).unit is not state.unit:
-            inside = type(self.module).__name__
-            raise error(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
-        return wrapper_states(self)
 
     # -- what it looks like ---------------------------------------------------------------------------------
 
@@ -180,10 +181,17 @@ class FullyShardedDataParallel(nn.Module):
         return self._state.find_root(self).unit is self._state.unit
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrapped modules inside, in the order of `modules()`."""
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        return [each for each in found if each.check_is_root()] if root_only else found
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The wrapped modules inside, in the order of `modules()`.
+
+        The legacy call wraps nothing: where it was applied, this lists the unit's state, as PyTorch did.
+        """
+        found: list[Any] = []
+        for each in module.modules():
+            state = wrapper_state_of(each)
+            if state is not None and (not root_only or state.find_root(each).unit is state.unit):
+                found.append(each if isinstance(each, FullyShardedDataParallel) else state)
+        return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call `fn` with every module inside, whose parameters are whole meanwhile; what it writes is kept."""
@@ -198,6 +206,9 @@ class FullyShardedDataParallel(nn.Module):
         result = super()._apply(fn, recurse)
         self._state.unit.settle()
         return result
+
+    def __getstate__(self) -> Any:
+        return self._state.__getstate__()  # before anything inside is asked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
@@ -224,7 +235,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not callable(hook):
             raise ArgumentError(f"hook must be a function, got {hook!r}.")
-        states = self._states_of_root("register_comm_hook", ConflictError)
+        states = _states_of_root(self, "register_comm_hook", ConflictError)
         for each in states:
             if each.hooked:
                 raise ConflictError("A communication hook is registered already.")
@@ -380,6 +391,20 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _gradient_postdivide_factor(self) -> float:
         return self._state.division()[1]
+
+
+def _states_of_root(module: Any, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
+    """Of everything below the outermost module that was wrapped, or sharded by the legacy call."""
+    state = wrapper_state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ArgumentError(
+            f"{method} is for a module that was wrapped, or that unshard.composable.fully_shard was applied to; this "
+            f"{type(module).__name__} is none."
+        )
+    if state.find_root(module).unit is not state.unit:
+        inside = type(getattr(module, "module", module)).__name__
+        raise error(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
+    return wrapper_states(module)
 
 
 def _loaded(module: Any, incompatible_keys: Any) -> None:

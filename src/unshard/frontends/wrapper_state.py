@@ -15,11 +15,11 @@ from ..engine.precision import Precision, division
 from ..engine.root import Root
 from ..engine.states import Phase
 from ..engine.unit import Unit
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..torch_private import never_compiled
 from .comm_hooks import HookedTransport
 from .flat_parameter import Handle
-from .wrapper_api import CPUOffload, MixedPrecision, default_settings
+from .wrapper_api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
 from .wrapper_buffers import CastBuffers
 from .wrapper_groups import Groups
 
@@ -54,12 +54,29 @@ class WrapperState(ShardState):
         self.settings = default_settings()
         self.hooked = False
 
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"{self.unit} cannot be pickled or copied: its shards belong to one set of ranks and buffers. Save the "
+            "state_dict(), and load it into a model that is sharded anew."
+        )
+
+    def _attach_to_state_dicts(self, module: nn.Module) -> None:
+        """Not as DTensors at rest are saved: plain pieces would be taken for whole parameters."""
+
     def install_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Give gradients to a user's hook, which divides too."""
         self.hooked = True
         self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
         for part in self.unit.parts:
             part.hook_reductions(self.unit.name, lambda inner: HookedTransport(inner, state, hook))
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self.call.groups.strategy
+
+    @property
+    def process_group(self) -> Any:
+        return self.call.groups.own
 
     @property
     def transports(self) -> tuple[Transport, Transport]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..engine.faces import Slot
 from ..engine.flat_sharded import FlatSharded
 from ..engine.hooks import WRAPPED
 from ..errors import StateError, UnsupportedError
@@ -22,11 +24,14 @@ from .wrapper_state import WrapperState
 
 
 class StateDicts:
-    """What a wrapper's `state_dict` and `load_state_dict` do for its own unit; units inside do their own."""
+    """What a wrapper's `state_dict` and `load_state_dict` do for its own unit; units inside do their own.
 
-    def __init__(self, state: WrapperState):
-        self._state = state
-        self._loading: ExitStack | None = None
+    `between`: what the wrapper adds to the names of what it wraps.
+    """
+
+    def __init__(self, state: WrapperState, between: str = WRAPPED):
+        self._state, self._between = state, between
+        self._whole: ExitStack | None = None
 
     @property
     def _kind(self) -> StateDictType:
@@ -89,7 +94,7 @@ class StateDicts:
         sharded = self._flat()
         state_dict = fill()
         if sharded is not None:
-            key = f"{prefix}{WRAPPED}{FLAT_PARAM}"
+            key = f"{prefix}{self._between}{FLAT_PARAM}"
             local = _moved(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
             state_dict[key] = flat_piece(local, sharded.flat.length, self._state.call.groups.own)
         self._put_right(module, state_dict, prefix)
@@ -100,7 +105,10 @@ class StateDicts:
             raise StateError("LOCAL_STATE_DICT is not for modules that were wrapped with a device_mesh.")
         sharded = flat_sharded_of(self._state.unit)
         if sharded is not None and sharded.originals:
-            raise UnsupportedError("LOCAL_STATE_DICT needs use_orig_params=False: there is no flat parameter to save.")
+            raise UnsupportedError(
+                f"{self._state.unit}: LOCAL_STATE_DICT needs FullyShardedDataParallel with use_orig_params=False: "
+                "there is no flat parameter to save. Use SHARDED_STATE_DICT."
+            )
         return sharded
 
     # -- in -------------------------------------------------------------------------------------------------
@@ -109,40 +117,50 @@ class StateDicts:
         """Put the names as the modules inside know them; be whole until `end_loading`."""
         self._abandon()
         kind = self._kind
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}{WRAPPED}{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        if self._between:
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[f"{prefix}{self._between}{key.removeprefix(prefix)}"] = state_dict.pop(key)
         if kind is StateDictType.LOCAL_STATE_DICT:
             self._load_local(state_dict, prefix)
             return
         groups, device = self._state.call.groups, self._state.unit.device
-        for key in self._own_keys(module, prefix):
+        own = self._own_keys(module, prefix)
+        for key, _ in own:
             if is_sharded(state_dict.get(key)):
                 state_dict[key] = whole_of(state_dict[key], groups.own, device)
-        self._loading = ExitStack()
-        self._loading.enter_context(summon_full_params(module, recurse=False))
+        self._be_whole(module, writeback=True)
+        for key, slot in own:
+            # What a checkpoint lacks, PyTorch's helpers fill in with the model's own parameter, which is cut at rest.
+            if state_dict.get(key) is slot.sharded and slot.full is not None:
+                state_dict[key] = slot.full
 
     def end_loading(self, incompatible: Any) -> None:
         self._abandon()
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_tensor_name(key) for key in keys]
 
+    def _be_whole(self, module: nn.Module, writeback: bool) -> None:
+        """Until `_abandon`."""
+        self._whole = ExitStack()
+        self._whole.enter_context(summon_full_params(module, recurse=False, writeback=writeback))
+
     def _abandon(self) -> None:
-        stack, self._loading = self._loading, None
+        stack, self._whole = self._whole, None
         if stack is not None:
             stack.close()
 
-    def _own_keys(self, module: nn.Module, prefix: str) -> list[str]:
+    def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, Slot]]:
         names = {id(inner): name for name, inner in module.named_modules()}
         keys = []
         for slot in self._state.unit.slots:
             for home in slot.homes:
                 path = names.get(id(home.module()), "")
-                keys.append(f"{prefix}{path}.{home.name}" if path else f"{prefix}{home.name}")
+                keys.append((f"{prefix}{path}.{home.name}" if path else f"{prefix}{home.name}", slot))
         return keys
 
     def _load_local(self, state_dict: dict[str, Any], prefix: str) -> None:
         sharded = self._flat()
-        key = f"{prefix}{WRAPPED}{FLAT_PARAM}"
+        key = f"{prefix}{self._between}{FLAT_PARAM}"
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
         mine = sharded.flat.local.detach().clone()
@@ -150,6 +168,35 @@ class StateDicts:
         if local is not None:
             mine[: local.numel()] = local.to(mine.device)
         state_dict[key] = mine
+
+
+class HookedStateDicts(StateDicts):
+    """The same by hooks on the module itself: what the legacy call does, which has no wrapper."""
+
+    def __init__(self, state: WrapperState):
+        super().__init__(state, between="")
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self._begin_saving)
+        module.register_state_dict_post_hook(partial(self._end_saving))  # torch marks it, and methods take no marks
+        module.register_load_state_dict_pre_hook(self._begin_loading)
+        module.register_load_state_dict_post_hook(self._end_loading)
+
+    def _begin_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._abandon()
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            self._flat()  # refuses
+        self._be_whole(module, writeback=False)
+
+    def _end_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self._put_right(module, state_dict, prefix)
+        self._abandon()
+
+    def _begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        self.begin_loading(module, state_dict, prefix)
+
+    def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self._abandon()
 
 
 def _renamed(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:

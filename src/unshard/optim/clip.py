@@ -171,8 +171,9 @@ def _refuse_flat(parameters: list[torch.Tensor]) -> None:
     name = cut_flat(parameters)
     if name is not None:
         raise ArgumentError(
-            f"{name!r} is cut flat by FullyShardedDataParallel, so a rank cannot tell from it what others hold. Call "
-            "clip_grad_norm_ of the outermost wrapped module instead."
+            f"{name!r} is cut flat by FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell from "
+            "it what others hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, with the "
+            "outermost module; of a wrapped one it is a method."
         )
 
 

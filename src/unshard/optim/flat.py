@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.flat import replaced_by_shards
+from ..engine.flat import lies_flat, replaced_by_shards
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from . import host
@@ -98,6 +98,13 @@ def _steps_like_a_known_one(kind: type[Optimizer]) -> bool:
 
 
 def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
+    flat_unit = lies_flat(parameters)
+    if flat_unit is not None:
+        raise ArgumentError(
+            f"flat is for parameters that fully_shard has cut; this {name} holds {flat_unit!r} of "
+            "FullyShardedDataParallel or composable.fully_shard. Use the optimizer as it is: with "
+            "use_orig_params=False it has one parameter for each unit anyway."
+        )
     replaced = replaced_by_shards(parameters)
     listed = ", ".join([*list(replaced.values())[:8], *(["..."] if len(replaced) > 8 else [])])
     if not any(isinstance(each, DTensor) and id(each) not in replaced for each in parameters):
