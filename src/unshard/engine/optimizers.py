@@ -69,3 +69,18 @@ def _refuse_full_faces(optimizer: Any, parameters: list[Any]) -> None:
                 "its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
                 "after backward or reshard()."
             )
+
+
+def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
+    """It would keep the state on the device, where a user has said there is no room for it."""
+    wanted = set(map(id, parameters))
+    for sharded in Sharded.living:
+        names = [slot.name for slot in sharded.slots if id(slot.sharded) in wanted]
+        if sharded.residence.states is not None and names:
+            listed = ", ".join([*map(repr, names[:4]), *(["..."] if len(names) > 4 else [])])
+            raise StateError(
+                f"This {type(optimizer).__name__} steps {listed} of a unit whose OptimizerOffloadPolicy keeps "
+                "optimizer state on the host. Only flat optimizers bring it to the device and back. After building it, "
+                "add: optimizer = unshard.optim.flat(optimizer). One that cannot be flat needs units with another "
+                "offload_policy."
+            )
