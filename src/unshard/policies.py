@@ -185,6 +185,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise PolicyError(f"CPUOffloadPolicy.pin_memory must be True or False, got {self.pin_memory!r}.")
+
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy(OffloadPolicy):

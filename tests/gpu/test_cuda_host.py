@@ -20,7 +20,7 @@ from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully
 from unshard.engine.lane import Lane, Mark
 from unshard.optim import clip_grad_norm_, flat
 
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 # A power of two: the product with it is exact, so that it does not matter who computes it, and how.
 RATE = 2.0**-5
 
@@ -62,7 +62,8 @@ def test_bitwise_as_on_the_device(size: int, precision: MixedPrecisionPolicy) ->
 
 
 def same_numbers(precision: MixedPrecisionPolicy) -> None:
-    for each in (case("transformer"), case("uneven")):
+    # The loss of the other one does not take bf16.
+    for each in (case("transformer"), *([case("uneven")] if precision.param_dtype is None else [])):
         here = trained(each, OffloadPolicy(), precision)
         for pin in (True, False):
             assert not differing(trained(each, CPUOffloadPolicy(pin_memory=pin), precision), here)

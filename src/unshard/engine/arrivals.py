@@ -17,7 +17,7 @@ class Listener(Protocol):
         """
 
     def settle(self) -> None:
-        """A forward begins."""
+        """Somebody is about to look at parameters."""
 
 
 REFS: dict[int, weakref.ref[Listener]] = {}
@@ -28,6 +28,16 @@ def listen(listener: Listener) -> None:
     """For as long as it lives."""
     key = id(listener)
     REFS[key] = weakref.ref(listener, lambda _: REFS.pop(key, None))
+
+
+def settle() -> None:
+    """To be called before parameters are looked at outside a backward."""
+    for listener in listeners():
+        listener.settle()
+
+
+def unlisten(listener: Listener) -> None:
+    REFS.pop(id(listener), None)
 
 
 def listeners() -> list[Listener]:

@@ -106,6 +106,13 @@ def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
     return lies_flat(parameters, ranks=2)
 
 
+def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them does, with a device that computes."""
+    wanted = set(map(id, parameters))
+    away = (sharded for sharded in Sharded.living if sharded.residence.away)
+    return any(id(slot.sharded) in wanted for sharded in away for slot in sharded.slots)
+
+
 @dataclass(frozen=True)
 class Scalable:
     """Gradients as a few flat tensors that may be multiplied as they are, and the parameters that are not in them."""
@@ -129,8 +136,8 @@ def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
     for shard in GradShard.living:
         if shard.stepped and not given.isdisjoint(map(id, shard.parameters())):
             raise StateError(
-                f"The gradients of {shard.names()} cannot be scaled any more: an optimizer made flat with ahead=True "
-                "has stepped them during backward. Leave out ahead=True where gradients are clipped or scaled."
+                f"The gradients of {shard.names()} can be neither clipped nor scaled any more: an optimizer made flat "
+                "with ahead=True has stepped them during backward. Leave out ahead=True where you clip or scale."
             )
         if shard.belongs_to(given):
             given.difference_update(map(id, shard.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
@@ -71,8 +72,8 @@ class GradShard:
         """Whether it is on the host, and the computation is not."""
         self.arrive: Callable[[], None] = _nothing
         """Waits for numbers that are still on their way."""
-        self.stepped = False
-        """Whether an optimizer has used the gradients already, before its `step`."""
+        self.stepper: weakref.ref[object] | None = None
+        """Who has used the gradients already, before the optimizer's `step`."""
         # On the host memory stays: taken anew it would be new to the process, page by page.
         memory = residence.memory if residence.away else None
         self.buffer = ShardBuffer(
@@ -192,6 +193,11 @@ class GradShard:
             if numel:
                 found.append(Stretch(self.flat(dtype, first, numel), spec_of(slot.sharded)))
         return found
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer that is still there has used the gradients already."""
+        return self.stepper is not None and self.stepper() is not None
 
     def names(self) -> str:
         """Whose gradients these are, in few words."""

@@ -239,6 +239,7 @@ class ShardState:
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
         """State dicts are taken from, and loaded into, the sharded faces."""
         self.unit.reshard()
+        self.unit.settle()
 
     def post_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.unit.settle()

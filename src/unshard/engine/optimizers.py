@@ -10,8 +10,10 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import StateError
+from .arrivals import REFS
 from .faces import full_name
 from .flat import replaced_by_shards
+from .grad_shard import GradShard
 from .sharded import Sharded
 from .writes import note_optimizer_step
 
@@ -34,6 +36,8 @@ def _register() -> None:
 
 def _look(optimizer: Any, *unused: Any) -> None:
     """At an optimizer that was not looked at before."""
+    if REFS:
+        _refuse_stepped_by_another(optimizer)
     groups = optimizer.param_groups
     count = sum([len(group["params"]) for group in groups])
     if _checked.get(optimizer) == count:
@@ -44,6 +48,22 @@ def _look(optimizer: Any, *unused: Any) -> None:
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _checked[optimizer] = count
+
+
+def _refuse_stepped_by_another(optimizer: Any) -> None:
+    """With the same gradients, during backward."""
+    own = vars(optimizer).get("unshard_ahead")
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for shard in GradShard.living:
+        if (
+            shard.stepper is not None
+            and shard.stepper() not in (None, own)
+            and not mine.isdisjoint(map(id, shard.parameters()))
+        ):
+            raise StateError(
+                f"Another optimizer, made flat with ahead=True, has stepped {shard.names()} during backward. Drop it, "
+                "or tell it to stop with flat(that_optimizer, ahead=False), before this one takes over."
+            )
 
 
 def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:

@@ -13,6 +13,7 @@ from ..comm.interface import Transport
 from ..comm.order import Event
 from ..errors import OrderError
 from ..torch_private import current_backward
+from .arrivals import REFS, settle
 from .faces import Slot
 from .gradients import Gradients
 from .precision import Precision
@@ -153,6 +154,8 @@ class Part:
 
     def settle(self, unit: str) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""
+        if REFS:
+            settle()
         if self.sharded.settled:
             return
         if self.sharded.settle(unit):

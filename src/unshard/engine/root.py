@@ -9,7 +9,7 @@ from contextlib import suppress
 from ..errors import ArgumentError, StateError
 from ..layout.flat import FlatCut
 from ..torch_private import current_backward, inside_backward, on_backward_end
-from .arrivals import REFS, listeners
+from .arrivals import REFS, listeners, settle
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
@@ -81,8 +81,8 @@ class Root:
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
             event.wait()
-        for listener in listeners():
-            listener.settle()
+        if REFS:
+            settle()
         self._waiting_before = len(self._backward_order)
         self._forward_order.begin()
         for unit in self.units:

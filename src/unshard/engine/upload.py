@@ -35,7 +35,8 @@ class Upload:
         carried = Carried()
 
         def finish() -> None:
-            foreach_copy(targets, self._runs)
+            if targets:  # else the shard is the full buffer itself
+                foreach_copy(targets, self._runs)
             self._arrived.release()
             carried.work = issue()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,18 @@ from . import host
 from .shadow import Shadow
 from .spans import Span
 
+Fed = list[tuple[Span, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One that was taken, or is being taken, before `step` was called."""
+
+    shard: GradShard
+    spans: list[Span]
+    options: list[dict[str, Any]]
+    future: Future[Any]
+
 
 class Ahead:
     """Belongs to one flat optimizer. What its last step did to a gradient shard is done again when the shard arrives.
@@ -25,8 +39,11 @@ class Ahead:
 
     def __init__(self, optimizer: Any):
         self._optimizer = weakref.ref(optimizer)
-        self._known: list[tuple[weakref.ref[GradShard], list[tuple[Span, torch.Tensor]]]] = []
-        self._steps: list[tuple[GradShard, list[Span], Future[Any]]] = []
+        self._known: list[tuple[weakref.ref[GradShard], Fed]] = []
+        self._steps: list[Step] = []
+        self._same: bool | None = None
+        """Whether the optimizer is as its last step left it; asked once in a backward."""
+        self._warned = False
         listen(self)
 
     def learn(self, shadow: Shadow) -> None:
@@ -35,7 +52,11 @@ class Ahead:
 
     def arrived(self, shards: Sequence[GradShard]) -> None:
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or not self._known:
+            return
+        if self._same is None:
+            self._same = optimizer.shadow().fits(optimizer)
+        if not self._same:
             return
         parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for shard in shards:
@@ -43,41 +64,59 @@ class Ahead:
             if fed is not None and shard.belongs_to(parameters):
                 self._start(optimizer, shard, fed)
 
-    def _start(self, optimizer: Any, shard: GradShard, fed: list[tuple[Span, torch.Tensor]]) -> None:
+    def _start(self, optimizer: Any, shard: GradShard, fed: Fed) -> None:
         if shard.stepped:
             raise StateError(
-                f"The gradients of {shard.names()} arrived a second time before step(). With flat(..., ahead=True) "
-                "every backward that synchronises gradients steps them: accumulate with "
-                "set_requires_gradient_sync(False) in all backwards but the last, and call step() after each."
+                f"The gradients of {shard.names()} arrived a second time before step(), and with flat(..., ahead=True) "
+                "backward has stepped them already. Call step() after every backward that synchronises gradients; "
+                "accumulate with set_requires_gradient_sync(False) in all of them but the last. After an exception in "
+                "backward, or for a batch you do not want, call the optimizer's step() or zero_grad() to go on (what "
+                "was stepped stays so)."
             )
-        shard.stepped = True
-        state: dict[Any, Any] = optimizer.shadow_state()
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        shard.stepper = weakref.ref(self)
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = [{**each, "params": []} for each in options]
         for span, gradient in fed:
             groups[span.group]["params"].append(span.flat)
             span.flat.grad = gradient
-        twin = optimizer.twin(groups, state)
+        twin = optimizer.twin(groups, optimizer.shadow().state)
 
         def step() -> None:
             shard.arrive()
             with torch.no_grad():
                 optimizer.plain_step(twin)
 
-        self._steps.append((shard, [span for span, _ in fed], host.submit(step)))
+        self._steps.append(Step(shard, [span for span, _ in fed], options, host.submit(step)))
 
-    def finish(self) -> list[Span]:
+    def finish(self, optimizer: Any) -> list[Span]:
         """Wait for the steps taken so far; the spans that were stepped."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._same = self._steps, [], None
         try:
-            for _, _, future in steps:
-                future.result()
+            for step in steps:
+                step.future.result()
         finally:
-            for shard, _, future in steps:
-                future.exception()  # all of them are over, one way or the other
-                shard.stepped = False
-        return [span for _, spans, _ in steps for span in spans]
+            for step in steps:
+                step.future.exception()  # all of them are over, one way or the other
+                step.shard.stepper = None
+        if steps and not self._warned and _changed(steps[0].options, optimizer.param_groups):
+            self._warned = True
+            warnings.warn(
+                "Options of parameter groups were changed between backward and step(). With flat(..., ahead=True) "
+                "backward steps units with the options of that time: change them before backward.",
+                stacklevel=4,
+            )
+        return [span for step in steps for span in step.spans]
 
     def settle(self) -> None:
-        """A forward before `step`: let it meet whole parameters. What failed is raised by `step`."""
-        for _, _, future in self._steps:
-            future.exception()
+        """Somebody looks at parameters before `step`: let them be whole. What failed is raised by `step`."""
+        for step in self._steps:
+            step.future.exception()
+
+
+def _changed(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
+    for one, other in zip(before, groups, strict=False):
+        for key, value in one.items():
+            now = other.get(key)
+            if now is not value and not isinstance(value, torch.Tensor) and now != value:
+                return True
+    return False

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.flat import lies_flat, replaced_by_shards
+from ..engine.arrivals import settle, unlisten
+from ..engine.flat import lies_flat, replaced_by_shards, rest_on_the_host
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from . import host
@@ -37,7 +38,7 @@ _NOT_ELEMENTWISE = {
 }
 
 
-def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool = False) -> _Optimizer:
+def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool | None = None) -> _Optimizer:
     """Let the optimizer step flat shards; returns the very object. After `fully_shard`.
 
     A step runs the optimizer's own code on a few flat tensors per unit: parameters that lie side by side in memory, one
@@ -51,8 +52,11 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool = Fals
 
     With `ahead=True` units that rest on the host (`CPUOffloadPolicy`) are stepped during backward, each as soon as its
     gradients have arrived there; `step` waits for these and does the rest. So gradients can be neither clipped nor
-    scaled, no step can be skipped, and every backward that synchronises gradients must be followed by `step`.
+    scaled, no step can be skipped, and every backward that synchronises gradients must be followed by `step`. False
+    ends that; None leaves it as it is.
     """
+    if not isinstance(ahead, bool | None):
+        raise ArgumentError(f"ahead must be True or False, got {ahead!r}.")
     if not isinstance(optimizer, Flat):
         _check(optimizer, elementwise)
         scheduled = is_scheduled(optimizer)
@@ -60,9 +64,25 @@ def flat(optimizer: _Optimizer, *, elementwise: bool = False, ahead: bool = Fals
         if scheduled:
             schedule_again(optimizer)
         send_home(optimizer)
-    if ahead and vars(optimizer).get("unshard_ahead") is None:
-        vars(optimizer)["unshard_ahead"] = Ahead(optimizer)
+    if ahead is not None:
+        _step_ahead(optimizer, ahead)
     return optimizer
+
+
+def _step_ahead(optimizer: Any, wanted: bool) -> None:
+    before = vars(optimizer).pop("unshard_ahead", None)
+    if before is not None:
+        optimizer.collect(before)
+        unlisten(before)
+    if wanted:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if not rest_on_the_host(parameters):
+            warnings.warn(
+                f"ahead=True does nothing for this {type(optimizer).__name__}: none of its parameters is of a unit "
+                "that rests on the host beside a device (CPUOffloadPolicy).",
+                stacklevel=3,
+            )
+        vars(optimizer)["unshard_ahead"] = Ahead(optimizer)
 
 
 def _check(optimizer: Any, elementwise: bool) -> None:
@@ -132,7 +152,7 @@ class Flat(Optimizer):
     streams_state: ClassVar[bool] = True
     """Whether it can step parameters whose state rests on the host: the engine asks."""
 
-    def _shadow(self) -> Shadow:
+    def shadow(self) -> Shadow:
         """Made when it is first needed: copies and unpickled optimizers have none."""
         shadow = vars(self).get("unshard_shadow")
         if shadow is None:
@@ -144,10 +164,10 @@ class Flat(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shadow, groups, state = self._shadow(), self.param_groups, self.state
+        shadow, groups, state = self.shadow(), self.param_groups, self.state
         ahead = vars(self).get("unshard_ahead")
         with torch.no_grad():
-            shadows = shadow.groups(self, [] if ahead is None else ahead.finish())
+            shadows = shadow.groups(self, [] if ahead is None else ahead.finish(self))
             stream = Stream(shadow.streamed, shadow.state, groups)
         try:
             self.param_groups, self.state = shadows, shadow.state
@@ -183,11 +203,13 @@ class Flat(Optimizer):
         vars(twin).update(vars(self) | {"param_groups": groups, "state": state})
         return twin
 
-    def shadow_state(self) -> dict[Any, Any]:
-        """The flat state."""
-        return self._shadow().state
+    def collect(self, ahead: Ahead) -> None:
+        """What was stepped ahead counts as a step, even if none follows."""
+        with torch.no_grad():
+            self.shadow().show(ahead.finish(self), self.state)
 
     def state_dict(self) -> dict[str, Any]:
+        settle()
         state = self.state
         try:
             self.state = detached(state)  # type: ignore[assignment]
@@ -196,6 +218,7 @@ class Flat(Optimizer):
             self.state = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        settle()
         with loading(self):
             super().load_state_dict(state_dict)
 
@@ -206,6 +229,9 @@ class Flat(Optimizer):
 
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
+    ahead = vars(self).get("unshard_ahead")
+    if ahead is not None:
+        self.collect(ahead)  # type: ignore[attr-defined]
     parameters = [each for group in self.param_groups for each in group["params"]]
     if set_to_none:
         for each in parameters:

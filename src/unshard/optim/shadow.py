@@ -59,6 +59,11 @@ class Shadow:
                 )
             self._rebuild(visible, optimizer.state, layout)
         self._match(optimizer.state)
+        if not {id(span) for span in done} <= {id(span) for span, _ in self._fed}:
+            raise StateError(
+                "Gradients were replaced or cleared between backward and step(), and with ahead=True backward has "
+                "stepped them already. Use them as they are, or leave out ahead=True. What was stepped stays so."
+            )
         self._lend_others(optimizer.state)
         shadows = [{**group, "params": []} for group in visible]
         for number, parameter in self._plain:
@@ -94,14 +99,18 @@ class Shadow:
         for group, shadow in zip(optimizer.param_groups, shadows, strict=True):
             shadow["params"] = group["params"]
             group.update(shadow)
-        changed, state = False, optimizer.state
-        for span in self._stepped():
+        self.show(self._stepped(), optimizer.state)
+        self._return_others(optimizer.state)
+
+    def show(self, spans: Sequence[Span], state: Any) -> None:
+        """Let go of the gradients of spans that were stepped, and let `state` show what became of theirs."""
+        changed = False
+        for span in spans:
             span.flat.grad = None
             if span.flat in self.state:
                 changed |= show(span, self.state[span.flat], state)
         if changed:
             self._entries = _entries(state)
-        self._return_others(state)
 
     def _lend_others(self, state: Any) -> None:
         """Let the step see what `state` holds for plain parameters and under any other keys, and nothing older."""
@@ -116,6 +125,12 @@ class Shadow:
             del state[key]
         state.update(others)
         self._others = {}
+
+    def fits(self, optimizer: Any) -> bool:
+        """Whether an optimizer is as the last step left it, and has no state but that of parameters."""
+        if not all(isinstance(key, DTensor) for key in optimizer.state):
+            return False
+        return self._fits(_layout(optimizer.param_groups), optimizer.state)
 
     def _fits(self, layout: list[Any], state: Any) -> bool:
         """Whether parameters, the places where they lie and the state are what the spans were made from."""
