@@ -284,7 +284,7 @@ def test_shards_that_lie_in_two_ways() -> None:
     mirror = Mirror(optimizer)
     train(model, optimizer, mirror, loss=lambda model, step: model(torch.ones(2, 161)).square().mean())
     mirror.check()
-    assert len(spans(optimizer)) == 8 and optimizer._shadow()._irregular == []
+    assert len(spans(optimizer)) == 8 and optimizer.shadow()._irregular == []
     assert_clean()
 
 

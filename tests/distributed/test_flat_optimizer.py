@@ -65,7 +65,7 @@ def local(value: Any) -> Any:
 
 
 def spans(optimizer: Any) -> list[Any]:
-    return optimizer._shadow().spans
+    return optimizer.shadow().spans
 
 
 class Mirror:

@@ -158,7 +158,7 @@ def test_what_entries_are() -> None:
         assert optimizer.state[each]["exp_avg"] is average and isinstance(average, DTensor)
         assert (average.shape, average.placements) == (each.shape, each.placements)
         assert local(average).untyped_storage().nbytes() == local(each).numel() * 4
-        flats = [entry["exp_avg"] for key, entry in optimizer._shadow().state.items()]
+        flats = [entry["exp_avg"] for key, entry in optimizer.shadow().state.items()]
         inside = [f.data_ptr() <= local(average).data_ptr() < f.data_ptr() + f.nbytes for f in flats]
         assert any(inside) or not local(each).numel()
     with pytest.raises(ParameterError, match=r"state 'exp_avg' of a parameter of shape \(7, 6\) should have"):

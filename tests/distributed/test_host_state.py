@@ -72,7 +72,7 @@ def build(policy: OffloadPolicy, kind: Any = optim.AdamW, **options: Any) -> tup
 
 def streamed(optimizer: Any) -> int:
     """How many spans the last step brought to the device."""
-    return len(optimizer._shadow().streamed)
+    return len(optimizer.shadow().streamed)
 
 
 def assert_alike(mine: tuple[nn.Module, Any], theirs: tuple[nn.Module, Any]) -> None:

@@ -89,7 +89,7 @@ def same_bits(name: str, small: int) -> None:
         train(*there)
     assert_alike(there, here)
     assert_at_home(there[1])
-    assert len(there[1]._shadow().streamed) == 2 * DEPTH and not here[1]._shadow().streamed
+    assert len(there[1].shadow().streamed) == 2 * DEPTH and not here[1].shadow().streamed
 
 
 @pytest.mark.parametrize("pin", [True, False])

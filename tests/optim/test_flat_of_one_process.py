@@ -137,7 +137,7 @@ def test_subclasses_that_step_like_their_base(model: nn.Module, above: bool, mon
             optimizer.step()
             optimizer.zero_grad()
         results.append((optimizer, [local_of(parameter) for parameter in each.parameters()]))
-    assert results[0][0].zeroed == 2 and len(results[0][0]._shadow().spans) == 1
+    assert results[0][0].zeroed == 2 and len(results[0][0].shadow().spans) == 1
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
