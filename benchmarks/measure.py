@@ -105,7 +105,7 @@ def _peak_on_gpu(start: Callable[[], Training], step: Callable[[Training], None]
     warm = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (warm @ warm).sum().backward()
     del warm
-    before = torch.cuda.memory_allocated()  # everything is at rest: as much is held
+    before = torch.cuda.memory_allocated()
     training = start()
     for _ in range(_PEAK_STEPS):
         torch.cuda.synchronize()
@@ -115,10 +115,7 @@ def _peak_on_gpu(start: Callable[[], Training], step: Callable[[Training], None]
         step(training)
     torch.cuda.synchronize()
     most, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    # With what was freed while another stream still worked on it: the peak does not know that, and nobody else can have
-    # it. FSDP1 frees the inputs of its collectives in that way.
-    held = torch.cuda.memory_stats()["active_bytes.all.peak"]
-    return {"rest": rest, "peak": most - before, "held": held - before, "reserved": reserved}
+    return {"rest": rest, "peak": most - before, "reserved": reserved}
 
 
 def _peak_on_cpu(start: Callable[[], Training], step: Callable[[Training], None]) -> dict[str, int]:

@@ -7,8 +7,8 @@ The plan, for sharded sides: this rank's share of parameters and optimizer state
 dtype of the computation, plus gradients (this rank's share, and the largest unit's before it is reduced: as autograd
 makes it, and in the dtype of the reduction), plus activations. Those are measured on the unsharded side, which drops
 each gradient as soon as it is there. Peaks of activations and of gradients need not coincide, so a side can stay below
-the plan. `held` is the peak with what was freed while another stream still worked on it, which nobody else can have.
-MiB, in a steady state, one side at a time; on a CPU always as one rank of a simulated job.
+the plan. `reserved` is what the allocator took from the device for that: memory that was freed in one stream cannot serve
+another one at once. MiB, in a steady state, one side at a time; on a CPU always as one rank of a simulated job.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .sides import Training
 from .tables import Row
 
 COLUMNS = {"case": "case", "side": "side", "rest_mib": "at rest", "peak_mib": "peak", "plan_mib": "plan"}
-COLUMNS |= {"of_plan": "peak / plan", "held_mib": "held", "reserved_mib": "reserved"}
-FIGURES = {"rest_mib": "at rest", "peak_mib": "peak", "held_mib": "held", "reserved_mib": "reserved"}
+COLUMNS |= {"of_plan": "peak / plan", "reserved_mib": "reserved"}
+FIGURES = {"rest_mib": "at rest", "peak_mib": "peak", "reserved_mib": "reserved"}
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of the optimizer's two numbers: all float32
 
 

@@ -7,8 +7,8 @@
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
 events on the GPU around both, `net` the step without the host time of the simulated ranks. Ratios are medians of those
-of the rounds: a machine that changes its pace does so for all sides of a round, if rounds are short. Peak and `held`
-are measured first, one side at a time (see `benchmarks.memory`). Compare within one run only.
+of the rounds: a machine that changes its pace does so for all sides of a round, if rounds are short. The peak is
+measured first, one side at a time (see `benchmarks.memory`). Compare within one run only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS |= {
     "added": "added",
     "optimizer": "optimizer",
 }
-COLUMNS |= {"peak_mib": "peak MiB", "held_mib": "held MiB"}
+COLUMNS |= {"peak_mib": "peak MiB"}
 FIGURES = {
     "wall": "wall",
     "net": "net",
@@ -42,7 +42,7 @@ FIGURES = {
     "added": "added host",
     "optimizer": "optimizer",
 }
-FIGURES |= {"peak_mib": "peak", "held_mib": "held"}
+FIGURES |= {"peak_mib": "peak"}
 
 Times = list[list[dict[str, float]]]  # rounds of steps
 Time = Callable[[Part, Training], None]
@@ -78,23 +78,21 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     return {"rows": rows, "ratios": ratios}
 
 
-def peaks(place: Place, options: argparse.Namespace) -> dict[tuple[Case, str], Row]:
+def peaks(place: Place, options: argparse.Namespace) -> dict[tuple[Case, str], float]:
     """MiB of each side by itself. One that fails here will fail again when it is timed, and be reported then."""
     found = {}
     for case in options.cases:
         for side in options.sides:
             with Part(case, side).attempt():
-                sizes = measure.peak(place, lambda case=case, side=side: sides.start(side, case, place))
-                found[case, side] = {
-                    f"{name}_mib": sizes[name] / measure.MIB for name in ("peak", "held") if name in sizes
-                }
+                bytes_held = measure.peak(place, lambda case=case, side=side: sides.start(side, case, place))
+                found[case, side] = bytes_held["peak"] / measure.MIB
     return found
 
 
 def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list[Row]:
     parts = [Part(case, side) for side in options.sides]
     for part in parts:
-        part.row |= options.peaks.get((case, part.side), {})
+        part.row["peak_mib"] = options.peaks.get((case, part.side))
     times: dict[str, Times] = {part.side: [] for part in parts}
 
     def time(part: Part, training: Training) -> None:
