@@ -7,7 +7,7 @@ The plan, for sharded sides: this rank's share of parameters and optimizer state
 dtype of the computation, plus gradients (this rank's share, and the largest unit's before it is reduced: as autograd
 makes it, and in the dtype of the reduction), plus activations. Those are measured on the unsharded side, which drops
 each gradient as soon as it is there. Peaks of activations and of gradients need not coincide, so a side can stay below
-the plan. `reserved` is what the allocator took from the device for that: memory that was freed in one stream cannot serve
+the plan. `reserved` is what the allocator took from the device: memory that is freed in one stream cannot serve
 another one at once. MiB, in a steady state, one side at a time; on a CPU always as one rank of a simulated job.
 """
 
