@@ -45,15 +45,15 @@ def assert_identical(mine: Record, theirs: Record) -> None:
             assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), CAST], ids=["as stored", "cast"])
 @pytest.mark.parametrize("each", CASES, ids=str)
 @world(1, 2, 3, 4)
-def test_bitwise_as_on_the_device(each: Case, policy: MixedPrecisionPolicy) -> None:
+def test_bitwise_as_on_the_device(each: Case) -> None:
     """Contract OFF-02, OFF-03."""
-    here = trained(each, each_unit(each, fully_shard, mp_policy=policy))
-    with late_host():
-        there = trained(each, each_unit(each, fully_shard, mp_policy=policy, offload_policy=HOST))
-    assert_identical(there, here)
+    for policy in (CAST, MixedPrecisionPolicy()) if each.name == "transformer" else (CAST,):
+        here = trained(each, each_unit(each, fully_shard, mp_policy=policy))
+        with late_host():
+            there = trained(each, each_unit(each, fully_shard, mp_policy=policy, offload_policy=HOST))
+        assert_identical(there, here)
 
 
 @pytest.mark.parametrize("up, down", [("wait", ""), ("", "wait"), ("", "synchronize")])
