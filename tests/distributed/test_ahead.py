@@ -114,32 +114,33 @@ def test_units_of_both_kinds() -> None:
 
 
 class Twice(nn.Module):
-    """Runs a block twice, and another one in a checkpoint."""
+    """A block that runs twice, plainly or in checkpoints. With reentrant ones its gradient comes in two parts."""
 
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
-        self._checkpointed = checkpointed
+        self._reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second, third = self.blocks
-        x = first(second(first(x)))
-        return checkpoint(third, x, use_reentrant=False) if self._checkpointed else third(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2]):
+            x = block(x) if self._reentrant is None else checkpoint(block, x, use_reentrant=self._reentrant)
+        return x
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
 @world(2)
-def test_units_that_a_backward_comes_to_again(checkpointed: bool) -> None:
+def test_units_that_a_backward_comes_to_again(reentrant: bool | None) -> None:
     results = []
     with late_host():
         for ahead in (False, True):
-            model = Twice(checkpointed)
+            model = Twice(reentrant)
             for block in (*model.blocks, model):
                 fully_shard(block, offload_policy=HOST)
             optimizer = flat(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), ahead=ahead)
             for step in range(3):
-                model(torch.full((2, 6), 0.1 * (step + 1 + dist.get_rank()))).square().sum().backward()
+                inputs = torch.full((2, 6), 0.1 * (step + 1 + dist.get_rank()), requires_grad=True)
+                model(inputs).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             results.append(locals_of(model))

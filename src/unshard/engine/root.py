@@ -29,6 +29,8 @@ class Root:
         self._backward_order = BackwardOrder(limit=8 * len(units))
         self._waiting_before = 0
         self._ahead: set[Unit] = set()
+        self._repeated: set[Unit] = set()
+        """Ran more than once since the last backward, so that gradients may come in parts."""
         self._reducing: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
@@ -98,6 +100,8 @@ class Root:
         if current_backward() != -1:
             return
         if returns:
+            if REFS and self._backward_order.waits_for(self._number[unit]):
+                self._repeated.add(unit)
             self._backward_order.push(self._number[unit])
         if blind:
             unit.keep()  # nothing would gather it in time
@@ -197,8 +201,8 @@ class Root:
                 self._arrived(unit)
 
     def _arrived(self, unit: Unit) -> None:
-        """The gradients of `unit` have been handed out. They are complete, unless this backward comes to it again."""
-        if not self.unit.options.last_backward or self._backward_order.waits_for(self._number[unit]):
+        """The gradients of `unit` have been handed out. They are complete, unless it ran more than once."""
+        if not self.unit.options.last_backward or unit in self._repeated:
             return
         for listener in listeners():
             listener.arrived([shard for part in unit.parts for shard in part.gradients.shards()])
@@ -220,6 +224,7 @@ class Root:
             if not self.in_forward:
                 self._rest()
             self._backward_order.clear()
+            self._repeated.clear()
         self._wait_for_lanes()
         self.in_backward = False
 
@@ -274,6 +279,7 @@ class Root:
         self._all_reducing.clear()
         self._ahead.clear()
         self._backward_order.clear()
+        self._repeated.clear()
         self._wait_for_lanes()
         self.in_forward = self.in_backward = False
 
