@@ -46,6 +46,8 @@ class Transport(ABC):
     """`reduce_scatter` has nothing to add up and takes its outputs as inputs."""
     stays_in_lane: bool = False
     """`gather` can be issued from a lane, and waited for elsewhere: all memory it touches is what it is given."""
+    waits_in_stream: bool = False
+    """`wait` of a reduction makes the current stream wait, and not the host."""
     piece_alignment: int = 1
     """Bytes to which packed pieces are padded."""
     pool: Pool | None = None

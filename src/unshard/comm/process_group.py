@@ -37,6 +37,8 @@ _GLOO_DTYPES = frozenset(
     + (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 )
 
+_WAITING_ON_HOST = ("gloo", "mpi", "ucc")
+
 
 def transport_for(group: Any, device: torch.device) -> Transport:
     """The transport for a shard group; a group of one rank sends nothing."""
@@ -59,6 +61,7 @@ class ProcessGroupTransport(Transport):
         self.few = 0 if device.type == "cpu" or self._backend == "gloo" else FEW
         # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
         self.piece_alignment = 16 if self._backend == "nccl" else 1
+        self.waits_in_stream = device.type != "cpu" and self._backend not in _WAITING_ON_HOST
         self._order = order_of(group, self._backend, device)
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()

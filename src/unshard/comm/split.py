@@ -19,6 +19,7 @@ class SplitTransport(Transport):
         self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
         self.few = min(gathers.few, reductions.few)
         self.in_place_only, self.stays_in_lane = gathers.in_place_only, gathers.stays_in_lane
+        self.waits_in_stream = reductions.waits_in_stream
         self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
 
     def announce(self, event: Event, describe: Callable[[], str]) -> None:

@@ -198,7 +198,7 @@ class Gradients:
             self._reduction(members).announce(unit)
         self.state = moved(unit, self.state, GradState.REDUCING, GRAD_MOVES)
         if members:
-            self._pending.append(self._reduction(members).start(gradients, options))
+            self._pending.append(self._reduction(members).start(gradients, options, last))
         if last and options.all_reduce:
             mine = members, self.as_stored
             others = [each for key, each in self._reductions.items() if key != mine and each.has_partial]

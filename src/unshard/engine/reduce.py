@@ -19,7 +19,7 @@ from . import observer
 from .buffers import Buffer, ShardBuffer, pieces
 from .faces import Slot
 from .grad_shard import GradShard
-from .lane import Lane, Mark
+from .lane import Lane, Mark, reduce_lane
 from .master import Master
 from .options import Options
 from .packing import Packing
@@ -70,6 +70,9 @@ class Reduction:
     The reduce-scatter writes straight into the gradient shard where dtype and device allow it, otherwise into
     `reduced`, from where one call casts or copies it. `partial` holds sums over the shards that still wait for their
     all-reduce over the replicas.
+
+    On a device the reduce buffer is a lane's memory: given back as soon as the reduce-scatter is queued, though the
+    device needs it for longer, so that what the computation allocates meanwhile does not come on top of it.
     """
 
     def __init__(
@@ -110,6 +113,9 @@ class Reduction:
         self._shards: list[GradShard] = []
         self._members, self._owner = members, ""
         self._scattering, self._all_reducing = events
+        self._aside = reduce_lane(device) if shards.waits_in_stream and not self._in_place else None
+        if self._aside is not None:
+            self._computed, self._packed, self._scattered = Mark(device), Mark(device), Mark(device)
 
     def _packing_in(self, tensors: list[torch.Tensor]) -> Packing:
         return Packing(tensors, self._regions, self._master, self._transport.world)
@@ -140,24 +146,48 @@ class Reduction:
             return unit
         return f"{unit} without {_few(others)}" if len(others) <= len(mine) else f"{unit}, only {_few(mine)}"
 
-    def start(self, gradients: dict[int, torch.Tensor], options: Options) -> Pending:
-        """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them."""
+    def start(self, gradients: dict[int, torch.Tensor], options: Options, last: bool = False) -> Pending:
+        """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them.
+
+        `last`: no other unit's backward follows.
+        """
         pending = self._pending(options)
-        outputs = pending.outputs
-        outputs.take() if self._in_place else self._whole.take()
+        # With nothing to compute meanwhile, the memory that the computation has left is good enough.
+        if self._aside is not None and not last and options.reduce_buffers == 1 and observer.current is None:
+            self._start_aside(pending, gradients, self._aside)
+            return pending
+        inputs = self._pack(pending, gradients)
+        pending.outputs.take()
+        self._scatter(pending, inputs)
+        if observer.current is not None:
+            observer.current.reducing(self._slots, self._region_members(), gradients, inputs, pending.outputs.pieces)
+        return pending
+
+    def _start_aside(self, pending: Pending, gradients: dict[int, torch.Tensor], lane: Lane) -> None:
+        pending.outputs.take()
+        self._computed.put()
+        with lane.after(self._computed):
+            inputs = self._pack(pending, gradients)
+            self._packed.put()
+            self._scatter(pending, inputs)
+            pending.work.wait()
+            self._whole.release()
+            pending.work = self._scattered.put()
+        self._packed.wait()  # the computation has the gradients' memory next
+
+    def _pack(self, pending: Pending, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        (pending.outputs if self._in_place else self._whole).take()
         packing = self._packing_for(pending)
         absent = packing.fill(gradients)
         if absent:
             pending.absent = {self._slots[index] for index in absent}
-        inputs = packing.tensors
         if pending.division.before != 1.0:
-            foreach_div(inputs, pending.division.before)
-        outputs.take()
+            foreach_div(packing.tensors, pending.division.before)
+        return packing.tensors
+
+    def _scatter(self, pending: Pending, inputs: list[torch.Tensor]) -> None:
         average = pending.division.scatter_average
-        pending.work = self._transport.reduce_scatter(outputs.pieces, inputs, average=average)
-        if observer.current is not None:
-            observer.current.reducing(self._slots, self._region_members(), gradients, inputs, outputs.pieces)
-        return pending
+        pending.work = self._transport.reduce_scatter(pending.outputs.pieces, inputs, average=average)
 
     def _region_members(self) -> list[tuple[int, ...]]:
         return [region.members for region in self._regions]
