@@ -7,8 +7,10 @@ The plan, for sharded sides: this rank's share of parameters and optimizer state
 dtype of the computation, plus gradients (this rank's share, and the largest unit's before it is reduced: as autograd
 makes it, and in the dtype of the reduction), plus activations. Those are measured on the unsharded side, which drops
 each gradient as soon as it is there. Peaks of activations and of gradients need not coincide, so a side can stay below
-the plan. `reserved` is what the allocator took from the device: memory that is freed in one stream cannot serve
-another one at once. MiB, in a steady state, one side at a time; on a CPU always as one rank of a simulated job.
+the plan. `peak` counts what the allocator gave, `asked for` what the side wanted: a block is not split to leave less
+than a MiB, so the two can differ by some MiB, by chance. `reserved` is what the allocator took from the device: memory
+that is freed in one stream cannot serve another one at once. MiB, in a steady state, one side at a time; on a CPU
+always as one rank of a simulated job.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from .sides import Training
 from .tables import Row
 
 COLUMNS = {"case": "case", "side": "side", "rest_mib": "at rest", "peak_mib": "peak", "plan_mib": "plan"}
-COLUMNS |= {"of_plan": "peak / plan", "reserved_mib": "reserved"}
-FIGURES = {"rest_mib": "at rest", "peak_mib": "peak", "reserved_mib": "reserved"}
+COLUMNS |= {"of_plan": "peak / plan", "asked_mib": "asked for", "reserved_mib": "reserved"}
+FIGURES = {"rest_mib": "at rest", "peak_mib": "peak", "asked_mib": "asked for", "reserved_mib": "reserved"}
 _MASTER = 4  # bytes of a parameter, of its gradient and of each of the optimizer's two numbers: all float32
 
 
