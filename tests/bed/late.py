@@ -22,17 +22,23 @@ class LateLane:
     """Runs what it was given when the computation waits for it, and lets the host see copies when the host waits.
 
     `forgets`: the kind of wait that it takes no notice of, as if the engine had left it out. `home`: it leads to the
-    host. Memory that a copy reads after everybody else has let go of it is full of NaN: it could be anybody's by then.
+    host. `prompt`: what may happen at any time happens at once. Memory that a copy reads after everybody else has let
+    go of it is full of NaN: it could be anybody's by then.
     """
 
-    def __init__(self, forgets: str = "", home: bool = False) -> None:
+    def __init__(self, forgets: str = "", home: bool = False, prompt: bool = False) -> None:
         self.forgets = forgets
         self.home = home
+        self.prompt = prompt
         self._lock = threading.RLock()  # optimizers wait for gradients in a thread of their own
         self.steps: list[Step] = []
         self.seen_by_host: list[Step] = []
 
     def queue(self, do: Step, first: Step | None = None) -> LateMark:
+        if first is not None and self.prompt:
+            self.synchronize()  # it is in order all the same
+            first()
+            first = None
         self.steps += [do] if first is None else [first, do]
         return LateMark(self, self.steps[-1])
 
@@ -76,9 +82,9 @@ class LateMark:
 
 
 @contextmanager
-def late_host(up: str = "", down: str = "") -> Iterator[Lanes]:
+def late_host(up: str = "", down: str = "", prompt: bool = False) -> Iterator[Lanes]:
     """Inside, shards on the host are reached through such lanes, on a CPU too, and new memory is full of NaN."""
-    lanes = Lanes(LateLane(up), LateLane(down, home=True))  # type: ignore[arg-type]
+    lanes = Lanes(LateLane(up, prompt=prompt), LateLane(down, home=True))  # type: ignore[arg-type]
     with (
         mock.patch.object(residence, "lanes_of", lambda device: lanes),
         mock.patch.object(Buffer, "take", _take_and_poison(Buffer.take)),

@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unshard import CPUOffloadPolicy, fully_shard
+from unshard.engine.sharded import Sharded
+from unshard.engine.upload import Upload
 from unshard.errors import PolicyError, StateError
 from unshard.optim import GradScaler, clip_grad_norm_, flat, host
 
@@ -111,6 +113,91 @@ def test_units_of_both_kinds() -> None:
                 optimizer.zero_grad()
             results.append(locals_of(model))
     assert changed(*results) == 0
+
+
+def fresh_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach() * 0.5 for name, each in model.state_dict().items()}
+
+
+def write_shards(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.to_local().mul_(0.5)  # type: ignore[attr-defined]
+
+
+def write_parameters(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.mul_(0.5)
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "parameters": write_parameters,
+    "shards": write_shards,
+    "loaded": lambda model: model.load_state_dict(fresh_values(model)),
+    "assigned": lambda model: model.load_state_dict(fresh_values(model), assign=True),
+    "replaced": lambda model: model.double().float().apply(write_parameters),
+    "an evaluation": lambda model: loss_of(model, case("transformer"), 7),
+    "rounded": lambda model: model.half().float(),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@world(1, 2, 3, 4)
+def test_writes_after_the_step(how: str) -> None:
+    """The shards that the next forward begins with are on their way by then."""
+    check_writes(how)
+
+
+@world(2)
+def test_other_parameters_after_the_step() -> None:
+    """They are noticed even if their counts of writes are, by chance, those of the old ones."""
+    with mock.patch.object(Sharded, "writes", lambda self: 0):
+        check_writes("assigned")
+
+
+def check_writes(how: str) -> None:
+    each, results, sent = case("transformer"), [], []
+    with late_host(prompt=True), mock.patch.object(Upload, "send", noting(sent, Upload.send)):
+        for ahead in (False, True):
+            model = offloaded(each)
+            optimizer, losses = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=ahead), []
+            for step in range(4):
+                loss = loss_of(model, each, step)
+                loss.backward()
+                losses.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    WRITES[how](model)
+            results.append([*losses, *locals_of(model)])
+            assert len(sent) == 2 * 4 * ahead  # the root's and the first block's, after every step
+    assert changed(*results) == 0
+
+
+@world(2)
+def test_copies_that_set_out_early_are_not_made_again() -> None:
+    each, copies = case("transformer"), []
+    counts = []
+    with late_host(), mock.patch.object(Upload, "_copy", noting(copies, Upload._copy)):
+        for ahead in (False, True):
+            model = offloaded(each)
+            optimizer = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=ahead)
+            for step in range(3):
+                loss_of(model, each, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss_of(model, each, 3)
+            counts.append(len(copies))
+            copies.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def noting(calls: list[Any], method: Callable[[Any], None]) -> Callable[[Any], None]:
+    def noted(self: Any) -> None:
+        calls.append(self)
+        method(self)
+
+    return noted
 
 
 class Twice(nn.Module):

@@ -12,9 +12,8 @@ from ..layout.rows import Cut, Place, Region, place
 from ..torch_private import foreach_copy
 from .buffers import Buffer
 from .full import FullBuffer
-from .lane import Lane
 from .shard import Shard
-from .upload import Upload
+from .upload import Upload, Way
 
 Collective = Callable[[list[torch.Tensor], list[torch.Tensor]], Work]
 
@@ -50,9 +49,9 @@ class Gather:
     the output and the gather works in place, so that no second copy of the shard exists.
     """
 
-    def __init__(self, shard: Shard, full: FullBuffer, transport: Transport, lane: Lane | None = None):
-        """`lane`: leads to the shard, if that is on the host."""
-        away = lane is not None
+    def __init__(self, shard: Shard, full: FullBuffer, transport: Transport, way: Way | None = None):
+        """`way`: leads to the shard, if that is on the host."""
+        away = way is not None
         self._transport, self._shard, self._full = transport, shard, full
         packed = [region for region in shard.regions if region.packed]
         staged = place(packed, shard.segments.itemsizes("compute"), transport.world, transport.piece_alignment)
@@ -70,7 +69,7 @@ class Gather:
                 self._connect(number, region, full, self._place_in_full(region), away)
         self._leave_out_what_is_there()
         self._copies = [self._copy_out(r, spot) for r, spot in zip(packed, staged.places, strict=True)]
-        self._upload = None if lane is None else Upload(shard, self._cast_from, full.device, lane)
+        self._upload = None if way is None else Upload(shard, self._cast_from, full.device, way)
         self._staging.release()
         full.release()
 
@@ -84,6 +83,15 @@ class Gather:
     def members(self) -> list[tuple[int, ...]]:
         """The parameters in each input."""
         return [region.members for region in self._shard.regions]
+
+    def send(self) -> None:
+        """Let a shard on the host set out for the device."""
+        if self._upload is not None:
+            self._upload.send()
+
+    def recall(self) -> None:
+        if self._upload is not None:
+            self._upload.recall()
 
     def start(self, collective: Collective, in_lane: bool = True) -> Work:
         """Have memory and the cast shard in it, and issue the collective. Until `finish` nobody may touch the buffers.

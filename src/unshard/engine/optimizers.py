@@ -14,6 +14,7 @@ from .arrivals import REFS
 from .faces import full_name
 from .flat import replaced_by_shards
 from .grad_shard import GradShard
+from .root import Root
 from .sharded import Sharded
 from .writes import note_optimizer_step
 
@@ -31,7 +32,15 @@ def watch_optimizers() -> None:
 def _register() -> None:
     """Once per process."""
     register_optimizer_step_pre_hook(_look)
-    register_optimizer_step_post_hook(note_optimizer_step)
+    register_optimizer_step_post_hook(_go_on)
+
+
+def _go_on(optimizer: Any, *unused: Any) -> None:
+    """After a step."""
+    note_optimizer_step()
+    if "unshard_ahead" in vars(optimizer):
+        for root in Root.living:
+            root.send_first()
 
 
 def _look(optimizer: Any, *unused: Any) -> None:

@@ -77,6 +77,11 @@ class Part:
             self.shards.announce(self._gathering[self._precision], lambda: f"gather unit {unit!r}{stored}")
             whole.start(from_slices=False)
 
+    def send(self) -> None:
+        """Let shards on the host set out for the device, because a gather will follow soon. Only at rest."""
+        if self._whole is not None and self.sharded.residence.away and self.sharded.settled:
+            self._whole.send()
+
     def finish(self) -> None:
         """Wait, and put the full faces on the modules."""
         whole = self._wait()
@@ -158,6 +163,8 @@ class Part:
             settle()
         if self.sharded.settled:
             return
+        for whole in self._wholes.values():
+            whole.recall()
         if self.sharded.settle(unit):
             self._forget_wholes()
             self._faces = self.sharded.faces()  # fewer, if parameters were tied

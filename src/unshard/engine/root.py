@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import ClassVar
 
 from ..errors import ArgumentError, StateError
 from ..layout.flat import FlatCut
 from ..torch_private import current_backward, inside_backward, on_backward_end
 from .arrivals import REFS, listeners, settle
+from .living import Living
 from .precision import Precision
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
@@ -19,6 +21,8 @@ from .unit import Unit
 
 class Root:
     """Decides when its units are gathered, freed and reduced. `units[0]` is the root's own unit."""
+
+    living: ClassVar[Living[Root]] = Living()
 
     def __init__(self, units: list[Unit]):
         self.units = units
@@ -38,6 +42,7 @@ class Root:
         self.in_forward = False
         self.in_backward = False
         _refuse_shared_parameters(units)
+        self.living.add(self)
 
     # -- forward --------------------------------------------------------------------------------------------
 
@@ -239,6 +244,17 @@ class Root:
             unwanted = unit.params is ParamState.GATHERING or unit.options.reshard_after_backward
             if unwanted and unit.phase is Phase.IDLE:
                 unit.reshard()
+
+    # -- between the steps ----------------------------------------------------------------------------------
+
+    def send_first(self) -> None:
+        """Let the shards that the next forward begins with set out from the host, before it asks for them.
+
+        Two units': the copy of a third one has the first one's computation to hide behind.
+        """
+        if self._lanes and not self.in_forward and not self.in_backward:
+            for number in self._forward_order.first(2):
+                self.units[number].send()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 

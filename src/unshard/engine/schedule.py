@@ -29,6 +29,10 @@ class ForwardOrder:
             return self._learned[position + 1]
         return None
 
+    def first(self, count: int) -> list[int]:
+        """The units that the next forward begins with."""
+        return self._learned[:count]
+
     def end(self) -> None:
         self._learned, self._seen = self._seen, []
 

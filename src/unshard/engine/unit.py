@@ -63,6 +63,12 @@ class Unit:
             raise
         self._move(ParamState.GATHERING)
 
+    def send(self) -> None:
+        """Let shards on the host set out for the device, because a gather will follow soon."""
+        if self.params is ParamState.SHARDED:
+            for part in self.parts:
+                part.send()
+
     def use(self) -> None:
         """Be whole, with the full faces on the modules."""
         if self.params is ParamState.FULL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,15 @@ from .lane import Lane, Mark
 from .shard import Shard
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a shard on the host is reached."""
+
+    lane: Lane
+    writes: Callable[[], int]
+    """Grows when the shard is written."""
+
+
 class Upload:
     """One copy of the whole shard as it is stored, then the cast on the device; both in a lane.
 
@@ -20,7 +30,7 @@ class Upload:
     computation, to which the memory belonged before.
     """
 
-    def __init__(self, shard: Shard, runs: Sequence[torch.Tensor], device: torch.device, lane: Lane):
+    def __init__(self, shard: Shard, runs: Sequence[torch.Tensor], device: torch.device, way: Way):
         """`runs`: the pieces of the shard that are gathered."""
         self._resting = shard.flat(torch.uint8, 0, shard.placement.nbytes)
         self._arrived = Buffer(shard.placement.nbytes, device)
@@ -28,11 +38,24 @@ class Upload:
         base = self._resting.data_ptr()
         self._runs = [self._arrived.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
         self._arrived.release()
-        self._lane = lane
+        self._lane, self._writes = way.lane, way.writes
+        self._sent: int | None = None
+        """Writes at the time when a copy set out that nobody has asked for yet."""
+
+    def send(self) -> None:
+        """Let the copy set out before anybody asks for it. Whoever does looks whether the shard was written since."""
+        self._sent = self._writes()
+        self._lane.queue(_nothing, first=self._copy)
+
+    def recall(self) -> None:
+        """What was sent is out of date."""
+        self._sent = None
 
     def start(self, targets: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
         """Fill `targets`, one for each run, then issue a collective, all in the lane."""
         carried = Carried()
+        sent, self._sent = self._sent, None
+        on_its_way = sent is not None and sent == self._writes()
 
         def finish() -> None:
             if targets:  # else the shard is the full buffer itself
@@ -40,12 +63,16 @@ class Upload:
             self._arrived.release()
             carried.work = issue()
 
-        carried.mark = self._lane.queue(finish, first=self._copy)
+        carried.mark = self._lane.queue(finish, first=None if on_its_way else self._copy)
         return carried
 
     def _copy(self) -> None:
         self._arrived.take()
         self._whole.copy_(self._resting, non_blocking=True)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Carried:

@@ -18,6 +18,7 @@ from .master import Master
 from .precision import Precision
 from .sharded import Sharded
 from .slices import Slices, Slicing
+from .upload import Way
 
 
 class Whole:
@@ -42,7 +43,8 @@ class Whole:
         lanes = sharded.residence.lanes
         with torch.no_grad(), torch.inference_mode(False), outside_transforms():
             self._full = FullBuffer.over(master, members, device, transport.pool)
-            self._gather = Gather(master, self._full, transport, lanes.up if lanes is not None else None)
+            way = None if lanes is None else Way(lanes.up, sharded.writes)
+            self._gather = Gather(master, self._full, transport, way)
             self._full.take()
             self._faces = [self._face(master, index) for index in members]
             self._full.release()
@@ -97,6 +99,14 @@ class Whole:
         self._under_way = gather, work
         if observer.current is not None:
             observer.current.gathering(self._slots, gather.members, gather.inputs)
+
+    def send(self) -> None:
+        """Let shards on the host set out for the device."""
+        self._gather.send()
+
+    def recall(self) -> None:
+        """What was sent is out of date."""
+        self._gather.recall()
 
     def wait(self) -> None:
         """Until what is gathered is in its place; nothing, if no gather is under way."""

@@ -7,7 +7,6 @@ operations of optimizers on DTensors. Those are seen by a hook on every optimize
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ class _Steps:
     taken = 0
 
 
-def note_optimizer_step(*unused: Any) -> None:
+def note_optimizer_step() -> None:
     _Steps.taken += 1
 
 
