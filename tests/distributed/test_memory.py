@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from unshard import MixedPrecisionPolicy, fully_shard
+from unshard.comm.process_group import ProcessGroupTransport
 from unshard.engine.buffers import Buffer
+from unshard.engine.gradients import Gradients
 from unshard.engine.master import Master
 
 WIDTH, BLOCKS, RANKS = 192, 4, 4
@@ -154,6 +156,30 @@ def test_backward_holds_two_units_and_one_reduction(reshard: bool, reduce: torch
             # The last result arrives in the reduce dtype; those before it are gradients already.
             results = (SHARD * itemsize + 4 * SHARD * (number - 1)) if number else 0
             assert close(now, 4 * SHARD * BLOCKS + 4 * UNIT * whole + packed + results), number
+
+
+def test_gradients_leave_before_the_result_comes() -> None:
+    """Those of one unit never lie beside what they are reduced to."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+    left = []
+    take, scatter = Gradients._take, ProcessGroupTransport.reduce_scatter
+
+    def noting(self: Gradients) -> dict[int, torch.Tensor]:
+        found = take(self)
+        taken.extend(map(weakref.ref, found.values()))
+        return found
+
+    def looking(self: ProcessGroupTransport, *args: Any, **options: Any) -> Any:
+        left.append(sum(each() is not None for each in taken))
+        return scatter(self, *args, **options)
+
+    with (
+        job() as (model, _),
+        mock.patch.object(Gradients, "_take", noting),
+        mock.patch.object(ProcessGroupTransport, "reduce_scatter", looking),
+    ):
+        loss(model).backward()
+    assert len(taken) == 2 * BLOCKS and left == [0] * BLOCKS
 
 
 @pytest.mark.parametrize(("reduce", "itemsize"), [(None, 4), (torch.float64, 8)])

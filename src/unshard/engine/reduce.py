@@ -147,33 +147,37 @@ class Reduction:
         return f"{unit} without {_few(others)}" if len(others) <= len(mine) else f"{unit}, only {_few(mine)}"
 
     def start(self, gradients: dict[int, torch.Tensor], options: Options, last: bool = False) -> Pending:
-        """Pack `gradients` (by parameter) and issue the reduce-scatter; the caller may then drop them.
+        """Pack `gradients` (by parameter), drop them and issue the reduce-scatter.
 
         `last`: no other unit's backward follows.
         """
-        pending = self._pending(options)
+        pending, watcher = self._pending(options), observer.current
         # With nothing to compute meanwhile, the memory that the computation has left is good enough.
-        if self._aside is not None and not last and options.reduce_buffers == 1 and observer.current is None:
+        if self._aside is not None and watcher is None and not last and options.reduce_buffers == 1:
             self._start_aside(pending, gradients, self._aside)
             return pending
         inputs = self._pack(pending, gradients)
-        pending.outputs.take()
+        if watcher is None:
+            gradients.clear()  # before the result takes memory
         self._scatter(pending, inputs)
-        if observer.current is not None:
-            observer.current.reducing(self._slots, self._region_members(), gradients, inputs, pending.outputs.pieces)
+        if watcher is not None:
+            watcher.reducing(self._slots, self._region_members(), gradients, inputs, pending.outputs.pieces)
         return pending
 
     def _start_aside(self, pending: Pending, gradients: dict[int, torch.Tensor], lane: Lane) -> None:
-        pending.outputs.take()
         self._computed.put()
         with lane.after(self._computed):
             inputs = self._pack(pending, gradients)
             self._packed.put()
+        self._packed.wait()
+        gradients.clear()  # the computation has their memory next, and before that the result
+        pending.outputs.take()
+        self._computed.put()
+        with lane.after(self._computed):
             self._scatter(pending, inputs)
             pending.work.wait()
             self._whole.release()
             pending.work = self._scattered.put()
-        self._packed.wait()  # the computation has the gradients' memory next
 
     def _pack(self, pending: Pending, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         (pending.outputs if self._in_place else self._whole).take()
@@ -186,6 +190,7 @@ class Reduction:
         return packing.tensors
 
     def _scatter(self, pending: Pending, inputs: list[torch.Tensor]) -> None:
+        pending.outputs.take()
         average = pending.division.scatter_average
         pending.work = self._transport.reduce_scatter(pending.outputs.pieces, inputs, average=average)
 
