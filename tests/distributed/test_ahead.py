@@ -129,10 +129,16 @@ def write_parameters(model: nn.Module) -> None:
         each.mul_(0.5)
 
 
+def write_data(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data.copy_(each.data * 0.5)
+
+
 WRITES: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
     "parameters": write_parameters,
     "shards": write_shards,
+    "data": write_data,
     "loaded": lambda model: model.load_state_dict(fresh_values(model)),
     "assigned": lambda model: model.load_state_dict(fresh_values(model), assign=True),
     "replaced": lambda model: model.double().float().apply(write_parameters),

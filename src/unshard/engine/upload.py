@@ -12,6 +12,7 @@ from ..torch_private import foreach_copy
 from .buffers import Buffer
 from .lane import Lane, Mark
 from .shard import Shard
+from .writes import Samples
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Way:
     lane: Lane
     writes: Callable[[], int]
     """Grows when the shard is written."""
+    samples: Samples
+    """Of the shard, where writes show that are not counted."""
 
 
 class Upload:
@@ -38,14 +41,14 @@ class Upload:
         base = self._resting.data_ptr()
         self._runs = [self._arrived.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
         self._arrived.release()
-        self._lane, self._writes = way.lane, way.writes
-        self._sent: int | None = None
-        """Writes at the time when a copy set out that nobody has asked for yet."""
+        self._way = way
+        self._sent: tuple[int, list[torch.Tensor]] | None = None
+        """Writes and samples at the time when a copy set out that nobody has asked for yet."""
 
     def send(self) -> None:
         """Let the copy set out before anybody asks for it. Whoever does looks whether the shard was written since."""
-        self._sent = self._writes()
-        self._lane.queue(_nothing, first=self._copy)
+        self._sent = self._way.writes(), self._way.samples.take()
+        self._way.lane.queue(_nothing, first=self._copy)
 
     def recall(self) -> None:
         """What was sent is out of date."""
@@ -54,8 +57,8 @@ class Upload:
     def start(self, targets: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
         """Fill `targets`, one for each run, then issue a collective, all in the lane."""
         carried = Carried()
-        sent, self._sent = self._sent, None
-        on_its_way = sent is not None and sent == self._writes()
+        on_its_way = self._sent is not None and self._unwritten_since(*self._sent)
+        self._sent = None
 
         def finish() -> None:
             if targets:  # else the shard is the full buffer itself
@@ -63,8 +66,11 @@ class Upload:
             self._arrived.release()
             carried.work = issue()
 
-        carried.mark = self._lane.queue(finish, first=None if on_its_way else self._copy)
+        carried.mark = self._way.lane.queue(finish, first=None if on_its_way else self._copy)
         return carried
+
+    def _unwritten_since(self, writes: int, samples: list[torch.Tensor]) -> bool:
+        return self._way.writes() == writes and self._way.samples.same(samples)
 
     def _copy(self) -> None:
         self._arrived.take()

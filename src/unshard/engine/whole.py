@@ -19,6 +19,7 @@ from .precision import Precision
 from .sharded import Sharded
 from .slices import Slices, Slicing
 from .upload import Way
+from .writes import Samples
 
 
 class Whole:
@@ -43,7 +44,7 @@ class Whole:
         lanes = sharded.residence.lanes
         with torch.no_grad(), torch.inference_mode(False), outside_transforms():
             self._full = FullBuffer.over(master, members, device, transport.pool)
-            way = None if lanes is None else Way(lanes.up, sharded.writes)
+            way = None if lanes is None else Way(lanes.up, sharded.writes, Samples(master.locals))
             self._gather = Gather(master, self._full, transport, way)
             self._full.take()
             self._faces = [self._face(master, index) for index in members]
