@@ -10,10 +10,12 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import StateError
+from ..torch_private import inside_backward
 from .arrivals import REFS
 from .faces import full_name
 from .flat import replaced_by_shards
 from .grad_shard import GradShard
+from .root import Root
 from .sharded import Sharded
 from .writes import note_optimizer_step
 
@@ -36,6 +38,9 @@ def _register() -> None:
 
 def _look(optimizer: Any, *unused: Any) -> None:
     """At an optimizer that was not looked at before."""
+    if not inside_backward():
+        for root in Root.living:
+            root.refuse_unseen_backward()
     if REFS:
         _refuse_stepped_by_another(optimizer)
     groups = optimizer.param_groups
