@@ -351,3 +351,61 @@ def test_arguments_of_optim_state_dict_to_load() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, {"model": {}})
     with pytest.raises(ValueError, match="got a list"):
         FSDP.optim_state_dict_to_load(model, optimizer, [])  # type: ignore[arg-type]
+
+
+WHOLE = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@quiet
+@world(2, 3)
+def test_state_of_whole_parameters_is_refused(cleared: bool) -> None:
+    """An optimizer that was stepped before the model was wrapped, with parameters that are still the same."""
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    early = adam(module)
+    module(torch.ones(1, 5)).sum().backward()
+    early.step()
+    state = early.state_dict()
+    if cleared:
+        early.zero_grad()
+    model = FSDP(module, use_orig_params=True)
+    early.zero_grad()
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        early.step()
+    local, rank = tuple(module[0].weight.shape), dist.get_rank()
+    for part in ("AdamW", "'0.weight'", "'exp_avg'", "(5, 5)", f"{local} on rank {rank}", "optim_state_dict_to_load"):
+        assert part in str(caught.value), part
+    late = adam(model)
+    late.step()
+    late.load_state_dict(state)  # the state dict of the unsharded model as it is
+    with pytest.raises(RuntimeError, match=r"AdamW.*'0\.weight'.*optim_state_dict_to_load"):
+        late.step()
+    whole = {"state": dict(zip(WHOLE, state["state"].values(), strict=True)), "param_groups": state["param_groups"]}
+    whole["param_groups"][0]["params"] = list(WHOLE)
+    late.load_state_dict(FSDP.optim_state_dict_to_load(model, late, whole))
+    late.step()
+
+
+@quiet
+@world(2, 3)
+def test_whole_state_of_parameters_that_are_distributed_is_refused() -> None:
+    """The same with `fully_shard`: a state dict of the unsharded model, loaded as it is."""
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    early = adam(module)
+    module(torch.ones(1, 5)).sum().backward()
+    early.step()
+    model = fully_shard(module)
+    with pytest.raises(RuntimeError, match=r"before the model was sharded.*0\.weight"):
+        early.step()
+    late = adam(model)
+    late.load_state_dict(early.state_dict())
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        late.step()
+    for part in ("AdamW", "'0.weight'", "'exp_avg'", "(5, 5)", "DTensor", "set_optimizer_state_dict"):
+        assert part in str(caught.value), part
+    late = adam(model)
+    late.step()
+    late.load_state_dict(late.state_dict())  # looked at again: DTensors are whole, too, to who asks for their shape
+    late.step()

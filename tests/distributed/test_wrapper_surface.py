@@ -541,3 +541,16 @@ def test_parameters_used_past_the_wrapper() -> None:
     with FSDP.summon_full_params(model):
         assert model.module(tokens).isfinite().all() and model.generate(x).isfinite().all()
     check_veils(model, tokens, x)
+
+
+@flat_or_originals
+@world(1, 2)
+@pytest.mark.filterwarnings("ignore")
+def test_f1_76_names_below_a_root_without_parameters(originals: bool) -> None:
+    """Original names, as the peer has them, although there is nothing to gather for the root itself."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2), use_orig_params=originals)), use_orig_params=originals)
+    with FSDP.summon_full_params(model):
+        assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+        assert model.training_state.name == "SUMMON_FULL_PARAMS"
+    assert model.training_state.name == "IDLE"
+    assert all("_fsdp_wrapped_module" in name for name, _ in model.named_parameters())

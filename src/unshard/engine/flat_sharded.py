@@ -59,6 +59,10 @@ class FlatSharded(Sharded):
     # -- what is where --------------------------------------------------------------------------------------
 
     @property
+    def has_own_faces(self) -> bool:
+        return self.originals
+
+    @property
     def settled(self) -> bool:
         """Whether every parameter is the object, and lies at the address, that it was given."""
         return self.registered and all(face.sharded.data_ptr() == address for *_, face, address in self._places)

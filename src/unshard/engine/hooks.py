@@ -13,8 +13,17 @@ from torch import nn
 
 from ..errors import StateError
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import base_of, current_backward, inside_backward, never_compiled, watch_gradient
+from ..torch_private import (
+    base_of,
+    current_backward,
+    inside_backward,
+    never_compiled,
+    next_node,
+    node_number,
+    watch_gradient,
+)
 from .borders import Border
+from .leavings import Leavings
 from .mismatch import explain
 from .module_buffers import ModuleBuffers
 from .optimizers import watch_optimizers
@@ -52,6 +61,8 @@ class ShardState:
         self._root: weakref.ref[Root] | None = None
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
+        self._first_node = 0
+        self._leavings = Leavings()
         self.casts_inputs = unit.policy.cast_forward_inputs
         """Whether inputs are cast at the door; for some policies that depends on where the root is."""
         self.buffers: ModuleBuffers | None = None
@@ -122,6 +133,7 @@ class ShardState:
         root.before_forward(unit, precision)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
+            self._first_node = next_node()
         return args, kwargs
 
     def _runs_in_group(self, root: Root) -> bool:
@@ -150,7 +162,12 @@ class ShardState:
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
             # Without a graph it may be a checkpoint's first forward; modules of a list have other outputs besides.
-            returns = not graph or self._watch_outputs(output) or len(self._modules) > 1
+            returns = not graph or len(self._modules) > 1
+            if graph:
+                output, watched = self._watch_outputs(output)
+                returns = returns or watched
+                if self._leavings.expected():
+                    self._watch_leavings(output)
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_in_group(root)):
@@ -169,11 +186,11 @@ class ShardState:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, output: Any) -> bool:
+    def _watch_outputs(self, output: Any) -> tuple[Any, bool]:
         """Backward of the unit begins when a gradient reaches any output; false if none can."""
         outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         watched = [tensor for tensor in outputs if tensor.requires_grad]
-        begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
+        begin = self._begin()
         for tensor in watched:
             watch_gradient(tensor, begin)
             base = base_of(tensor)
@@ -181,7 +198,28 @@ class ShardState:
                 # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
                 # made its base stays.
                 base.grad_fn.register_prehook(begin)
-        return bool(watched)
+        if watched and max(map(node_number, watched)) + 1 < next_node():
+            # What was computed after the outputs may have a part in the loss, and would run in backward before anybody
+            # is told. A younger node runs before it.
+            output = map_tensors(self._made_last, output)
+        return output, bool(watched)
+
+    def _begin(self) -> Callable[[Any], None]:
+        return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
+
+    def _made_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor = _alias_of(tensor)
+            watch_gradient(tensor, self._begin())
+        return tensor
+
+    def _watch_leavings(self, output: Any) -> None:
+        """What forward left on its modules is as good as an output."""
+        if not inside_backward():
+            outputs = set(map(id, tensors_in(output)))
+            for tensor in self._leavings.tensors(self.modules(), self._first_node):
+                if id(tensor) not in outputs:
+                    watch_gradient(tensor, self._begin())
 
     def _watch_parameters(self) -> bool:
         """Of a unit without outputs to watch: a backward may come all the same, by what forward left elsewhere.

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import StateError
+from ..torch_private import inside_backward
 from .arrivals import REFS
 from .faces import full_name
 from .flat import replaced_by_shards
+from .flat_sharded import FlatSharded
 from .grad_shard import GradShard
 from .root import Root
 from .sharded import Sharded
 from .writes import note_optimizer_step
 
-# How many parameters an optimizer had when it was last looked at.
-_checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# How many parameters an optimizer had when it was last looked at, and which object its state was: a load makes another.
+_checked: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers() -> None:
@@ -45,18 +50,22 @@ def _go_on(optimizer: Any, *unused: Any) -> None:
 
 def _look(optimizer: Any, *unused: Any) -> None:
     """At an optimizer that was not looked at before."""
+    if not inside_backward():
+        for root in Root.living:
+            root.refuse_unseen_backward()
     if REFS:
         _refuse_stepped_by_another(optimizer)
     groups = optimizer.param_groups
-    count = sum([len(group["params"]) for group in groups])
-    if _checked.get(optimizer) == count:
+    now = sum([len(group["params"]) for group in groups]), id(optimizer.state)
+    if _checked.get(optimizer) == now:
         return
     parameters = [parameter for group in groups for parameter in group["params"]]
     _refuse_full_faces(optimizer, parameters)
     _refuse_replaced(optimizer, parameters)
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
-    _checked[optimizer] = count
+    _refuse_whole_state(optimizer, parameters)
+    _checked[optimizer] = now
 
 
 def _refuse_stepped_by_another(optimizer: Any) -> None:
@@ -98,6 +107,40 @@ def _refuse_full_faces(optimizer: Any, parameters: list[Any]) -> None:
                 "its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
                 "after backward or reshard()."
             )
+
+
+def _refuse_whole_state(optimizer: Any, parameters: list[Any]) -> None:
+    """State that was made for, or saved from, the parameters before they were sharded."""
+    entries = {id(each): optimizer.state[each] for each in parameters if each in optimizer.state}
+    for sharded in (*Sharded.living, *FlatSharded.living) if entries else ():
+        for slot in sharded.slots if sharded.has_own_faces else ():
+            tensors, whole = _tensors(entries.get(id(slot.sharded))), torch.Size(slot.cut.shape)
+            # Some optimizers keep other things of that shape, besides.
+            if not tensors or slot.local.shape == whole or not all(_is(whole, each) for each in tensors.values()):
+                continue
+            distributed = isinstance(slot.sharded, DTensor)
+            raise StateError(
+                f"This {type(optimizer).__name__} has state of the whole parameter {slot.name!r}: the shape of "
+                f"{next(iter(tensors))!r} is {tuple(whole)}. The parameter was sharded{' to a DTensor' * distributed}, "
+                f"its shape is {tuple(slot.local.shape)} on rank {sharded.rank}. Build the optimizer after the model "
+                f"was sharded, and load what was saved from the whole model with {_LOADERS[distributed]}."
+            )
+
+
+_LOADERS = {
+    False: "optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))",
+    True: "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict",
+}
+
+
+def _is(whole: torch.Size, tensor: torch.Tensor) -> bool:
+    return tensor.shape == whole and not isinstance(tensor, DTensor)
+
+
+def _tensors(entry: Any) -> dict[Any, torch.Tensor]:
+    """What of a parameter's state has dimensions; counters have none."""
+    items = entry.items() if isinstance(entry, Mapping) else ()
+    return {key: value for key, value in items if isinstance(value, torch.Tensor) and value.ndim}
 
 
 def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:

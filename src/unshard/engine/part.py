@@ -62,6 +62,11 @@ class Part:
         """Whether memory of whole parameters is in use."""
         return any(whole.held for whole in self._wholes.values())
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether what lies at rest is whole, so that nothing is ever gathered."""
+        return self._whole is not None and self._whole.stays
+
     # -- parameters -----------------------------------------------------------------------------------------
 
     def start(self, unit: str, from_slices: bool) -> None:

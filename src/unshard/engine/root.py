@@ -25,6 +25,7 @@ class Root:
     living: ClassVar[Living[Root]] = Living()
 
     def __init__(self, units: list[Unit]):
+        Root.living.add(self)
         self.units = units
         self.unit = units[0]
         """The root's own."""
@@ -33,6 +34,8 @@ class Root:
         self._backward_order = BackwardOrder(limit=8 * len(units))
         self._waiting_before = 0
         self._ahead: set[Unit] = set()
+        self._begun: set[Unit] = set()
+        """Those whose outputs this backward has come through."""
         self._repeated: set[Unit] = set()
         """Ran more than once since the last backward, so that gradients may come in parts."""
         self._reducing: deque[Unit] = deque()
@@ -84,6 +87,7 @@ class Root:
 
     @traced("root_pre_forward")
     def _begin_forward(self) -> None:
+        self.refuse_unseen_backward()
         self.in_forward = True
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
@@ -169,11 +173,14 @@ class Root:
         if unit.options.unshard_in_backward:
             self._use(unit)
         unit.phase = Phase.BACKWARD
+        self._begun.add(unit)
 
     def after_backward(self, unit: Unit) -> None:
         """The gradients of the inputs of `unit` are done, so its own are."""
         if unit.phase is Phase.BACKWARD:
             self._close(unit, last=False)
+        else:
+            self.expect_end_of_backward()  # it came past the outputs, where nobody was told
 
     def _close(self, unit: Unit, last: bool) -> None:
         unit.phase = Phase.IDLE
@@ -220,7 +227,11 @@ class Root:
     @traced("root_post_backward")
     def end_backward(self) -> None:
         for unit in reversed(self.units):
-            if unit.phase is Phase.BACKWARD or unit.has_gradients:
+            if unit.phase is Phase.BACKWARD:
+                self._close(unit, last=True)
+            elif unit.has_gradients:
+                if unit not in self._begun:
+                    _refuse_gradients_of_nothing(unit)
                 self._close(unit, last=True)
         self._complete(self._all_reducing)
         self._complete(self._reducing)
@@ -230,8 +241,24 @@ class Root:
                 self._rest()
             self._backward_order.clear()
             self._repeated.clear()
+        self._begun.clear()
         self._wait_for_lanes()
         self.in_backward = False
+
+    def refuse_unseen_backward(self) -> None:
+        """To be called before an optimizer's step or the next forward, which would go on without its gradients.
+
+        Of a root that is kept whole a backward may use nothing but parameters, past everything that is watched.
+        """
+        if not self._backward_order or self.in_backward or self.in_forward:
+            return
+        for unit in self.units:
+            if unit.gradients_arrived:
+                self.reset()
+                raise StateError(
+                    f"{unit} has gradients of a backward that came past everything its forward returned or left on its "
+                    f"modules, so that they were not reduced over the ranks. {_REMEDY}."
+                )
 
     def _wait_for_lanes(self) -> None:
         """The host reads gradients and writes parameters next."""
@@ -296,6 +323,7 @@ class Root:
         self._ahead.clear()
         self._backward_order.clear()
         self._repeated.clear()
+        self._begun.clear()
         self._wait_for_lanes()
         self.in_forward = self.in_backward = False
 
@@ -325,6 +353,21 @@ class BackwardEnd:
             # second traceback helps nobody; the next forward tries again.
             with suppress(Exception):
                 root.reset()
+
+
+_REMEDY = (
+    "Return the tensor that the loss is computed from, or assign it to an attribute of the module that computes it"
+)
+
+
+def _refuse_gradients_of_nothing(unit: Unit) -> None:
+    """Gradients that were computed with whatever was in the memory of a unit that nobody had gathered."""
+    if unit.gradients_arrived and unit.params is not ParamState.FULL and not unit.stays_whole:
+        raise StateError(
+            f"Backward came into {unit} past everything its forward returned or left on its modules, so that it was "
+            f"not gathered, and its gradients cannot be trusted. {_REMEDY}; or keep the unit whole until backward "
+            "(reshard_after_forward=False, ShardingStrategy.SHARD_GRAD_OP)."
+        )
 
 
 def _refuse_shared_parameters(units: list[Unit]) -> None:

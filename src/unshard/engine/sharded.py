@@ -43,6 +43,16 @@ class Sharded:
         self.living.add(self)
 
     @property
+    def rank(self) -> int:
+        """Among those that shard."""
+        return self._transport.rank
+
+    @property
+    def has_own_faces(self) -> bool:
+        """Whether every slot has a parameter of its own at rest."""
+        return True
+
+    @property
     def settled(self) -> bool:
         """Whether every parameter is the object, and holds the tensor, that it was given."""
         return self.registered and all(map(is_, map(local_of, self._given), self._locals))

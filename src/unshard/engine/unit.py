@@ -178,6 +178,16 @@ class Unit:
                 return True
         return False
 
+    @property
+    def gradients_arrived(self) -> bool:
+        """Whether autograd left gradients that nobody has taken."""
+        return any(part.gradients.arrived for part in self.parts)
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether it is whole at rest, too."""
+        return all(part.stays_whole for part in self.parts)
+
     def reduce(self, last: bool = False) -> None:
         for part in self.parts:
             part.gradients.reduce(self, self.options, last)

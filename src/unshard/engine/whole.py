@@ -12,7 +12,7 @@ from ..torch_private import outside_transforms, wrap_like
 from . import observer
 from .extension import Extension, Extensions
 from .faces import Slot, mark_full
-from .full import FullBuffer
+from .full import FullBuffer, Uncut
 from .gather import Gather
 from .master import Master
 from .precision import Precision
@@ -75,6 +75,11 @@ class Whole:
     def held(self) -> bool:
         """Whether the full buffer has memory."""
         return self._full.held
+
+    @property
+    def stays(self) -> bool:
+        """Whether the full buffer is what lies at rest."""
+        return isinstance(self._full, Uncut)
 
     def enter(self) -> None:
         """Be the precision that the slots show."""

@@ -45,6 +45,10 @@ def summon_full_params(
     if own is not None:
         own.find_root(module)
     with ExitStack() as stack:
+        for state in states:
+            if not state.handle:  # nothing to gather, but names to look at
+                stack.callback(setattr, state, "summoned", False)
+                state.summoned = True
         shown = [Summoned(state, writeback, rank0_only, offload_to_cpu, with_grads) for state in states if state.handle]
         for each in shown:
             each.gather()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,3 +48,16 @@ def watch_gradient(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
     hooks[0] = hook
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
+
+
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of the graph will have. Backward runs what is ready by number, highest first.
+
+A thread counts for itself. All versions.
+"""
+
+
+def node_number(tensor: torch.Tensor) -> int:
+    """That of the node which computed `tensor`. Leaves come before all others. All versions."""
+    node = tensor.grad_fn
+    return sys.maxsize if node is None else node._sequence_nr()
