@@ -45,7 +45,6 @@ class Root:
         self.in_forward = False
         self.in_backward = False
         _refuse_shared_parameters(units)
-        self.living.add(self)
 
     # -- forward --------------------------------------------------------------------------------------------
 
