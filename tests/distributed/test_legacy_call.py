@@ -199,13 +199,20 @@ def test_lg_02_state_dicts() -> None:
 
 @world(2)
 @pytest.mark.filterwarnings("ignore")
-def test_lg_02_no_local_state_dict() -> None:
-    model = fully_shard(nn.Linear(4, 4))
+def test_lg_02_local_state_dict() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    expected = model.state_dict()
+    expected = {name: each.clone() for name, each in expected.items()}
+    for layer in (model[0], model):
+        fully_shard(layer)
     with FSDP.state_dict_type(model, LOCAL):
-        for call in (model.state_dict, lambda: model.load_state_dict({"weight": torch.ones(4, 4)}, strict=False)):
-            with pytest.raises(NotImplementedError, match="SHARDED_STATE_DICT"):
-                call()
-    assert model.state_dict()["weight"].shape == (4, 4)
+        found = model.state_dict()
+        assert sorted(found) == ["0._flat_param", "_flat_param"]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(found)
+    same(model.state_dict(), expected)
 
 
 @world(2)

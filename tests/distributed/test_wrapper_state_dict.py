@@ -131,31 +131,42 @@ def test_f1_92_sharded(originals: bool) -> None:
         same(model.state_dict(), expected)
 
 
+@pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP], ids=lambda each: each.name)
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @quiet
 @world(2, 3)
-def test_f1_93_local() -> None:
+def test_f1_93_local(originals: bool, strategy: S) -> None:
+    for case in CASES[:4]:
+        model = wrap_case(case, use_orig_params=originals, sharding_strategy=strategy)
+        before, buffers = whole_parameters(model), {name for name, _ in model.named_buffers()}
+        with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()):
+            found = model.state_dict()
+            flats = [each for name, each in found.items() if name.rpartition(".")[2] == "_flat_param"]
+            assert (
+                len(found) - len(buffers)
+                == len(flats)
+                == len([each for each in FSDP.fsdp_modules(model) if each.params])
+            )
+            for unit in FSDP.fsdp_modules(model):
+                for parameter in unit.params:
+                    tensor = next(each for each in flats if each.size() == parameter._unpadded_unsharded_size)
+                    assert isinstance(tensor, ShardedTensor)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            case.loss(model, case.batch(0))  # whole, where units are kept for backward
+            assert str(model.load_state_dict(found)) == "<All keys matched successfully>"
+        for name, tensor in whole_parameters(model).items():
+            assert torch.equal(tensor, before[name])
+
+
+@quiet
+@world(2)
+def test_f1_93_local_is_refused_with_a_mesh() -> None:
     case = CASES[1]
-    model = wrap_case(case)
-    before = whole_parameters(model)
-    with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()):
-        found = model.state_dict()
-        assert {name.rpartition(".")[2] for name in found} == {"_flat_param"}
-        for unit in FSDP.fsdp_modules(model):
-            for parameter in unit.params:
-                tensor = next(each for each in found.values() if each.size() == parameter._unpadded_unsharded_size)
-                assert isinstance(tensor, ShardedTensor)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        model.load_state_dict(found)
-    for name, tensor in whole_parameters(model).items():
-        assert torch.equal(tensor, before[name])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = wrap_case(case, device_mesh=mesh)
     with FSDP.state_dict_type(model, LOCAL), pytest.raises(RuntimeError, match="device_mesh"):
-        model.state_dict()
-    model = wrap_case(case, use_orig_params=True)
-    with FSDP.state_dict_type(model, LOCAL), pytest.raises(NotImplementedError, match="use_orig_params"):
         model.state_dict()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..engine.faces import Slot
 from ..engine.flat_sharded import FlatSharded
 from ..engine.hooks import WRAPPED
-from ..errors import StateError, UnsupportedError
+from ..errors import StateError
 from ..torch_private import read_sharded_tensor
 from .flatten import FLAT_PARAM, flat_sharded_of
 from .sharded_tensors import cut_rows, flat_piece, is_sharded, whole_of
@@ -91,25 +91,30 @@ class StateDicts:
         return _moved(whole, offload) if offload and whole.device.type != "cpu" else whole.clone()
 
     def _save_local(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        sharded = self._flat()
+        self._flat()  # refuses before anything is done
         state_dict = fill()
-        if sharded is not None:
-            key = f"{prefix}{self._between}{FLAT_PARAM}"
-            local = _moved(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
-            state_dict[key] = flat_piece(local, sharded.flat.length, self._state.call.groups.own)
+        self._put_flat(module, state_dict, prefix)
         self._put_right(module, state_dict, prefix)
         return _renamed(state_dict, prefix)
+
+    def _put_flat(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """This rank's piece of the unit, laid end to end, instead of its parameters."""
+        sharded = self._flat()
+        if sharded is None:
+            return
+        if sharded.originals:
+            for key, _ in self._own_keys(module, prefix):
+                state_dict.pop(key, None)
+        local = _moved(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
+        state_dict[self._flat_key(prefix)] = flat_piece(local, sharded.flat.length, self._state.call.groups.own)
+
+    def _flat_key(self, prefix: str) -> str:
+        return f"{prefix}{self._between}{FLAT_PARAM}"
 
     def _flat(self) -> FlatSharded | None:
         if self._state.call.groups.mesh is not None:
             raise StateError("LOCAL_STATE_DICT is not for modules that were wrapped with a device_mesh.")
-        sharded = flat_sharded_of(self._state.unit)
-        if sharded is not None and sharded.originals:
-            raise UnsupportedError(
-                f"{self._state.unit}: LOCAL_STATE_DICT needs FullyShardedDataParallel with use_orig_params=False: "
-                "there is no flat parameter to save. Use SHARDED_STATE_DICT."
-            )
-        return sharded
+        return flat_sharded_of(self._state.unit)
 
     # -- in -------------------------------------------------------------------------------------------------
 
@@ -121,7 +126,7 @@ class StateDicts:
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{self._between}{key.removeprefix(prefix)}"] = state_dict.pop(key)
         if kind is StateDictType.LOCAL_STATE_DICT:
-            self._load_local(state_dict, prefix)
+            self._load_local(module, state_dict, prefix)
             return
         groups, device = self._state.call.groups, self._state.unit.device
         own = self._own_keys(module, prefix)
@@ -158,16 +163,23 @@ class StateDicts:
                 keys.append((f"{prefix}{path}.{home.name}" if path else f"{prefix}{home.name}", slot))
         return keys
 
-    def _load_local(self, state_dict: dict[str, Any], prefix: str) -> None:
-        sharded = self._flat()
-        key = f"{prefix}{self._between}{FLAT_PARAM}"
+    def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        sharded, key = self._flat(), self._flat_key(prefix)
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
+        self._state.unit.reshard()  # the pieces are loaded, not whole parameters
         mine = sharded.flat.local.detach().clone()
         _, _, local = read_sharded_tensor(state_dict[key])
         if local is not None:
             mine[: local.numel()] = local.to(mine.device)
-        state_dict[key] = mine
+        if not sharded.originals:
+            state_dict[key] = mine
+            return
+        del state_dict[key]
+        begins = {sharded.slots[index]: begin // mine.element_size() for index, begin in sharded.master.spots()}
+        for name, slot in self._own_keys(module, prefix):
+            begin = begins.get(slot, 0)  # without elements here it is nowhere
+            state_dict[name] = mine[begin : begin + slot.sharded.numel()]
 
 
 class HookedStateDicts(StateDicts):
@@ -186,9 +198,12 @@ class HookedStateDicts(StateDicts):
         self._abandon()
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._flat()  # refuses
-        self._be_whole(module, writeback=False)
+        else:
+            self._be_whole(module, writeback=False)
 
     def _end_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            self._put_flat(module, state_dict, prefix)
         self._put_right(module, state_dict, prefix)
         self._abandon()
 
