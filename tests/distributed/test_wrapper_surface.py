@@ -6,7 +6,9 @@ import copy
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -340,6 +342,32 @@ def test_f1_81_f1_82_unsynchronised_gradients_are_seen_and_cleared(originals: bo
     for name, gradient in whole_gradients(model).items():
         torch.testing.assert_close(gradient, 3 * once[name], rtol=1e-2, atol=1e-3)
     optimizer.step()
+
+
+@flat_or_originals
+@strategies
+@world(2, 3)
+def test_fi_11_a_reduce_scatter_that_is_replaced(originals: bool, strategy: S) -> None:
+    """A program that puts its own function in the place of torch's sees every reduction, and may change it."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    original, seen = getattr(dist, name), []
+
+    def noting(output: torch.Tensor, whole: torch.Tensor, *args: Any, **options: Any) -> Any:
+        seen.append((output.dtype, whole.dtype, whole.numel() // output.numel()))
+        return original(output, whole, *args, **options)
+
+    precision = MixedPrecision(reduce_dtype=torch.float64)
+    gradients = []
+    for replaced in (False, True):
+        model = small(originals, sharding_strategy=strategy, mixed_precision=precision)
+        x = torch.full((2, 2), 1.0 + dist.get_rank())
+        for _ in range(2):
+            with mock.patch.object(dist, name, noting) if replaced else nullcontext():
+                model(x).square().sum().backward()
+        gradients.append(whole_gradients(model))
+    assert seen == ([] if strategy is S.NO_SHARD else [(torch.float64, torch.float64, dist.get_world_size())] * 4)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
 
 
 @world(4)

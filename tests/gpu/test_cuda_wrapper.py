@@ -123,3 +123,17 @@ def test_seed_004_legacy_call() -> None:
     assert output.dtype == half
     output.sum().backward()
     assert all(each.grad is None or each.grad.dtype == single for each in model.parameters())
+
+
+@world(1, backend="nccl")
+def test_f1_33_f1_34_devices_that_disagree() -> None:
+    def split() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())
+
+    with pytest.raises(RuntimeError, match=r"several devices .cpu, cuda:0."):
+        FSDP(split())
+    model = FSDP(split(), device_id=0)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    with pytest.raises(ValueError, match="device_id is cuda:1, but the module is on cuda:0"):
+        FSDP(nn.Linear(2, 2).cuda(), device_id=torch.device("cuda", 1))

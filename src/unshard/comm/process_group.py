@@ -20,6 +20,7 @@ from ..torch_private import (
     backend_name,
     gather_one,
     reduce_scatter_one,
+    replaced_reduce_scatter,
 )
 from .arrival import Addition, Arrival
 from .farewell import expect_end
@@ -86,6 +87,9 @@ class ProcessGroupTransport(Transport):
         return self._joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+        replacement = replaced_reduce_scatter()
+        if replacement is not None:
+            return self._reduce_by(replacement, outputs, inputs, average)
         if not self._exchanges and list(map(_dtype_of, outputs)) == list(map(_dtype_of, inputs)):
             return self._reduce_by_backend(outputs, inputs, average)
         works, same = [], []
@@ -97,6 +101,24 @@ class ProcessGroupTransport(Transport):
         if same:
             works.append(self._reduce_by_backend([o for o, _ in same], [i for _, i in same], average))
         return works[0] if len(works) == 1 else Works(works)
+
+    def _reduce_by(
+        self,
+        replacement: Callable[..., object],
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        average: bool,
+    ) -> Work:
+        """A program that replaces the function of `torch.distributed` wants to see what is reduced, or to do it."""
+        works: list[Work] = []
+        for output, whole in zip(outputs, inputs, strict=True):
+            if output.dtype != whole.dtype:
+                works.append(self._exchange(output, whole, average))
+            else:
+                replacement(output, whole, group=self._group)
+                if average:
+                    output.div_(self.world)
+        return Works(works)
 
     def _reduce_by_backend(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
         """The backend's own reduce-scatter."""

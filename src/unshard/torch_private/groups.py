@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,19 @@ def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -
     """The function of `torch.distributed`, which 2.13 renames, and warns where the older name is used."""
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     function(output, input, group=group)
+
+
+_REDUCE_SCATTERS = {
+    name: getattr(dist, name) for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
+}
+
+
+def replaced_reduce_scatter() -> Callable[..., object] | None:
+    """What a program has put in the place of `torch.distributed`'s reduce-scatter, if it has. 2.13 has two names."""
+    for name, original in _REDUCE_SCATTERS.items():
+        if (now := getattr(dist, name)) is not original:
+            return now
+    return None
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:
