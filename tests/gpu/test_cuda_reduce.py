@@ -13,7 +13,7 @@ from bed import loopback
 from torch import nn
 
 from unshard import MixedPrecisionPolicy, fully_shard
-from unshard.engine import reduce
+from unshard.engine import lane, reduce
 from unshard.engine.lane import Mark
 from unshard.engine.reduce import Reduction
 
@@ -66,6 +66,15 @@ def test_what_waits(name: str) -> None:
     assert all(map(torch.equal, gradients(), expected))
     with forgetting(name):
         assert not all(map(torch.equal, gradients(), expected))
+
+
+def test_another_device_is_current() -> None:
+    """Streams are those of the unit's device, whichever one the thread has chosen."""
+    expected = gradients()
+    with mock.patch.object(lane, "current_device_index", lambda: 7):
+        assert all(map(torch.equal, gradients(), expected))
+        with forgetting("_packed"):
+            assert not all(map(torch.equal, gradients(), expected))
 
 
 def peak(layers: int, width: int) -> int:

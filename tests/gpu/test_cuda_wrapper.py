@@ -125,7 +125,7 @@ def test_seed_004_legacy_call() -> None:
     assert all(each.grad is None or each.grad.dtype == single for each in model.parameters())
 
 
-@world(1, backend="nccl")
+@world(2)
 def test_f1_33_f1_34_devices_that_disagree() -> None:
     def split() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch.accelerator import current_device_index
 
 from ..torch_private import foreach_copy
 
@@ -16,16 +17,23 @@ class Mark:
     """A place in a queue, and whoever wants to be behind it. It can be put somewhere else later."""
 
     def __init__(self, device: torch.device):
+        self._device = device
         self.event = torch.Event(device)
 
     def put(self) -> Mark:
         """Here, behind all that this thread has queued so far where it queues now: the computation, or a lane."""
-        self.event.record()
+        self.event.record(self._stream())
         return self
 
     def wait(self) -> None:
         """What is queued from now on comes after it; the host goes on."""
-        self.event.wait()
+        self.event.wait(self._stream())
+
+    def _stream(self) -> torch.Stream | None:
+        """Where this thread queues on the device; None, which events take for the same, costs less."""
+        if current_device_index() == self._device.index:
+            return None
+        return torch.accelerator.current_stream(self._device)
 
     def synchronize(self) -> None:
         """The host waits for it."""
