@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import unshard
-import unshard.wrap
 
 # The names of the surface, and those that programs of power users import from inside PyTorch's.
 PUBLIC = (

@@ -1,6 +1,6 @@
 """Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
 
-from . import optim, tools
+from . import optim, tools, wrap
 from .comm.plugin import AllGather, Comm, ReduceScatter
 from .errors import OrderError, UnshardError
 from .frontends import wrapper_api as _wrapper_api
@@ -51,6 +51,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "tools",
+    "wrap",
 ]
 __all__ += _wrapper_api.__all__
 

@@ -315,12 +315,48 @@ def test_a_backward_that_nobody_saw_is_not_forgotten(how: str, next_is: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0, 0))
     ELSEWHERE.pop().backward()
-    with pytest.raises(StateError, match=r"Unit '\(root\)' on rank .* not reduced over the ranks\. Return the tensor"):
-        optimizer.step() if next_is == "step" else model(batch(0, 0))
+    if next_is == "forward":
+        model(batch(0, 0))
+    with pytest.raises(
+        StateError, match=r"Unit '\(root\)' on rank .* not reduced over the ranks\. Return the tensor.*reshard\(\)"
+    ):
+        optimizer.step()
     ELSEWHERE.clear()
     model(batch(0, 0)).sum().backward()
     optimizer.step()
     ELSEWHERE.clear()
+
+
+@pytest.mark.parametrize("between", ["nothing", "a step of others", "an evaluation", "a second forward"])
+@world(1, 2)
+def test_a_backward_of_parameters_before_that_of_the_output(between: str) -> None:
+    """The second backward takes what the first one has left."""
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(4)
+        model = nn.Linear(WIDTH, 3)
+        if sharded:
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain = nn.Parameter(torch.ones(2))
+        other = torch.optim.SGD([plain], lr=0.1)
+        for step in range(2):
+            loss = model(batch(step, 0)).square().mean()
+            model.weight.square().sum().backward()
+            if between == "a step of others":
+                plain.sum().backward()
+                other.step()
+            elif between == "an evaluation":
+                with torch.no_grad():
+                    model(batch(7, 0))
+            elif between == "a second forward":
+                loss = loss + model(batch(8, 0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([each.full_tensor() if sharded else each for each in model.parameters()])  # type: ignore[operator]
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @world(2)

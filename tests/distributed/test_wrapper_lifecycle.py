@@ -274,3 +274,60 @@ def test_the_loss_is_reached_past_what_forward_returns(returned: str, how: str) 
         found = whole_parameters(root)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(found[name].detach(), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Remembering(nn.Module):
+    """Attends over what its earlier forwards have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.keys: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys.append(self.key(x))
+        keys = torch.stack(self.keys)
+        return x + ((self.query(x) * keys).softmax(0) * keys).sum(0)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["all", "the last"])
+@flat_or_originals
+@strategies
+@world(2, 3)
+def test_a_backward_through_earlier_forwards(strategy: S, originals: bool, last: bool) -> None:
+    """It comes to units again whose gradients are being reduced."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(Remembering(), Remembering(), nn.Linear(6, 1))
+
+    module, reference = build(), build()
+    remembering = [*module[:2], *reference[:2]]
+    model = wrap(module, list(module[:2]), use_orig_params=originals, sharding_strategy=strategy)
+    for top, optimizer in ((model, adamw(model.parameters())), (reference, adamw(reference.parameters()))):
+        for step in range(2):
+            for each in remembering:
+                each.keys.clear()
+            x = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(step))
+            losses = [top(mine(part) if top is model else part).square().mean() for part in x]
+            (losses[-1] if last else sum(losses)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in whole_parameters(model).items():
+        torch.testing.assert_close(parameter, dict(reference.named_parameters())[name].data)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@flat_or_originals
+@strategies
+@world(2)
+def test_gradients_are_cleared_between_forward_and_backward(strategy: S, originals: bool, to_none: bool) -> None:
+    model, reference, x = build(originals, sharding_strategy=strategy)
+    for top in (model, reference):
+        for step in range(2):
+            loss = top((mine(x) if top is model else x) + step).square().mean()
+            top.zero_grad(set_to_none=to_none)
+            loss.backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, gradient in whole_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])

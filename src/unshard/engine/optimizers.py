@@ -52,7 +52,9 @@ def _look(optimizer: Any, *unused: Any) -> None:
     """At an optimizer that was not looked at before."""
     if not inside_backward():
         for root in Root.living:
-            root.refuse_unseen_backward()
+            root.refuse_unseen_backward(
+                lambda: {id(each) for group in optimizer.param_groups for each in group["params"]}
+            )
     if REFS:
         _refuse_stepped_by_another(optimizer)
     groups = optimizer.param_groups
@@ -115,10 +117,12 @@ def _refuse_whole_state(optimizer: Any, parameters: list[Any]) -> None:
     for sharded in (*Sharded.living, *FlatSharded.living) if entries else ():
         for slot in sharded.slots if sharded.has_own_faces else ():
             tensors, whole = _tensors(entries.get(id(slot.sharded))), torch.Size(slot.cut.shape)
-            # Some optimizers keep other things of that shape, besides.
-            if not tensors or slot.local.shape == whole or not all(_is(whole, each) for each in tensors.values()):
-                continue
             distributed = isinstance(slot.sharded, DTensor)
+            # Some optimizers keep other things of that shape, besides.
+            if not tensors or not all(_is(whole, each) for each in tensors.values()):
+                continue
+            if slot.local.shape == whole and not distributed:
+                continue
             raise StateError(
                 f"This {type(optimizer).__name__} has state of the whole parameter {slot.name!r}: the shape of "
                 f"{next(iter(tensors))!r} is {tuple(whole)}. The parameter was sharded{' to a DTensor' * distributed}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
 
@@ -86,7 +87,6 @@ class Root:
 
     @traced("root_pre_forward")
     def _begin_forward(self) -> None:
-        self.refuse_unseen_backward()
         self.in_forward = True
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
@@ -244,19 +244,21 @@ class Root:
         self._wait_for_lanes()
         self.in_backward = False
 
-    def refuse_unseen_backward(self) -> None:
-        """To be called before an optimizer's step or the next forward, which would go on without its gradients.
+    def refuse_unseen_backward(self, stepped: Callable[[], set[int]]) -> None:
+        """To be called before an optimizer's step, which would go on without its gradients. `stepped`: what it steps.
 
-        Of a root that is kept whole a backward may use nothing but parameters, past everything that is watched.
+        Of a unit that is kept whole a backward may use nothing but parameters, past everything that is watched. That
+        is right if another backward follows, which takes these gradients with its own.
         """
         if not self._backward_order or self.in_backward or self.in_forward:
             return
         for unit in self.units:
-            if unit.gradients_arrived:
+            if unit.gradients_arrived and not stepped().isdisjoint(id(slot.sharded) for slot in unit.slots):
                 self.reset()
                 raise StateError(
                     f"{unit} has gradients of a backward that came past everything its forward returned or left on its "
-                    f"modules, so that they were not reduced over the ranks. {_REMEDY}."
+                    f"modules, so that they were not reduced over the ranks. {_REMEDY}. A loss of parameters alone is "
+                    "computed inside forward, or before it, or with the sharded parameters after model.reshard()."
                 )
 
     def _wait_for_lanes(self) -> None:
@@ -304,6 +306,11 @@ class Root:
             self._ahead.add(unit)
 
     def _use(self, unit: Unit) -> None:
+        for under_way in (self._reducing, self._all_reducing):
+            if unit in under_way:
+                # Backward comes to it again. What was reduced is handed out while the parameters are cut as it is.
+                under_way.remove(unit)
+                self._complete(deque([unit]))
         unit.use()
         self._ahead.discard(unit)
 

@@ -202,6 +202,14 @@ class Unit:
         for part in self.parts:
             part.gradients.release_idle()
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Those that the sharded parameters have."""
+        for parameter in (slot.sharded for slot in self.slots):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     def forget_sums(self) -> None:
         """Drop what backwards that did not synchronise have summed up."""
         for part in self.parts:

@@ -16,7 +16,7 @@ from ..comm.plugin import AllGather, ReduceScatter
 from ..engine.hooks import ShardState, state_of
 from ..engine.states import ParamState
 from ..engine.unit import Unit
-from ..errors import ArgumentError, PolicyError
+from ..errors import ArgumentError, PolicyError, UnsupportedError
 from .copying import copy_sharded
 
 _MIXED: dict[type, type] = {}
@@ -194,11 +194,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
             state.unit.forget_sums()
-            for parameter in (slot.sharded for slot in state.unit.slots):
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+            state.unit.clear_gradients(set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()`, `to_empty()`: they convert the sharded parameters."""
@@ -207,6 +203,12 @@ class FSDPModule:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         state.unit.settle()
         return result
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"{_state(self).unit} cannot be pickled: its shards belong to one set of ranks. Save the state_dict(), and "
+            "load it into a model that is sharded anew; copy.deepcopy makes a second model."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A second sharded model with the same values: for an average of the weights, say."""

@@ -207,6 +207,12 @@ class FullyShardedDataParallel(nn.Module):
         self._state.unit.settle()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also of units that are whole between forward and backward."""
+        super().zero_grad(set_to_none)
+        for wrapped in self.fsdp_modules(self):
+            wrapped._state.unit.clear_gradients(set_to_none)
+
     def __getstate__(self) -> Any:
         return self._state.__getstate__()  # before anything inside is asked
 
