@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
-import pytest
 import torch
 from bed import world
 from bed.models import case
@@ -95,11 +93,3 @@ def test_copies_of_single_parameters_and_of_optimizers() -> None:
         assert torch.equal(
             copied.state[mine]["exp_avg"].full_tensor(), optimizer.state[theirs]["exp_avg"].full_tensor()
         )
-
-
-@world(2)
-def test_pickling_is_refused() -> None:
-    model = fully_shard(nn.Linear(4, 4))
-    for do in (pickle.dumps, copy.copy):
-        with pytest.raises(NotImplementedError, match=r"state_dict\(\)"):
-            do(model)

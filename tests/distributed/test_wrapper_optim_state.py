@@ -388,7 +388,7 @@ def test_state_of_whole_parameters_is_refused(cleared: bool) -> None:
 
 
 @quiet
-@world(1, 2, 3)
+@world(2, 3)
 def test_whole_state_of_parameters_that_are_distributed_is_refused() -> None:
     """The same with `fully_shard`: a state dict of the unsharded model, loaded as it is."""
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))

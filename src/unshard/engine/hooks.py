@@ -29,7 +29,8 @@ from .module_buffers import ModuleBuffers
 from .optimizers import watch_optimizers
 from .options import Options
 from .precision import Precision, cast_floats, cast_inputs
-from .root import Root, refuse_second_root
+from .refusals import refuse_second_root
+from .root import Root
 from .states import Phase
 from .trace import traced
 from .tree import map_tensors, tensors_in

@@ -117,12 +117,10 @@ def _refuse_whole_state(optimizer: Any, parameters: list[Any]) -> None:
     for sharded in (*Sharded.living, *FlatSharded.living) if entries else ():
         for slot in sharded.slots if sharded.has_own_faces else ():
             tensors, whole = _tensors(entries.get(id(slot.sharded))), torch.Size(slot.cut.shape)
+            # Some optimizers keep other things of that shape, besides; or local tensors, which a rank alone has whole.
+            if not tensors or slot.local.shape == whole or not all(_is(whole, each) for each in tensors.values()):
+                continue
             distributed = isinstance(slot.sharded, DTensor)
-            # Some optimizers keep other things of that shape, besides.
-            if not tensors or not all(_is(whole, each) for each in tensors.values()):
-                continue
-            if slot.local.shape == whole and not distributed:
-                continue
             raise StateError(
                 f"This {type(optimizer).__name__} has state of the whole parameter {slot.name!r}: the shape of "
                 f"{next(iter(tensors))!r} is {tuple(whole)}. The parameter was sharded{' to a DTensor' * distributed}, "

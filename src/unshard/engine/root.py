@@ -8,12 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
 
-from ..errors import ArgumentError, StateError
-from ..layout.flat import FlatCut
 from ..torch_private import current_backward, inside_backward, on_backward_end
 from .arrivals import REFS, listeners, settle
 from .living import Living
 from .precision import Precision
+from .refusals import refuse_gradients_of_nothing, refuse_gradients_past_outputs, refuse_shared_parameters
 from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
 from .trace import traced
@@ -45,7 +44,7 @@ class Root:
         self._lanes = {lanes for unit in units for part in unit.parts if (lanes := part.sharded.residence.lanes)}
         self.in_forward = False
         self.in_backward = False
-        _refuse_shared_parameters(units)
+        refuse_shared_parameters(units)
 
     # -- forward --------------------------------------------------------------------------------------------
 
@@ -230,7 +229,7 @@ class Root:
                 self._close(unit, last=True)
             elif unit.has_gradients:
                 if unit not in self._begun:
-                    _refuse_gradients_of_nothing(unit)
+                    refuse_gradients_of_nothing(unit)
                 self._close(unit, last=True)
         self._complete(self._all_reducing)
         self._complete(self._reducing)
@@ -255,11 +254,7 @@ class Root:
         for unit in self.units:
             if unit.gradients_arrived and not stepped().isdisjoint(id(slot.sharded) for slot in unit.slots):
                 self.reset()
-                raise StateError(
-                    f"{unit} has gradients of a backward that came past everything its forward returned or left on its "
-                    f"modules, so that they were not reduced over the ranks. {_REMEDY}. A loss of parameters alone is "
-                    "computed inside forward, or before it, or with the sharded parameters after model.reshard()."
-                )
+                refuse_gradients_past_outputs(unit)
 
     def _wait_for_lanes(self) -> None:
         """The host reads gradients and writes parameters next."""
@@ -359,45 +354,3 @@ class BackwardEnd:
             # second traceback helps nobody; the next forward tries again.
             with suppress(Exception):
                 root.reset()
-
-
-_REMEDY = (
-    "Return the tensor that the loss is computed from, or assign it to an attribute of the module that computes it"
-)
-
-
-def _refuse_gradients_of_nothing(unit: Unit) -> None:
-    """Gradients that were computed with whatever was in the memory of a unit that nobody had gathered."""
-    if unit.gradients_arrived and unit.params is not ParamState.FULL and not unit.stays_whole:
-        raise StateError(
-            f"Backward came into {unit} past everything its forward returned or left on its modules, so that it was "
-            f"not gathered, and its gradients cannot be trusted. {_REMEDY}; or keep the unit whole until backward "
-            "(reshard_after_forward=False, ShardingStrategy.SHARD_GRAD_OP)."
-        )
-
-
-def _refuse_shared_parameters(units: list[Unit]) -> None:
-    """A parameter that two units were given would silently become two; so would one that was tied after that."""
-    seen: dict[int, tuple[str, Unit]] = {}
-    for unit in units:
-        for slot in unit.slots:
-            now = [home.parameters.get(home.name) for home in slot.homes]
-            owners = [seen.setdefault(id(each), (slot.name, unit)) for each in (slot.origin, *now)]
-            name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
-            if other is not unit:
-                remedy = (
-                    "sharded by two calls of fully_shard. Shard both modules as one unit: fully_shard([first, second])"
-                )
-                if isinstance(slot.cut, FlatCut):
-                    remedy = "wrapped in two units. Wrap a module that contains both as one unit, and none of the two"
-                raise ArgumentError(
-                    f"Parameters {name!r} (unit {other.name!r}) and {slot.name!r} (unit {unit.name!r}) are one and the "
-                    f"same, but were {remedy}."
-                )
-
-
-def refuse_second_root(name: str) -> None:
-    raise StateError(
-        f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "
-        "do not apply fully_shard above it."
-    )
