@@ -97,6 +97,7 @@ def test_memory(run: Run) -> None:
         assert rows[side]["rest_mib"] < rows[side]["peak_mib"]
 
 
+@pytest.mark.slow
 def test_endurance(run: Run) -> None:
     rows = rows_of(
         run("endurance", *SIMULATED, "--cases", "tiny:1x4:fp32", "--steps", "10", "--warmup", "4"),

@@ -230,6 +230,7 @@ def test_errors_are_the_programs_own(tmp_path: Path) -> None:
     assert done.stderr.startswith("unshard ")
 
 
+@pytest.mark.slow
 def test_processes_that_are_spawned(tmp_path: Path) -> None:
     """They import the main module anew, and get ours as well."""
     program = tmp_path / "program.py"
