@@ -77,6 +77,14 @@ def test_gloos_own_reduce_scatter_conforms() -> None:
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 
+@world(2, 3)
+def test_a_reduce_scatter_that_a_program_replaces_conforms() -> None:
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    with mock.patch.object(dist, name, mock.Mock(wraps=getattr(dist, name))) as replaced:
+        conforms(transport_for(dist.group.WORLD, CPU), dist.get_rank(), dist.get_world_size())
+    assert replaced.call_count == 4  # two tensors, with and without a mean
+
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

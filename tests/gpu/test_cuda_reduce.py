@@ -69,7 +69,7 @@ def test_what_waits(name: str) -> None:
 
 
 def test_another_device_is_current() -> None:
-    """Streams are those of the unit's device, whichever one the thread has chosen."""
+    """Streams that are asked for by device do as well; tests/engine/test_lane.py knows which ones those are."""
     expected = gradients()
     with mock.patch.object(lane, "current_device_index", lambda: 7):
         assert all(map(torch.equal, gradients(), expected))

@@ -38,6 +38,7 @@ _GLOO_DTYPES = frozenset(
     + (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 )
 
+# Their works end on the host, also for tensors on a device; those of the others end in a stream.
 _WAITING_ON_HOST = ("gloo", "mpi", "ucc")
 
 

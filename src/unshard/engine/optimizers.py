@@ -49,7 +49,7 @@ def _go_on(optimizer: Any, *unused: Any) -> None:
 
 
 def _look(optimizer: Any, *unused: Any) -> None:
-    """At an optimizer that was not looked at before."""
+    """Before a step: at what backward has left, and at the optimizer itself if it was not looked at before."""
     if not inside_backward():
         for root in Root.living:
             root.refuse_unseen_backward(
