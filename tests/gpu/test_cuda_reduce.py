@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -11,13 +11,15 @@ import pytest
 import torch
 from bed import loopback
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from unshard import MixedPrecisionPolicy, fully_shard
+from unshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from unshard.engine import lane, reduce
-from unshard.engine.lane import Mark
+from unshard.engine.lane import Lane, Mark
 from unshard.engine.reduce import Reduction
 
 SLEEP = 20_000_000  # cycles, about 10 ms
+ON_DEVICE = OffloadPolicy()
 
 
 class Forgotten(Mark):
@@ -42,14 +44,19 @@ def forgetting(name: str) -> Iterator[None]:
         yield
 
 
-def gradients() -> list[torch.Tensor]:
+def gradients(
+    rest: OffloadPolicy = ON_DEVICE, replicas: int = 1, change: Callable[[FSDPModule], None] | None = None
+) -> list[torch.Tensor]:
     """Of equal layers, so that the next one's gradient is written where the last one's was."""
     torch.manual_seed(0)
-    with loopback.job(2, device="cuda", delay=2e-3):
+    with loopback.job(2 * replicas, device="cuda", delay=2e-3):
+        mesh = init_device_mesh("cuda", (replicas, 2) if replicas > 1 else (2,))
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6))).cuda()
         for layer in (*model, model):
             # Divided when they are reduced, so that something is done to them before the end of backward.
-            fully_shard(layer).set_force_sum_reduction_for_comms(True)
+            fully_shard(layer, mesh=mesh, offload_policy=rest).set_force_sum_reduction_for_comms(True)
+            if change is not None:
+                change(layer)
         for _ in range(2):
             model.zero_grad()
             output = model(torch.randn(64, 256, device="cuda"))
@@ -66,6 +73,81 @@ def test_what_waits(name: str) -> None:
     assert all(map(torch.equal, gradients(), expected))
     with forgetting(name):
         assert not all(map(torch.equal, gradients(), expected))
+
+
+def hasty(self: Lane, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Mark:
+    """A copy that waits for nothing."""
+    with self._door():
+        torch._foreach_copy_(targets, sources, True)
+        return Mark(sources[0].device).put()
+
+
+def test_copies_home_wait_for_the_sum() -> None:
+    expected = gradients()
+    assert all(map(torch.equal, gradients(CPUOffloadPolicy()), expected))
+    with mock.patch.object(Lane, "carry", hasty):
+        assert not all(map(torch.equal, gradients(CPUOffloadPolicy()), expected))
+
+
+def doubled(unit: FSDPModule) -> None:
+    unit.set_all_reduce_hook(lambda flat: flat.mul_(2))
+
+
+@pytest.mark.parametrize(("replicas", "change"), [(2, None), (1, doubled)], ids=["all-reduce", "hook"])
+def test_copies_home_wait_for_what_comes_after_the_sum(
+    replicas: int, change: Callable[[FSDPModule], None] | None
+) -> None:
+    expected = gradients(ON_DEVICE, replicas, change)
+    assert all(map(torch.equal, gradients(CPUOffloadPolicy(), replicas, change), expected))
+    with mock.patch.object(Reduction, "_goes_straight_home", lambda self, pending: True):
+        assert not all(map(torch.equal, gradients(CPUOffloadPolicy(), replicas, change), expected))
+
+
+class Slow(nn.Module):
+    """Its backward takes the device long, and asks `meanwhile`, on the host, for something to remember."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+        self.answers: list[object] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        x.register_hook(self.sleep)
+        return x
+
+    def sleep(self, gradient: torch.Tensor) -> None:
+        torch.cuda._sleep(20 * SLEEP)
+        after = torch.cuda.Event()
+        after.record()
+        self.answers.append((self.meanwhile(), after.query()))
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_copies_home_do_not_wait_for_the_next_unit(pin: bool) -> None:
+    """Those to page-locked memory: with other memory the host would wait for the copy, and the device for the host."""
+    marks: list[Mark] = []
+    send = Reduction._send_home
+
+    def noted(self: Reduction, pending: reduce.Pending, lane: Lane) -> reduce.Outcome:
+        outcome = send(self, pending, lane)
+        assert pending.mark is not None
+        marks.append(pending.mark)
+        return outcome
+
+    def arrived() -> int:
+        for mark in marks:
+            mark.synchronize()
+        return len(marks)
+
+    slow = Slow(arrived)
+    with loopback.job(2, device="cuda"), mock.patch.object(Reduction, "_send_home", noted):
+        model = nn.Sequential(nn.Linear(256, 256), nn.Sequential(nn.Linear(256, 256), slow), nn.Linear(256, 256)).cuda()
+        for layer in (*model, model):
+            fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+        model(torch.ones(64, 256, device="cuda")).square().mean().backward()
+    assert slow.answers == [(1 if pin else 0, False)]
+    assert len(marks) == 3
 
 
 def test_another_device_is_current() -> None:

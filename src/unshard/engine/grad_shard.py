@@ -79,6 +79,8 @@ class GradShard:
         self.buffer = ShardBuffer(
             regions, segments, "gradient", transport.piece_alignment, residence.device, memory=memory
         )
+        self.pinned = residence.away and self.buffer.whole.is_pinned()
+        """Whether copies from the device need nobody to wait."""
         self._slots: list[Slot] = []
         self.faces: list[DTensor] = []
         self.locals: list[torch.Tensor] = []

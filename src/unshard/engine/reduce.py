@@ -177,7 +177,18 @@ class Reduction:
             self._scatter(pending, inputs)
             pending.work.wait()
             self._whole.release()
-            pending.work = self._scattered.put()
+            if self._goes_straight_home(pending):
+                self._finish(pending)
+            else:
+                pending.work = self._scattered.put()
+
+    def _goes_straight_home(self, pending: Pending) -> bool:
+        """Whether the copy to the host can follow the sum, which else it does when the next unit has computed.
+
+        Not if anything comes in between, nor to ordinary memory: this thread would wait for the copy.
+        """
+        alone = self._replicas.world == 1 and pending.options.all_reduce_hook is None
+        return alone and self._lane is not None and pending.shard.pinned
 
     def _pack(self, pending: Pending, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         (pending.outputs if self._in_place else self._whole).take()
@@ -235,6 +246,11 @@ class Reduction:
         if options.all_reduce_hook is not None:
             for flat in outputs.flats:
                 options.all_reduce_hook(flat)
+        return self._finish(pending)
+
+    def _finish(self, pending: Pending) -> Outcome:
+        """The sum is there: divide it and bring it to where gradients stay."""
+        outputs = pending.outputs
         if pending.division.after != 1.0:
             foreach_div(outputs.flats, pending.division.after)
         if self._lane is not None:
