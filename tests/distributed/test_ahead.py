@@ -163,7 +163,7 @@ def test_other_parameters_after_the_step() -> None:
 
 def check_writes(how: str) -> None:
     each, results, sent = case("transformer"), [], []
-    with late_host(prompt=True), mock.patch.object(Upload, "send", noting(sent, Upload.send)):
+    with late_host(prompt=True), mock.patch.object(Upload, "_set_out", noting(sent, Upload._set_out)):
         for ahead in (False, True):
             model = offloaded(each)
             optimizer, losses = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=ahead), []
@@ -176,7 +176,8 @@ def check_writes(how: str) -> None:
                 with torch.no_grad():
                     WRITES[how](model)
             results.append([*losses, *locals_of(model)])
-            assert len(sent) == 2 * 4 * ahead  # the root's and the first block's, after every step
+            # The root's and the first block's, after every step. Other parameters are nothing to this optimizer.
+            assert len(sent) == 2 * (1 if how == "assigned" else 4) * ahead
     assert changed(*results) == 0
 
 
@@ -196,6 +197,70 @@ def test_copies_that_set_out_early_are_not_made_again() -> None:
             counts.append(len(copies))
             copies.clear()
     assert counts[0] == counts[1] > 0
+
+
+@world(2)
+def test_writes_of_a_hook_after_the_step() -> None:
+    """The shards are on their way before it is called."""
+    each, results, sent = case("transformer"), [], []
+    with late_host(prompt=True), mock.patch.object(Upload, "_set_out", noting(sent, Upload._set_out)):
+        for ahead in (False, True):
+            model = offloaded(each)
+            optimizer, before = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=ahead), []
+
+            def write(*unused: object, model: nn.Module = model, before: list[int] = before) -> None:
+                before.append(len(sent))
+                sent.clear()
+                with torch.no_grad():
+                    write_data(model)
+
+            optimizer.register_step_post_hook(write)
+            for step in range(4):
+                loss_of(model, each, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                results.append([loss_of(model, each, 4), *locals_of(model)])
+        # Two after the hook and two in the next step; the first step is an ordinary one.
+        assert before == [0, 4, 4, 4]
+    assert changed(*results) == 0
+
+
+@world(2)
+def test_units_that_are_still_whole_are_gathered_again() -> None:
+    """After an ordinary step, one that backward has taken, and `zero_grad` instead of that one."""
+    each = case("transformer")
+    with late_host():
+        model, again = offloaded(each), offloaded(each)
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+        optimizer = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=True)
+        for step, stepped in enumerate((True, True, False)):
+            loss_of(model, each, step).backward()
+            if stepped:
+                optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss = loss_of(model, each, 7)
+                again.load_state_dict(model.state_dict())
+                assert torch.equal(loss, loss_of(again, each, 7))
+
+
+@pytest.mark.parametrize(("missing", "frozen", "expected"), [("", "", 2), ("norm", "", 1), ("", "blocks.0", 2)])
+@world(2)
+def test_what_sets_out_early(missing: str, frozen: str, expected: int) -> None:
+    """A unit all of whose parameters the optimizer has stepped, if they learn at all."""
+    each, sent = case("transformer"), []
+    with late_host(), mock.patch.object(Upload, "_set_out", noting(sent, Upload._set_out)):
+        model = offloaded(each)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+        parameters = [one for name, one in model.named_parameters() if not (missing and name.startswith(missing))]
+        optimizer = flat(torch.optim.SGD(parameters, 0.1), ahead=True)
+        for step in range(3):
+            loss_of(model, each, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(sent) == expected * (step + 1)
 
 
 def noting(calls: list[Any], method: Callable[[Any], None]) -> Callable[[Any], None]:

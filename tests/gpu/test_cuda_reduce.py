@@ -50,7 +50,9 @@ def gradients(
     """Of equal layers, so that the next one's gradient is written where the last one's was."""
     torch.manual_seed(0)
     with loopback.job(2 * replicas, device="cuda", delay=2e-3):
-        mesh = init_device_mesh("cuda", (replicas, 2) if replicas > 1 else (2,))
+        mesh = None
+        if replicas > 1:
+            mesh = init_device_mesh("cuda", (replicas, 2), mesh_dim_names=("replicas", "shards"))
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6))).cuda()
         for layer in (*model, model):
             # Divided when they are reduced, so that something is done to them before the end of backward.

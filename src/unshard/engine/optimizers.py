@@ -42,10 +42,13 @@ def _register() -> None:
 
 def _go_on(optimizer: Any, *unused: Any) -> None:
     """After a step."""
-    note_optimizer_step()
-    if "unshard_ahead" in vars(optimizer):
-        for root in Root.living:
-            root.send_first()
+    if "unshard_ahead" not in vars(optimizer):
+        note_optimizer_step()
+        return
+    # One that steps ahead has noted it already: what was sent since is as it should be.
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for root in Root.living:
+        root.send_first(mine)
 
 
 def _look(optimizer: Any, *unused: Any) -> None:

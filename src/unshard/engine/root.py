@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import ClassVar
 
@@ -270,14 +270,19 @@ class Root:
 
     # -- between the steps ----------------------------------------------------------------------------------
 
-    def send_first(self) -> None:
+    def send_first(self, stepped: Set[int], news: Set[int] | None = None) -> None:
         """Let the shards that the next forward begins with set out from the host, before it asks for them.
 
-        Two units': the copy of a third one has the first one's computation to hide behind.
+        Two units': the copy of a third one has the first one's computation to hide behind. `stepped` are the
+        parameters that have been stepped, by their ids, and `news` those of them that were not at the last call. A
+        unit with other parameters, which are stepped later or by another optimizer, is not sent.
         """
         if self._lanes and not self.in_forward and not self.in_backward:
             for number in self._forward_order.first(2):
-                self.units[number].send()
+                unit = self.units[number]
+                trained = {id(slot.sharded) for slot in unit.slots if slot.sharded.requires_grad}
+                if trained <= stepped and (news is None or not trained.isdisjoint(news)):
+                    unit.send()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 

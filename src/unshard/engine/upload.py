@@ -47,6 +47,10 @@ class Upload:
 
     def send(self) -> None:
         """Let the copy set out before anybody asks for it. Whoever does looks whether the shard was written since."""
+        if not self._on_its_way():
+            self._set_out()
+
+    def _set_out(self) -> None:
         self._sent = self._way.writes(), self._way.samples.take()
         self._way.lane.queue(_nothing, first=self._copy)
 
@@ -57,7 +61,7 @@ class Upload:
     def start(self, targets: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
         """Fill `targets`, one for each run, then issue a collective, all in the lane."""
         carried = Carried()
-        on_its_way = self._sent is not None and self._unwritten_since(*self._sent)
+        on_its_way = self._on_its_way()
         self._sent = None
 
         def finish() -> None:
@@ -69,7 +73,11 @@ class Upload:
         carried.mark = self._way.lane.queue(finish, first=None if on_its_way else self._copy)
         return carried
 
-    def _unwritten_since(self, writes: int, samples: list[torch.Tensor]) -> bool:
+    def _on_its_way(self) -> bool:
+        """Whether what was sent is what the shard holds now."""
+        if self._sent is None:
+            return False
+        writes, samples = self._sent
         return self._way.writes() == writes and self._way.samples.same(samples)
 
     def _copy(self) -> None:

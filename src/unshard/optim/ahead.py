@@ -13,6 +13,8 @@ import torch
 
 from ..engine.arrivals import listen
 from ..engine.grad_shard import GradShard
+from ..engine.root import Root
+from ..engine.writes import note_optimizer_step
 from ..errors import StateError
 from . import host
 from .shadow import Shadow
@@ -91,9 +93,16 @@ class Ahead:
     def finish(self, optimizer: Any) -> list[Span]:
         """Wait for the steps taken so far; the spans that were stepped."""
         steps, self._steps, self._same = self._steps, [], None
+        if steps:
+            note_optimizer_step()  # even if `step` is never called
+        stepped: set[int] = set()
         try:
             for step in steps:
                 step.future.result()
+                news = set(map(id, step.shard.parameters()))
+                stepped |= news
+                for root in Root.living:
+                    root.send_first(stepped, news)
         finally:
             for step in steps:
                 step.future.exception()  # all of them are over, one way or the other

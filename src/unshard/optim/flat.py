@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..engine.arrivals import settle, unlisten
 from ..engine.flat import lies_flat, replaced_by_shards, rest_on_the_host
+from ..engine.writes import note_optimizer_step
 from ..errors import ArgumentError
 from ..torch_private import foreach_zero, is_scheduled, local_of, schedule_again
 from . import host
@@ -166,6 +167,8 @@ class Flat(Optimizer):
                 loss = closure()
         shadow, groups, state = self.shadow(), self.param_groups, self.state
         ahead = vars(self).get("unshard_ahead")
+        if ahead is not None:
+            note_optimizer_step()  # before anything is sent that this step has made
         with torch.no_grad():
             shadows = shadow.groups(self, [] if ahead is None else ahead.finish(self))
             stream = Stream(shadow.streamed, shadow.state, groups)
