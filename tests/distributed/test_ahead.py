@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from bed.late import late_host
 from bed.models import CASES, Case, case, shard
 from bed.parity import each_unit
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from unshard import CPUOffloadPolicy, fully_shard
@@ -236,9 +239,10 @@ def test_units_that_are_still_whole_are_gathered_again() -> None:
         optimizer = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=True)
         for step, stepped in enumerate((True, True, False)):
             loss_of(model, each, step).backward()
-            if stepped:
-                optimizer.step()
-            optimizer.zero_grad()
+            with nullcontext() if stepped else pytest.warns(UserWarning, match="counts as a step"):
+                if stepped:
+                    optimizer.step()
+                optimizer.zero_grad()
             with torch.no_grad():
                 loss = loss_of(model, each, 7)
                 again.load_state_dict(model.state_dict())
@@ -374,6 +378,55 @@ def test_gradients_that_are_replaced_too_late() -> None:
             assert changed(settled, locals_of(model)) == 0
 
 
+@world(2)
+def test_gradients_that_are_written_too_late() -> None:
+    each = case("transformer")
+    scale: dict[str, Callable[[nn.Module], object]] = {
+        "gradient": lambda model: next(model.parameters()).grad.mul_(2),  # type: ignore[union-attr]
+        "its shard": lambda model: next(model.parameters()).grad.to_local().mul_(2),  # type: ignore[union-attr]
+        "values": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3, foreach=False),
+    }
+    with late_host():
+        for write in scale.values():
+            model, optimizer = stepped_once(each)
+            loss_of(model, each, 1).backward()
+            settled = locals_after(model, optimizer)
+            write(model)
+            for _ in range(2):
+                with pytest.raises(StateError, match=r"were changed between backward and step\(\).*zero_grad\(\)"):
+                    optimizer.step()
+            assert changed(settled, locals_of(model)) == 0
+            with pytest.warns(UserWarning, match="counts as a step"):
+                optimizer.zero_grad()
+            loss_of(model, each, 2).backward()
+            optimizer.step()
+        model, optimizer = stepped_once(each)
+        optimizer.register_step_pre_hook(lambda *unused: write(model))
+        loss_of(model, each, 1).backward()
+        with pytest.raises(StateError, match="were changed"):
+            optimizer.step()
+
+
+@world(4)
+def test_all_reduce_only_now_and_then() -> None:
+    """Partial sums are nothing that arrives; those of a unit are taken by its next reduction."""
+    each, results = case("transformer"), []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    with late_host():
+        for ahead in (False, True):
+            model = each.build()
+            each_unit(each, fully_shard, mesh=mesh, offload_policy=HOST)(model)
+            optimizer = flat(torch.optim.SGD(model.parameters(), 0.1), ahead=ahead)
+            for step in range(7):
+                model.set_requires_all_reduce(step % 3 == 0)  # type: ignore[operator]
+                loss_of(model, each, step).backward()
+                if step % 3 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append(locals_of(model))
+    assert changed(*results) == 0
+
+
 def locals_after(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What backward has made of the parameters."""
     optimizer.state_dict()  # waits
@@ -454,9 +507,13 @@ def test_a_batch_that_is_left_out() -> None:
     with late_host():
         model, optimizer = stepped_once(each)
         loss_of(model, each, 1).backward()
-        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match=r"zero_grad\(\) was called without step\(\).*counts as a step.*freeze"):
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
         before = locals_of(model)
         loss_of(model, each, 2).backward()
+        optimizer.zero_grad()  # warns once
+        loss_of(model, each, 3).backward()
         optimizer.step()
         assert changed(before, locals_of(model)) == len(before)
 
@@ -497,6 +554,27 @@ def test_options_that_are_changed_too_late() -> None:
         optimizer.param_groups[0]["lr"] = 0.2
         with pytest.warns(UserWarning, match=r"between backward and step\(\).*before backward"):
             optimizer.step()
+
+
+@world(2)
+def test_a_rate_that_is_a_tensor() -> None:
+    """Changed in place too late, it counts from the next step on, as others do."""
+    each, results = case("transformer"), []
+    with late_host():
+        for late in (False, True):
+            model, rate, go = offloaded(each), torch.tensor(0.1), threading.Event()
+            optimizer = flat(torch.optim.AdamW(model.parameters(), rate, fused=True), ahead=True)
+            loss_of(model, each, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            host.submit(go.wait)  # the steps come after that
+            loss_of(model, each, 1).backward()
+            rate.fill_(5.0 if late else 0.1)
+            go.set()
+            with pytest.warns(UserWarning, match=r"between backward and step\(\)") if late else nullcontext():
+                optimizer.step()
+            results.append(locals_of(model))
+    assert changed(*results) == 0
 
 
 @world(2)

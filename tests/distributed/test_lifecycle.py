@@ -234,6 +234,18 @@ def test_frozen_models_leave_no_trace_in_backward() -> None:
 
 
 @world(2)
+def test_a_root_that_nothing_comes_back_to_is_freed() -> None:
+    """As without gradient mode: a teacher's parameters are sharded again when its average is updated."""
+    model = sharded()
+    model.requires_grad_(False)
+    model(batch())
+    assert_at_rest(model)
+    model.blocks[0].requires_grad_(True)  # now a backward may come
+    model(batch())
+    assert units(model)[0].params is ParamState.FULL
+
+
+@world(2)
 def test_weights_changed_while_the_model_is_kept_whole() -> None:
     """Contract RAF-14 improved: kept after backward, stepped by the optimizer, gathered again by the next forward."""
     model, reference = sharded(reshard_after_forward=False), Stack()

@@ -387,3 +387,31 @@ def test_what_was_there_before_does_not_begin_a_backward() -> None:
         with Collectives() as calls:
             loss.backward()
         assert (len(calls.of("gather")), len(calls.of("reduce_scatter"))) == (3, 3)
+
+
+class Reporter(nn.Module):
+    """Its head is frozen and after everything that learns; the loss is left where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = torch.tanh(self.head(torch.tanh(self.body(x))))
+        ELSEWHERE.append(result.square().sum())
+        return result.detach()
+
+
+@world(2)
+def test_a_frozen_root_is_kept_for_a_loss_that_is_left_elsewhere() -> None:
+    plain, model = Reporter(), Reporter()
+    for unit in (model.body, model):
+        fully_shard(unit)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
+            ELSEWHERE.pop().backward()
+        for mine, theirs in zip(model.body.parameters(), plain.body.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]

@@ -101,6 +101,73 @@ def test_copies_that_are_late() -> None:
             assert differing(trained(each, CPUOffloadPolicy(), BF16), here)
 
 
+def step_again(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def load_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: torch.zeros_like(each) for name, each in state_of(model).items()})
+
+
+def write_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.to_local().zero_()  # type: ignore[attr-defined]
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return vars(model)["state"]  # taken at rest: taking one waits for what is under way
+
+
+WRITES: dict[str, tuple[Callable[..., None], str]] = {
+    "a step after a forward with a graph": (step_again, "graph"),
+    "a load after a forward with a graph": (load_zeros, "graph"),
+    "a write after a forward of what is frozen": (write_zeros, "frozen"),
+    "a write after a forward without a graph": (write_zeros, "no graph"),
+    "a write after a forward of layers alone": (write_zeros, "layers"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@world(1, backend="nccl")
+def test_writes_while_shards_are_on_their_way(name: str) -> None:
+    """The device is far behind the host, which has issued a forward and writes parameters."""
+    write, kind = WRITES[name]
+    assert torch.equal(*outputs_around(write, kind))
+    with mock.patch.object(Lane, "synchronize", lambda self: None):
+        assert not torch.equal(*outputs_around(write, kind))
+
+
+def outputs_around(write: Callable[..., None], kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a forward, and of the same forward of a busy device if parameters are written right after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    for layer in (*model, model):
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), 100.0)
+    inputs = torch.randn(8, 64, device="cuda")
+    model(inputs).square().mean().backward()
+    vars(model)["state"] = model.state_dict()
+    if kind == "frozen":
+        model.requires_grad_(False)
+
+    def forward() -> torch.Tensor:
+        with torch.set_grad_enabled(kind in ("graph", "frozen")):
+            if kind != "layers":
+                return model(inputs)
+            output = inputs
+            for layer in model:
+                output = layer(output)
+            return output
+
+    expected = forward().detach().clone()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    output = forward()
+    with torch.no_grad():
+        write(model, optimizer)
+    return expected, output.detach()
+
+
 @world(1, backend="nccl")
 def test_clip() -> None:
     """Where torch's own clip fails: gradients on the host, and a process group that knows devices only."""

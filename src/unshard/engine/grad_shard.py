@@ -24,6 +24,7 @@ from ..torch_private import (
     post_accumulate_hooks,
     spec_of,
     storage_uses,
+    version_of,
 )
 from . import observer
 from .buffers import ShardBuffer
@@ -200,6 +201,10 @@ class GradShard:
     def stepped(self) -> bool:
         """Whether an optimizer that is still there has used the gradients already."""
         return self.stepper is not None and self.stepper() is not None
+
+    def writes(self) -> int:
+        """Grows when the gradients are written through what parameters have as `.grad`, as far as torch counts that."""
+        return sum(map(version_of, self.faces)) + sum(map(version_of, self.locals))
 
     def names(self) -> str:
         """Whose gradients these are, in few words."""

@@ -77,7 +77,11 @@ class Gradients:
 
     @property
     def _has_partial(self) -> bool:
-        return self._replicas.world > 1 and any(reduction.has_partial for reduction in self._reductions.values())
+        """Beside sums that a reduction under way will take."""
+        if self._replicas.world == 1:
+            return False
+        under_way = [pending.reduction for pending in self._pending]
+        return any(each.has_partial and each not in under_way for each in self._reductions.values())
 
     def reduce(self, unit: Named, options: Options, last: bool) -> None:
         """Issue the reduction of what autograd left, or keep it for a later one.

@@ -277,6 +277,9 @@ class ShardState:
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
         """State dicts are taken from, and loaded into, the sharded faces."""
+        root = self._live_root()
+        if root is not None:
+            root.wait_for_uploads()
         self.unit.reshard()
         self.unit.settle()
 

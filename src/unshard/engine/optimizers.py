@@ -58,6 +58,7 @@ def _look(optimizer: Any, *unused: Any) -> None:
             root.refuse_unseen_backward(
                 lambda: {id(each) for group in optimizer.param_groups for each in group["params"]}
             )
+            root.wait_for_uploads()  # of a forward since the backward
     if REFS:
         _refuse_stepped_by_another(optimizer)
     groups = optimizer.param_groups

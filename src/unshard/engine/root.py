@@ -106,6 +106,8 @@ class Root:
         unit.phase = Phase.IDLE
         if current_backward() != -1:
             return
+        if unit is self.unit and not returns and not blind:
+            graph = any(slot.sharded.requires_grad for each in self.units for slot in each.slots)
         if returns:
             if REFS and self._backward_order.waits_for(self._number[unit]):
                 self._repeated.add(unit)
@@ -124,6 +126,8 @@ class Root:
                 unit.hide()
         if unit is self.unit and self.in_forward:
             self._end_forward(graph)
+        elif not graph and not self.in_forward:
+            self.wait_for_uploads()
 
     def _frees_after_forward(self, unit: Unit, graph: bool) -> bool:
         chosen = unit.options.reshard_after_forward
@@ -143,8 +147,7 @@ class Root:
             self._backward_order.drop_to(self._waiting_before)
         self._drop_ahead()
         if not graph:
-            for lanes in self._lanes:  # the program may write parameters on the host next; with a graph, after backward
-                lanes.up.synchronize()
+            self.wait_for_uploads()  # the program may write parameters next; with a graph, after backward
 
     def fail_forward(self, unit: Unit) -> None:
         """An exception left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
@@ -255,6 +258,11 @@ class Root:
             if unit.gradients_arrived and not stepped().isdisjoint(id(slot.sharded) for slot in unit.slots):
                 self.reset()
                 refuse_gradients_past_outputs(unit)
+
+    def wait_for_uploads(self) -> None:
+        """To be called before parameters are written on the host: what is on its way is to arrive as it was."""
+        for lanes in self._lanes:
+            lanes.up.synchronize()
 
     def _wait_for_lanes(self) -> None:
         """The host reads gradients and writes parameters next."""

@@ -31,6 +31,8 @@ class Step:
     spans: list[Span]
     options: list[dict[str, Any]]
     future: Future[Any]
+    writes: int
+    """To the gradients, so far."""
 
 
 class Ahead:
@@ -45,7 +47,9 @@ class Ahead:
         self._steps: list[Step] = []
         self._same: bool | None = None
         """Whether the optimizer is as its last step left it; asked once in a backward."""
-        self._warned = False
+        self._warned = self._warned_of_steps = False
+        self._added = False
+        """Whether a second backward has added to gradients, and was refused."""
         listen(self)
 
     def learn(self, shadow: Shadow) -> None:
@@ -68,6 +72,7 @@ class Ahead:
 
     def _start(self, optimizer: Any, shard: GradShard, fed: Fed) -> None:
         if shard.stepped:
+            self._added = True
             raise StateError(
                 f"The gradients of {shard.names()} arrived a second time before step(), and with flat(..., ahead=True) "
                 "backward has stepped them already. Call step() after every backward that synchronises gradients; "
@@ -76,7 +81,7 @@ class Ahead:
                 "was stepped stays so)."
             )
         shard.stepper = weakref.ref(self)
-        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        options = [_options(group) for group in optimizer.param_groups]
         groups = [{**each, "params": []} for each in options]
         for span, gradient in fed:
             groups[span.group]["params"].append(span.flat)
@@ -88,11 +93,12 @@ class Ahead:
             with torch.no_grad():
                 optimizer.plain_step(twin)
 
-        self._steps.append(Step(shard, [span for span, _ in fed], options, host.submit(step)))
+        writes = shard.writes()
+        self._steps.append(Step(shard, [span for span, _ in fed], options, host.submit(step), writes))
 
     def finish(self, optimizer: Any) -> list[Span]:
         """Wait for the steps taken so far; the spans that were stepped."""
-        steps, self._steps, self._same = self._steps, [], None
+        steps, self._steps, self._same, self._added = self._steps, [], None, False
         if steps:
             note_optimizer_step()  # even if `step` is never called
         stepped: set[int] = set()
@@ -116,16 +122,48 @@ class Ahead:
             )
         return [span for step in steps for span in step.spans]
 
+    def refuse_written(self) -> None:
+        """Before `step`: nobody will use what gradients were made since they were used."""
+        written = [step.shard for step in self._steps if step.shard.writes() != step.writes]
+        if written and not self._added:
+            raise StateError(
+                f"The gradients of {written[0].names()} were changed between backward and step(), and with ahead=True "
+                "backward has stepped them as they were. Change them in hooks (register_post_accumulate_grad_hook), "
+                "or leave out ahead=True. To go on, call the optimizer's zero_grad(); what was stepped stays so."
+            )
+
+    def warn_of_steps(self) -> None:
+        """They were found by `zero_grad`, and no `step` was called."""
+        if not self._warned_of_steps:
+            self._warned_of_steps = True
+            warnings.warn(
+                "zero_grad() was called without step() after a backward, and with ahead=True backward has stepped "
+                "parameters already: that counts as a step. A batch cannot be left out. If the backward was another "
+                "optimizer's and only went through this model (as a generator's does through the discriminator), "
+                "freeze this model's parameters for it, or leave out ahead=True.",
+                stacklevel=4,
+            )
+
     def settle(self) -> None:
         """Somebody looks at parameters before `step`: let them be whole. What failed is raised by `step`."""
         for step in self._steps:
             step.future.exception()
 
 
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """As they are now: a tensor, which a learning rate may be, can be changed in place while the step runs."""
+    items = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in items}
+
+
 def _changed(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
     for one, other in zip(before, groups, strict=False):
         for key, value in one.items():
             now = other.get(key)
-            if now is not value and not isinstance(value, torch.Tensor) and now != value:
+            if isinstance(value, torch.Tensor):
+                # Those on a device would have to be waited for.
+                if value.is_cpu and isinstance(now, torch.Tensor) and now.is_cpu and not torch.equal(value, now):
+                    return True
+            elif now is not value and now != value:
                 return True
     return False

@@ -168,6 +168,7 @@ class Flat(Optimizer):
         shadow, groups, state = self.shadow(), self.param_groups, self.state
         ahead = vars(self).get("unshard_ahead")
         if ahead is not None:
+            ahead.refuse_written()
             note_optimizer_step()  # before anything is sent that this step has made
         with torch.no_grad():
             shadows = shadow.groups(self, [] if ahead is None else ahead.finish(self))
@@ -206,10 +207,12 @@ class Flat(Optimizer):
         vars(twin).update(vars(self) | {"param_groups": groups, "state": state})
         return twin
 
-    def collect(self, ahead: Ahead) -> None:
-        """What was stepped ahead counts as a step, even if none follows."""
+    def collect(self, ahead: Ahead) -> bool:
+        """What was stepped ahead counts as a step, even if none follows; whether there is any."""
         with torch.no_grad():
-            self.shadow().show(ahead.finish(self), self.state)
+            spans = ahead.finish(self)
+            self.shadow().show(spans, self.state)
+        return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
         settle()
@@ -233,16 +236,20 @@ class Flat(Optimizer):
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
     ahead = vars(self).get("unshard_ahead")
-    if ahead is not None:
-        self.collect(ahead)  # type: ignore[attr-defined]
+    stepped = False if ahead is None else self.collect(ahead)  # type: ignore[attr-defined]
     parameters = [each for group in self.param_groups for each in group["params"]]
     if set_to_none:
         for each in parameters:
             each.grad = None
-        return
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    else:
+        _zero(self, [each.grad for each in parameters if each.grad is not None])
+    if ahead is not None and stepped:
+        ahead.warn_of_steps()
+
+
+def _zero(optimizer: Optimizer, gradients: list[torch.Tensor]) -> None:
     if any(each.requires_grad or each.is_sparse for each in gradients):
-        Optimizer.zero_grad(self, set_to_none=False)
+        Optimizer.zero_grad(optimizer, set_to_none=False)
     elif gradients:
         foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
 
