@@ -85,8 +85,9 @@ def _refuse_stepped_by_another(optimizer: Any) -> None:
             and not mine.isdisjoint(map(id, shard.parameters()))
         ):
             raise StateError(
-                f"Another optimizer, made flat with ahead=True, has stepped {shard.names()} during backward. Drop it, "
-                "or tell it to stop with flat(that_optimizer, ahead=False), before this one takes over."
+                f"Another optimizer, made flat with ahead=True, has stepped {shard.names()} during backward. Tell it "
+                "to stop with flat(that_optimizer, ahead=False) before this one takes over. If you have dropped it, it "
+                "is part of a reference cycle (a hook that names it is enough): gc.collect() ends that."
             )
 
 
