@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from bed import loopback
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
@@ -280,3 +281,15 @@ def test_torchs_scaler_is_left_alone_without_float16() -> None:
         wrap.assert_not_called()
         scalers.watch_scalers([*slots, mock.Mock(sharded=torch.ones(1).half())])
         wrap.assert_called_once()
+
+
+def test_a_group_that_does_not_say_which_devices_it_serves() -> None:
+    """One written in Python: the number is sent from where the parameters are."""
+    weight = weights(1.0)
+    with loopback.job(world=2) as group:
+        scaler = GradScaler("cpu", init_scale=2.0, process_group=group)
+        optimizer = sgd(weight)
+        scaled_backward(scaler, weight, INF)
+        scaler.step(optimizer)
+        assert weight.tolist() == [1.0]
+        assert any("allreduce" in call.op for call in group.log)

@@ -75,11 +75,11 @@ def _check(group: Any, meshes: list[DeviceMesh]) -> None:
 
 
 def _served(group: Any, parameters: Sequence[torch.Tensor]) -> torch.device:
-    """A device that the group can reduce on: the parameters' own, if it can."""
+    """A device that the group can reduce on: the parameters' own, if it can, or does not say what it can."""
     types = served_device_types(group)
     for parameter in parameters:
-        if parameter.device.type in types:
+        if parameter.device.type in types or not types:
             return parameter.device
-    if "cpu" in types:
+    if "cpu" in types or not types:
         return torch.device("cpu")
     return torch.device(types[0], torch.accelerator.current_device_index())
