@@ -277,11 +277,15 @@ class ShardState:
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
         """State dicts are taken from, and loaded into, the sharded faces."""
+        self.wait_for_uploads()
+        self.unit.reshard()
+        self.unit.settle()
+
+    def wait_for_uploads(self) -> None:
+        """To be called before parameters are written on the host."""
         root = self._live_root()
         if root is not None:
             root.wait_for_uploads()
-        self.unit.reshard()
-        self.unit.settle()
 
     def post_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.unit.settle()

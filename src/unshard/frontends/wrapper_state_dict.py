@@ -167,6 +167,7 @@ class StateDicts:
         sharded, key = self._flat(), self._flat_key(prefix)
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
+        self._state.wait_for_uploads()
         self._state.unit.reshard()  # the pieces are loaded, not whole parameters
         mine = sharded.flat.local.detach().clone()
         _, _, local = read_sharded_tensor(state_dict[key])
