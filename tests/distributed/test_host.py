@@ -23,6 +23,7 @@ from unshard import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    StateDictType,
     fully_shard,
 )
 from unshard.engine.residence import Residence
@@ -183,3 +184,44 @@ def test_too_little_page_locked_memory() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Residence(torch.device("cpu"), pin=False).memory(8)
+
+
+WAITS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(vars(model)["state"]),
+    "without a graph": lambda model, optimizer: torch.no_grad()(model)(torch.ones(2, 4)),
+    "frozen": lambda model, optimizer: model.requires_grad_(False)(torch.ones(2, 4)),
+    "layers alone": lambda model, optimizer: torch.no_grad()(model[0])(torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+@world(2)
+def test_what_waits_for_uploads(how: str) -> None:
+    """Before parameters are written; a forward that a backward may follow does not. tests/gpu shows what it is for."""
+    with late_host() as lanes:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in (*model, model):
+            fully_shard(layer, offload_policy=HOST)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        vars(model)["state"] = model.state_dict()
+        with mock.patch.object(lanes.up, "synchronize", wraps=lanes.up.synchronize) as wait:
+            model(torch.ones(2, 4))
+            assert wait.call_count == 0
+            WAITS[how](model, optimizer)
+            assert wait.call_count > 0
+
+
+@world(2)
+def test_pieces_are_loaded_when_no_shard_is_on_its_way() -> None:
+    with late_host() as lanes:
+        model = FullyShardedDataParallel(nn.Linear(4, 4), cpu_offload=CPUOffload(offload_params=True))
+        with pytest.warns(FutureWarning, match="deprecated"):
+            FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        pieces = model.state_dict()
+        model(torch.ones(2, 4))
+        with mock.patch.object(lanes.up, "synchronize", wraps=lanes.up.synchronize) as wait:
+            model.load_state_dict(pieces)
+            assert wait.call_count > 0
