@@ -623,6 +623,8 @@ def test_wrong_arguments() -> None:
         fully_shard(model, init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match="mp_policy must be"):
         fully_shard(model, mp_policy=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"such as unshard\.CPUOffloadPolicy\(\)"):
+        fully_shard(model, offload_policy=True)
     with pytest.raises(TypeError, match="floating-point"):
         MixedPrecisionPolicy(param_dtype=torch.int8)
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

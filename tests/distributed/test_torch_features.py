@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from bed import world
 from distributed.test_fully_shard import Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from unshard import fully_shard
 
@@ -59,17 +63,33 @@ def test_transforms(name: str, first: bool) -> None:
     assert_gradients(model, reference)
 
 
+def slope_at(model: nn.Module, x: torch.Tensor, aside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`aside`: in a thread, as a device's backward runs in one. Nodes are numbered by thread, and this one begins anew:
+    so the next backward comes to those of the slope after those of forward, not before."""
+    out = model(x)
+    with ThreadPoolExecutor(1) as thread:
+        grad = partial(torch.autograd.grad, out.sum(), x, create_graph=True)
+        (slope,) = thread.submit(grad).result() if aside else grad()
+    return out, slope
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
+@pytest.mark.parametrize("aside", [False, True], ids=["same thread", "aside"])
 @world(2)
-def test_gradient_penalty() -> None:
-    """A second backward through the first needs the weights: keep them until it is done."""
-    model, reference = sharded(reshard_after_forward=False), Stack()
-    for _ in range(2):
+def test_gradient_penalty(aside: bool, kept: bool) -> None:
+    """A second backward leads through the first, in an order of its own: parameters stay until it is done."""
+    model, reference = sharded(reshard_after_forward=not kept), Stack()
+    for alone, recomputed in ((False, False), (True, False), (False, True), (False, False)):
         for each in (model, reference):
-            x = batch(requires_grad=True)
-            out = each(x)
-            model.set_reshard_after_backward(False)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            model.set_reshard_after_backward(True)
-            ((slope.norm(dim=1) - 1).square().mean() + out.mean()).backward()
+            each.run = partial(checkpoint, use_reentrant=False) if recomputed else Stack().run
+            out, slope = slope_at(each, batch(requires_grad=True), aside)
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            (penalty if alone else penalty + out.mean()).backward()
+        assert_gradients(model, reference)
+        assert_at_rest(model)
+    slope_at(model, batch(requires_grad=True), aside)  # and no second one
+    for _ in range(2):
+        loss_of(model).backward()
+        loss_of(reference).backward()
         assert_gradients(model, reference)
         assert_at_rest(model)

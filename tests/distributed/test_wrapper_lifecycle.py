@@ -12,6 +12,7 @@ from bed import models, world
 from bed.models import CASES
 from bed.parity import adamw
 from bed.wrapped import whole_gradients, whole_parameters, wrap, wrap_case
+from distributed.test_torch_features import slope_at
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -194,6 +195,18 @@ def test_f1_72_gradients_of_gradients_are_refused(originals: bool) -> None:
     model(mine(x)).square().mean().backward()
     reference(x).square().mean().backward()
     agree(model, reference)
+
+
+@flat_or_originals
+@world(2)
+def test_gradient_penalty(originals: bool) -> None:
+    """The second backward leads through the first one's, in another order if that ran in a device's thread."""
+    model, reference, x = build(originals)
+    for aside in (False, True):
+        for each, given in ((model, mine(x)), (reference, x)):
+            out, slope = slope_at(each, given.clone().requires_grad_(), aside)
+            (out[:, 0] + slope.square().sum(1)).mean().backward()
+        agree(model, reference)
 
 
 @world(2)

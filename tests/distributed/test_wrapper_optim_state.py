@@ -150,14 +150,23 @@ def test_f1_104_other_kinds_and_sizes(tmp_path: Any) -> None:
     """From flat to original parameters and back, and from two ranks to four: what is saved knows neither."""
     case = CASES[1]
     plain, stepper = reference(case)
+    further = reference(case, 4)
     for originals in (False, True):
         model, optimizer = trained(case, use_orig_params=originals)
-        state = FSDP.optim_state_dict(model, optimizer)
-        whole = {name: {key: value.clone() for key, value in each.items()} for name, each in state["state"].items()}
+        state, weights = FSDP.optim_state_dict(model, optimizer), model.state_dict()
         other = wrap_case(case, use_orig_params=not originals)
+        other.load_state_dict(weights)
         stepped = adam(other)
-        FSDP.optim_state_dict_to_load(other, stepped, {**state, "state": whole}, load_directly=True)
+        FSDP.optim_state_dict_to_load(other, stepped, state, load_directly=True)
         same_states(FSDP.optim_state_dict(other, stepped)["state"], by_name(plain, stepper))
+        run(other, stepped, case, range(2, 4))
+        same_states(FSDP.optim_state_dict(other, stepped)["state"], by_name(*further))
+        same_states(state["state"], by_name(plain, stepper))  # what was loaded is nobody's to count on
+        unsharded = case.build()
+        again = adam(unsharded)
+        again.load_state_dict(FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, unsharded))
+        run(unsharded, again, case, range(2, 3))
+        assert {each["step"].item() for each in again.state.values()} == {3}
 
 
 class Some(nn.Module):

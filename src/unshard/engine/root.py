@@ -8,6 +8,8 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import ClassVar
 
+import torch
+
 from ..torch_private import current_backward, inside_backward, on_backward_end
 from .arrivals import REFS, listeners, settle
 from .living import Living
@@ -38,6 +40,10 @@ class Root:
         """Those whose outputs this backward has come through."""
         self._repeated: set[Unit] = set()
         """Ran more than once since the last backward, so that gradients may come in parts."""
+        self._makes_graph = False
+        """Whether this backward does (create_graph=True)."""
+        self._made_graph = False
+        """Whether the last one did. The next may lead through it, and then it uses parameters in any order."""
         self._reducing: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
@@ -164,6 +170,8 @@ class Root:
     def before_backward(self, unit: Unit, precision: Precision) -> None:
         """The first gradient reached an output of `unit`, whose forward ran in `precision`."""
         self.expect_end_of_backward()
+        if torch.is_grad_enabled():
+            self._makes_graph = True
         if unit.precision is not precision:
             unit.select(precision)
         if unit.phase is Phase.BACKWARD and (unit.params is ParamState.FULL or not unit.options.unshard_in_backward):
@@ -179,7 +187,8 @@ class Root:
     def after_backward(self, unit: Unit) -> None:
         """The gradients of the inputs of `unit` are done, so its own are."""
         if unit.phase is Phase.BACKWARD:
-            self._close(unit, last=False)
+            if not self._made_graph:  # else at the end: the graph of the last backward may come back to it
+                self._close(unit, last=False)
         else:
             self.expect_end_of_backward()  # it came past the outputs, where nobody was told
 
@@ -196,7 +205,7 @@ class Root:
                 self._arrived(oldest)
         if unit in self._all_reducing:
             self._complete(self._all_reducing)
-        if unit.options.reshard_after_backward:
+        if unit.options.reshard_after_backward and not self._makes_graph:
             unit.reshard()  # before its gradients are packed: the reduce buffer can have the memory
         else:
             unit.keep()
@@ -244,6 +253,7 @@ class Root:
             self._repeated.clear()
         self._begun.clear()
         self._wait_for_lanes()
+        self._made_graph, self._makes_graph = self._makes_graph, False
         self.in_backward = False
 
     def refuse_unseen_backward(self, stepped: Callable[[], set[int]]) -> None:
@@ -272,7 +282,8 @@ class Root:
     def _rest(self) -> None:
         """Free what this backward did not come through: frozen units, gathers that nobody waited for."""
         for unit in self.units:
-            unwanted = unit.params is ParamState.GATHERING or unit.options.reshard_after_backward
+            kept = self._makes_graph or not unit.options.reshard_after_backward
+            unwanted = unit.params is ParamState.GATHERING or not kept
             if unwanted and unit.phase is Phase.IDLE:
                 unit.reshard()
 
@@ -339,7 +350,7 @@ class Root:
         self._repeated.clear()
         self._begun.clear()
         self._wait_for_lanes()
-        self.in_forward = self.in_backward = False
+        self.in_forward = self.in_backward = self._makes_graph = self._made_graph = False
 
 
 class BackwardEnd:

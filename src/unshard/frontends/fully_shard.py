@@ -61,7 +61,7 @@ def fully_shard(
     """
     _check_modules(module)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
-    offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy)
+    offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
     info = resolve(mesh, dp_mesh_dims)
     _check_choice(shard_placement_fn, info)
     options = _options(reshard_after_forward, info, dp_mesh_dims)
@@ -243,12 +243,13 @@ def _defines_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
-def _checked_type(name: str, value: Any, expected: type) -> Any:
+def _checked_type(name: str, value: Any, expected: type, example: str = "") -> Any:
     if value is None:
         return expected()
     if not isinstance(value, expected):
         found = f"{type(value).__module__}.{type(value).__name__}"
-        raise ArgumentError(f"{name} must be an unshard.{expected.__name__}, got a {found}: {value!r}.")
+        such = f", such as unshard.{example}" if example else ""
+        raise ArgumentError(f"{name} must be an unshard.{expected.__name__}{such}; got a {found}: {value!r}.")
     return value
 
 

@@ -108,7 +108,7 @@ def _whole_states(unit: Owned, own: dict[int, StateDict], settings: StateDictSet
         if kind != "cut":
             for number in having:
                 for member in range(len(unit.names)) if flat else (number,):
-                    result[unit.names[member]][name] = about[number][name][1]
+                    result[unit.names[member]][name] = _own(about[number][name][1])
             continue
         here = {number: own[number][name] for number in having if name in own.get(number, {})}
         whole = unit.gathered(unit.piece(here, detail, unit.sharded.flat.local.device))
@@ -128,6 +128,11 @@ def _about(value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return "cut", value.dtype
     return "same", value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _own(value: Any) -> Any:
+    """For one parameter alone: optimizers count their steps in place, once for every parameter."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _agreed(unit: Owned, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -212,7 +217,7 @@ def _pieces(unit: Owned, own: dict[int, StateDict], numbers: list[int]) -> State
         _check(unit, name, values, numbers)
         first = next(iter(values.values()))
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
-            result[name] = first
+            result[name] = _own(first)
         elif unit.sharded.originals:
             (number,) = values
             slot = unit.sharded.slots[number]
