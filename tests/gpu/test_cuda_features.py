@@ -12,7 +12,8 @@ import torch.distributed as dist
 from bed import world
 from bed.models import CASES, Case, case
 from distributed.test_extensions import Travels, with_travelling_weights
-from distributed.test_fully_shard import Stack, batch
+from distributed.test_fully_shard import Stack, batch, sharded
+from distributed.test_torch_features import slope_at
 from gpu.test_cuda import check, path
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -125,6 +126,21 @@ def extended(offload: bool) -> None:
             local = theirs.grad.chunk(dist.get_world_size())[dist.get_rank()] if len(theirs) > 1 else theirs.grad
             torch.testing.assert_close(mine.grad.to_local().cuda(), local, rtol=1e-3, atol=1e-5)
     assert Travels.seen
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
+@world(1, backend="nccl")
+def test_gradient_penalty(kept: bool, offload: bool) -> None:
+    """A device's backward runs in a thread of its own: what it records comes last in the second one, not first."""
+    options = {"reshard_after_forward": not kept, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+    model, reference = sharded(Stack().cuda(), **options), Stack().cuda()
+    for _ in range(3):
+        for each in (model, reference):
+            out, slope = slope_at(each, batch().cuda().requires_grad_(), aside=False)
+            ((slope.norm(dim=1) - 1).square().mean() + out.mean()).backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor().cpu(), theirs.grad.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -125,8 +125,9 @@ class Slow(nn.Module):
         self.answers.append((self.meanwhile(), after.query()))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("pin", [True, False])
-def test_copies_home_do_not_wait_for_the_next_unit(pin: bool) -> None:
+def test_copies_home_do_not_wait_for_the_next_unit(pin: bool, ranks: int) -> None:
     """Those to page-locked memory: with other memory the host would wait for the copy, and the device for the host."""
     marks: list[Mark] = []
     send = Reduction._send_home
@@ -143,7 +144,7 @@ def test_copies_home_do_not_wait_for_the_next_unit(pin: bool) -> None:
         return len(marks)
 
     slow = Slow(arrived)
-    with loopback.job(2, device="cuda"), mock.patch.object(Reduction, "_send_home", noted):
+    with loopback.job(ranks, device="cuda"), mock.patch.object(Reduction, "_send_home", noted):
         model = nn.Sequential(nn.Linear(256, 256), nn.Sequential(nn.Linear(256, 256), slow), nn.Linear(256, 256)).cuda()
         for layer in (*model, model):
             fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=pin))
@@ -161,12 +162,11 @@ def test_another_device_is_current() -> None:
             assert not all(map(torch.equal, gradients(), expected))
 
 
-def peak(layers: int, width: int) -> int:
+def peak(layers: int, width: int, **options: object) -> int:
     """Bytes in use at most during a backward, beside what was in use before it."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
     for layer in model:
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, **options)
     fully_shard(model)
     for _ in range(2):
         loss = model(torch.ones(1, width, device="cuda")).square().mean()
@@ -181,12 +181,20 @@ def test_memory_of_a_reduction() -> None:
     """The next unit's backward does not come on top of the reduce buffer."""
     layers, width = 6, 2048
     whole = width * width  # elements
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     with loopback.job(8, device="cuda"):
-        aside = peak(layers, width)
+        aside = peak(layers, width, mp_policy=policy)
         gc.collect()
         with mock.patch.object(reduce, "reduce_lane", lambda device: None):
-            beside = peak(layers, width)
+            beside = peak(layers, width, mp_policy=policy)
     shards, slack = layers * whole * 4 // 8, 2**20
     # Gradients of one layer in bf16 and in fp32, and the next layer.
     assert aside <= (2 + 4 + 2) * whole + shards + slack
     assert beside >= aside + whole - slack
+
+
+def test_memory_of_one_rank_with_shards_on_the_host() -> None:
+    """A layer, the next one, gradients, and those of the layer before on their way home."""
+    layers, width = 6, 2048
+    with loopback.job(1, device="cuda"):
+        assert peak(layers, width, offload_policy=CPUOffloadPolicy()) <= 4 * (4 * width * width) + 2**20

@@ -162,6 +162,8 @@ class Reduction:
         self._scatter(pending, inputs)
         if watcher is not None:
             watcher.reducing(self._slots, self._region_members(), gradients, inputs, pending.outputs.pieces)
+        elif self._in_place and self._goes_straight_home(pending):
+            self._finish(pending)  # one rank alone has its sum at once
         return pending
 
     def _start_aside(self, pending: Pending, gradients: dict[int, torch.Tensor], lane: Lane) -> None:
