@@ -214,6 +214,23 @@ def test_what_waits_for_uploads(how: str) -> None:
             assert wait.call_count > 0
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+@world(1)
+def test_one_rank_sends_its_gradients_at_once(pinned: bool) -> None:
+    """They have no sum to wait for. To memory that is not page-locked the host would have to wait for the copy."""
+    with late_host() as lanes, mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in (*model, model):
+            fully_shard(layer, offload_policy=HOST)
+        sent: list[int] = []
+        with mock.patch.object(lanes.down, "carry", wraps=lanes.down.carry) as carry:
+            hidden = model[1](model[0](torch.ones(2, 4)))
+            hidden.register_hook(lambda gradient: sent.append(carry.call_count))
+            model[2](hidden).sum().backward()
+        assert sent == [1 if pinned else 0]
+        assert carry.call_count == 3
+
+
 @world(2)
 def test_pieces_are_loaded_when_no_shard_is_on_its_way() -> None:
     with late_host() as lanes:

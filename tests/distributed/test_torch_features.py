@@ -73,6 +73,10 @@ def slope_at(model: nn.Module, x: torch.Tensor, aside: bool) -> tuple[torch.Tens
     return out, slope
 
 
+def fail(gradient: torch.Tensor) -> None:
+    raise OSError("a user's own")
+
+
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
 @pytest.mark.parametrize("aside", [False, True], ids=["same thread", "aside"])
 @world(2)
@@ -88,6 +92,10 @@ def test_gradient_penalty(aside: bool, kept: bool) -> None:
         assert_gradients(model, reference)
         assert_at_rest(model)
     slope_at(model, batch(requires_grad=True), aside)  # and no second one
+    failing = batch(requires_grad=True)
+    failing.register_hook(fail)
+    with pytest.raises(OSError, match="a user's own"):
+        slope_at(model, failing, aside)
     for _ in range(2):
         loss_of(model).backward()
         loss_of(reference).backward()
