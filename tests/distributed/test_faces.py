@@ -96,6 +96,7 @@ def test_gradients_are_dtensors_like_their_parameters() -> None:
         assert parameter.grad.to_local().shape == parameter.to_local().shape
 
 
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
 @world(2, 3)
 def test_saved_state_dict_loads_and_holds_only_its_own_bytes(tmp_path: object) -> None:
     """Contract CLS-07, SDT-04: a parameter saves its own rows, not the whole shard it lies in."""

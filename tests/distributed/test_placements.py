@@ -56,6 +56,7 @@ def check_parity(reshard: bool, policy: MixedPrecisionPolicy | None) -> None:
     assert_at_rest(model)
 
 
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
 @world(2)
 def test_accumulation_state_and_copies() -> None:
     model, reference = sharded(shard_placement_fn=last), Stack()

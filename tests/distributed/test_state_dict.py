@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -28,6 +29,7 @@ def ladder() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(rows, rows + 1) for rows in range(1, 5)))
 
 
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
 @world(1, 2, 3, 4)
 def test_uneven_shards_survive_saving_and_loading() -> None:
     """Contract SDT-04, SDT-06, LAY-03: values and padding, at every number of rows around the number of ranks."""
@@ -49,6 +51,68 @@ def test_uneven_shards_survive_saving_and_loading() -> None:
         each(torch.ones(2, 1)).square().mean().backward()
     assert_gradients(other, reference)
     assert any(parameter.grad.full_tensor().any() for parameter in other.parameters())
+
+
+def pickled(state: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@world(2, 3)
+def test_pickling_shards_says_what_the_file_holds() -> None:
+    """Once for each save, at the line that saves; whoever has made the entries whole hears nothing."""
+    model = sharded(Stack(2))
+    for state in (model.state_dict(), {"model": model.state_dict()}, copy.deepcopy(model.state_dict())):
+        with pytest.warns(
+            UserWarning, match=r"own shards only.*get_model_state_dict\(.*full_state_dict=True"
+        ) as caught:
+            bytes_of_one = pickled(state)
+        assert [each.filename for each in caught] == [__file__]
+    loaded = torch.load(io.BytesIO(bytes_of_one))  # weights_only
+    assert model.load_state_dict(loaded).missing_keys == []
+    state = model.state_dict()
+    for name in state:
+        state[name] = state[name].full_tensor()
+    assert torch.load(io.BytesIO(pickled(state))).keys() == state.keys()
+    assert pickled(copy.deepcopy(state))
+
+
+@world(1)
+def test_one_rank_pickles_all_there_is() -> None:
+    assert pickled(sharded(Stack(1)).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
+@world(2, 3)
+def test_shards_of_another_rank_are_refused() -> None:
+    """Torch would copy the rows of the rank that saved them into those of the rank that loads them."""
+    model = sharded(Stack(1))
+    before = whole(model)
+    saved = [pickled(model.state_dict())]
+    dist.broadcast_object_list(saved)
+    loaded = torch.load(io.BytesIO(saved[0]))
+    if dist.get_rank() == 0:
+        model.load_state_dict(loaded)
+    else:
+        with pytest.raises(ParameterError, match=rf"rank {dist.get_rank()} holds the shards of rank 0 \('blocks"):
+            model.load_state_dict(loaded)
+    assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+
+
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
+@world(4)
+def test_shards_of_a_replica_are_as_good() -> None:
+    model = fully_shard(Stack(1), mesh=mesh(2))
+    other = fully_shard(Stack(1), mesh=mesh(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    files: list[object] = [None] * 4
+    dist.all_gather_object(files, pickled(model.state_dict()))
+    other.load_state_dict(torch.load(io.BytesIO(files[dist.get_rank() % 2])))
+    values = whole(model)
+    assert all(torch.equal(value, values[name]) for name, value in whole(other).items())
 
 
 @world(2)

@@ -152,6 +152,7 @@ def _rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
+@pytest.mark.filterwarnings("ignore:A state dict of shards")
 @world(4)
 def test_state_dict_copy_and_clip_in_two_dimensions() -> None:
     """Contract TPX-11, TPX-12."""

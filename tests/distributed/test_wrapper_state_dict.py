@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import pickle
 import warnings
 from typing import Any
 
@@ -283,3 +285,35 @@ def test_hybrid_and_offloaded() -> None:
         with FSDP.state_dict_type(model, kind):
             model.load_state_dict(model.state_dict())
         same(model.state_dict(), case.build().state_dict())
+
+
+@pytest.mark.parametrize("kind", [SHARDED, LOCAL], ids=lambda each: each.name)
+@quiet
+@world(2)
+def test_pickling_shards_names_the_call_for_full_ones(kind: StateDictType) -> None:
+    model = FSDP(nn.Sequential(nn.Linear(3, 4), FSDP(nn.Linear(4, 2))))
+    assert pickle.dumps(model.state_dict())  # full
+    FSDP.set_state_dict_type(model, kind)
+    state = model.state_dict()
+    with pytest.warns(
+        UserWarning, match=r"own shards only.*state_dict_type\(model, StateDictType.FULL_STATE_DICT"
+    ) as one:
+        torch.save(state, io.BytesIO())
+    assert [each.filename for each in one if each.category is UserWarning] == [__file__]
+
+
+@quiet
+@world(2)
+def test_shards_of_another_rank_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = FSDP(nn.Linear(3, 4), device_mesh=mesh)
+    FSDP.set_state_dict_type(model, SHARDED)
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match="own shards only"):
+        torch.save(model.state_dict(), file)
+    saved = [file.getvalue()]
+    dist.broadcast_object_list(saved)
+    loaded = torch.load(io.BytesIO(saved[0]))
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"rank 1 holds the shards of rank 0"):
+            model.load_state_dict(loaded)

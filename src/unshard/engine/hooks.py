@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from .options import Options
 from .precision import Precision, cast_floats, cast_inputs
 from .refusals import refuse_second_root
 from .root import Root
+from .saved_shards import FULL_STATE_DICT, ShardsNote, refuse_shards_of_another_rank
 from .states import Phase
 from .trace import traced
 from .tree import map_tensors, tensors_in
@@ -53,6 +54,9 @@ class ShardState:
 
     The modules own it; it refers neither to them nor strongly upward.
     """
+
+    full_state_dict: ClassVar[str] = FULL_STATE_DICT
+    """The call that gives whole parameters, for messages."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -78,17 +82,22 @@ class ShardState:
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
         self._attach_to_state_dicts(module)
+        self._note_shards_of(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.pre_state_dict)
-        module.register_load_state_dict_pre_hook(self.pre_state_dict)
+        module.register_load_state_dict_pre_hook(self.pre_load)
         module.register_load_state_dict_post_hook(self.post_load)
+
+    def _note_shards_of(self, module: nn.Module) -> None:
+        module.register_state_dict_post_hook(partial(self.post_state_dict))  # torch marks it; methods take no marks
 
     def attach_wrapper(self, module: nn.Module) -> None:
         """The same for a module whose own forward calls `run`."""
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
+        self._note_shards_of(module)
 
     def attach_border(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Cast at the door of a module inside that has a precision of its own."""
@@ -280,6 +289,13 @@ class ShardState:
         self.wait_for_uploads()
         self.unit.reshard()
         self.unit.settle()
+
+    def post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        ShardsNote.put(state_dict, local_metadata, self.full_state_dict)
+
+    def pre_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        refuse_shards_of_another_rank(state_dict, prefix, self.full_state_dict)
+        self.pre_state_dict(module)
 
     def wait_for_uploads(self) -> None:
         """To be called before parameters are written on the host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -45,6 +45,10 @@ class Call:
 
 class WrapperState(ShardState):
     """Ties a flat unit to a wrapper, or to the module that the legacy call was applied to."""
+
+    full_state_dict: ClassVar[str] = (
+        "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
+    )
 
     def __init__(self, unit: Unit, call: Call, handle: Handle | None, buffers: CastBuffers):
         super().__init__(unit)

@@ -13,6 +13,7 @@ from torch import nn
 from ..engine.faces import Slot
 from ..engine.flat_sharded import FlatSharded
 from ..engine.hooks import WRAPPED
+from ..engine.saved_shards import refuse_shards_of_another_rank
 from ..errors import StateError
 from ..torch_private import read_sharded_tensor
 from .flatten import FLAT_PARAM, flat_sharded_of
@@ -128,6 +129,7 @@ class StateDicts:
         if kind is StateDictType.LOCAL_STATE_DICT:
             self._load_local(module, state_dict, prefix)
             return
+        refuse_shards_of_another_rank(state_dict, prefix, self._state.full_state_dict)
         groups, device = self._state.call.groups, self._state.unit.device
         own = self._own_keys(module, prefix)
         for key, _ in own:
