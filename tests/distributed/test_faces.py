@@ -119,6 +119,46 @@ def test_saved_state_dict_loads_and_holds_only_its_own_bytes(tmp_path: object) -
     assert_trains_like(other, _plain(before))
 
 
+@pytest.mark.parametrize("value", ["dtensor", "plain"])
+@pytest.mark.parametrize("when", ["before", "trained", "whole"])
+@world(1, 2)
+def test_data_that_a_dtensor_would_ignore_is_refused(value: str, when: str) -> None:
+    """All units are looked at before the first forward, and one at each later one."""
+    model = sharded()
+    if when != "before":
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    named = list(model.named_parameters())
+    if when == "whole":
+        model.unshard()
+    for _, parameter in named:
+        parameter.data = parameter.data.clamp_(0)  # its own storage
+    if when != "before":
+        model(batch())
+        model.reshard()
+    for name, parameter in named if when == "trained" else named[-1:]:
+        last = name
+        parameter.data = torch.zeros_like(parameter) if value == "dtensor" else torch.zeros(parameter.shape)
+    with pytest.raises(ParameterError, match=rf"'{last if when != 'trained' else ''}.*`.data = tensor`.*copy_"):
+        for _ in range(1 if when == "before" else 2):
+            model(batch())
+
+
+@world(2)
+def test_data_that_a_dtensor_would_ignore_is_refused_by_state_dicts_and_conversions() -> None:
+    model, reference = sharded(), two_layers()
+    model(batch())
+    model.reshard()
+    weight = model[0].weight
+    weight.data = torch.zeros_like(weight)
+    for use in (model.state_dict, model.double, lambda: copy.deepcopy(model)):
+        with pytest.raises(ParameterError, match=r"'0\.weight'.*`.data = tensor`"):
+            use()
+    model[0].weight = nn.Parameter(distribute_tensor(reference[0].weight.detach() * 2, weight.device_mesh, (Shard(0),)))
+    with torch.no_grad():
+        reference[0].weight.mul_(2)
+    assert_trains_like(model, reference)
+
+
 @world(2)
 def test_one_saved_parameter_holds_only_its_own_bytes() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)))

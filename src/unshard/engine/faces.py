@@ -87,6 +87,12 @@ class Slot:
     sliced: nn.Parameter | None = None
     anchor: torch.Tensor | None = None
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a program has put another parameter in its place, which is adopted before the next gather."""
+        faces = (self.sharded, self.full, self.sliced)
+        return any(all(home.parameters.get(home.name) is not face for face in faces) for home in self.homes)
+
 
 def mark_full(parameter: nn.Parameter, name: str) -> None:
     """Let a full face be known as one wherever it turns up."""

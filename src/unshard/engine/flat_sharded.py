@@ -87,6 +87,9 @@ class FlatSharded(Sharded):
             self.master = self._lay_out()
             return True
 
+    def refuse_assigned_data(self, unit: str) -> None:
+        """It is adopted: a plain tensor lies where its data does."""
+
     def find_extended(self) -> bool:
         return False
 
@@ -217,6 +220,8 @@ class FlatSharded(Sharded):
 
     def _check_replacement(self, slot: Any, current: Any, unit: str) -> None:
         where = f"Parameter {slot.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if current is None:
+            raise ParameterError(f"{where} was removed from its module. Remove it before it is wrapped, or freeze it.")
         if not isinstance(current, nn.Parameter):
             raise ParameterError(f"{where} was replaced by a {type(current).__name__}; assign an nn.Parameter.")
         if current.shape != slot.local.shape:

@@ -48,9 +48,12 @@ class Root:
         self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
         self._lanes = {lanes for unit in units for part in unit.parts if (lanes := part.sharded.residence.lanes)}
+        self._looked_at = 0
         self.in_forward = False
         self.in_backward = False
         refuse_shared_parameters(units)
+        for unit in units:
+            unit.refuse_assigned_data()
 
     # -- forward --------------------------------------------------------------------------------------------
 
@@ -102,6 +105,10 @@ class Root:
         self._forward_order.begin()
         for unit in self.units:
             unit.release_gradients()
+        # One unit at each forward: a look at a storage costs several times what is done for a parameter besides, and
+        # a program that assigns to `.data` mostly does so for all parameters.
+        self._looked_at = (self._looked_at + 1) % len(self.units)
+        self.units[self._looked_at].refuse_assigned_data()
 
     def after_forward(self, unit: Unit, graph: bool, returns: bool = True, blind: bool = False) -> None:
         """Free `unit` unless it is kept, or recomputed for the backward that follows at once.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.interface import Transport
 from ..errors import ParameterError
 from ..layout.rows import ROWS, Layout, Region
-from ..torch_private import local_of, rebind_local
+from ..torch_private import local_of, rebind_local, storage_key
 from .accumulate import LocalGradients
 from .extension import is_extended
 from .faces import Faces, Slot
@@ -70,6 +70,7 @@ class Sharded:
         the next gather would send the old weights. The values are copied into the master shard and the local
         tensors rebound, keeping the parameter objects. Another dtype needs another layout.
         """
+        self.refuse_assigned_data(unit)
         with torch.no_grad(), torch.inference_mode(False):
             for slot in self.slots:
                 self._adopt(slot, unit)
@@ -201,6 +202,19 @@ class Sharded:
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [slot.sharded for *_, slot in names], [slot.local for *_, slot in names]
         self._written = [tensor for slot in self.slots for tensor in (slot.sharded, slot.local)]
+        self._storages = [storage_key(slot.sharded.untyped_storage()) for slot in self.slots]
+
+    def refuse_assigned_data(self, unit: str) -> None:
+        """Of `parameter.data = tensor` a DTensor takes the storage, which it does not use, and not the local tensor."""
+        for slot, storage in zip(self.slots, self._storages, strict=True):
+            ignored = storage_key(slot.sharded.untyped_storage()) != storage and local_of(slot.sharded) is slot.local
+            if ignored and not slot.is_replaced:
+                raise ParameterError(
+                    f"Parameter {slot.name!r} of unit {unit!r} on rank {self._transport.rank} was assigned to by "
+                    "`.data = tensor`, which leaves the values of a DTensor as they are. Write into it, under "
+                    "torch.no_grad(): parameter.copy_(tensor) with a DTensor, parameter.to_local().copy_(tensor) with "
+                    "this rank's rows; or assign an nn.Parameter of a DTensor to the module's attribute."
+                )
 
     def _adopt(self, slot: Slot, unit: str) -> None:
         """Take over the parameter object that is registered now, under all of its names."""
@@ -214,6 +228,8 @@ class Sharded:
 
     def _check_replacement(self, slot: Slot, current: Any, unit: str) -> None:
         where = f"Parameter {slot.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if current is None:
+            raise ParameterError(f"{where} was removed from its module. Remove it before fully_shard, or freeze it.")
         if not isinstance(current, DTensor):
             raise ParameterError(
                 f"{where} was replaced by a {type(current).__name__} that is not a DTensor. Write into the existing "

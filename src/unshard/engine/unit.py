@@ -159,8 +159,14 @@ class Unit:
 
     def settle(self) -> None:
         """Adopt parameters that were rebound from outside; only at rest."""
+        self.refuse_assigned_data()
         for part in self.parts:
             part.settle(self.name)
+
+    def refuse_assigned_data(self) -> None:
+        """Assignments to `.data` of sharded parameters that have no effect."""
+        for part in self.parts:
+            part.sharded.refuse_assigned_data(self.name)
 
     def change_transport(self, change: Callable[[Part], Transport]) -> None:
         """Send each part through another transport from now on."""

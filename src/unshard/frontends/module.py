@@ -200,6 +200,7 @@ class FSDPModule:
         """`.to()`, `.half()`, `to_empty()`: they convert the sharded parameters."""
         state = _state(self)
         state.unit.reshard()
+        state.unit.refuse_assigned_data()  # after a conversion nothing tells
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         state.unit.settle()
         return result
