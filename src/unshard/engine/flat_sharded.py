@@ -63,6 +63,10 @@ class FlatSharded(Sharded):
         return self.originals
 
     @property
+    def homes(self) -> list[Home]:
+        return [home for face in self._resting for home in face.homes]
+
+    @property
     def settled(self) -> bool:
         """Whether every parameter is the object, and lies at the address, that it was given."""
         return self.registered and all(face.sharded.data_ptr() == address for *_, face, address in self._places)

@@ -23,6 +23,7 @@ from ..torch_private import (
     watch_gradient,
 )
 from .borders import Border
+from .faces import Home
 from .leavings import Leavings
 from .mismatch import explain
 from .module_buffers import ModuleBuffers
@@ -73,6 +74,8 @@ class ShardState:
         self.buffers: ModuleBuffers | None = None
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         """What the modules' buffers were stored in when they were sharded, by number of the module and by name."""
+        self.ignored: list[Home] = []
+        """Where the modules have parameters that they were told to leave alone."""
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
@@ -128,8 +131,11 @@ class ShardState:
             self.buffers.enter(cast=precision is Precision.POLICY)
         root = self.find_root(module)
         root.recover(unit)
-        if unit is root.unit and unit.device.type != "cpu":
-            args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
+        if unit is root.unit:
+            if root.unmanaged.changed and torch.is_grad_enabled():
+                self._look_for_unmanaged(module, root)
+            if unit.device.type != "cpu":
+                args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if self.casts_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
@@ -356,6 +362,13 @@ class ShardState:
             state._root = weakref.ref(self._own_root)
             state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.slots)
         return self._own_root
+
+    def _look_for_unmanaged(self, module: nn.Module, root: Root) -> None:
+        states = {state for child in module.modules() if (state := state_of(child))}
+        parts = [part for state in states for part in state.unit.parts]
+        homes = [home for part in parts for home in part.sharded.homes]
+        homes += [home for state in states for home in state.ignored]
+        root.unmanaged.look(module, homes, max([part.shards.world * part.replicas.world for part in parts], default=1))
 
     # -- what PyTorch's pipelines ask for once their last backward is over: `fully_shard.state(stage)` ... ---------
 

@@ -19,6 +19,7 @@ from .schedule import BackwardOrder, ForwardOrder
 from .states import ParamState, Phase
 from .trace import traced
 from .unit import Unit
+from .unmanaged import Unmanaged, warn_of_untied
 
 
 class Root:
@@ -48,12 +49,14 @@ class Root:
         self._all_reducing: deque[Unit] = deque()
         self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
         self._lanes = {lanes for unit in units for part in unit.parts if (lanes := part.sharded.residence.lanes)}
+        self.unmanaged = Unmanaged()
         self._looked_at = 0
         self.in_forward = False
         self.in_backward = False
         refuse_shared_parameters(units)
         for unit in units:
             unit.refuse_assigned_data()
+        warn_of_untied(units)
 
     # -- forward --------------------------------------------------------------------------------------------
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import pickle
 import warnings
 import weakref
 from collections import OrderedDict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..errors import ParameterError
 from ..torch_private import ShardedTensor
+from .caller import stack_level_of_program
 
 _NOTE = "unshard_shards"
-_INSIDE = (os.path.dirname(torch.__file__), pickle.__file__, __file__)
 
 FULL_STATE_DICT = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
@@ -62,17 +58,9 @@ class ShardsNote:
                 "That is enough if every rank saves a file of its own and loads it into a model that is sharded over "
                 "as many ranks. For a file that one rank saves and any model loads, call "
                 f"{self._full} on all ranks, and save its result; or save shards with torch.distributed.checkpoint.",
-                stacklevel=_level_of_the_program(),
+                stacklevel=stack_level_of_program(),
             )
         return OrderedDict, ()  # what a load with weights_only=True accepts
-
-
-def _level_of_the_program() -> int:
-    """The stack level, for a warning of the calling function, of the code that called torch or pickle."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _is_cut(value: Any) -> bool:

@@ -15,7 +15,7 @@ from ..layout.rows import ROWS, Layout, Region
 from ..torch_private import local_of, rebind_local, storage_key
 from .accumulate import LocalGradients
 from .extension import is_extended
-from .faces import Faces, Slot
+from .faces import Faces, Home, Slot
 from .grad_shard import GradShard
 from .living import Living
 from .master import META, Master
@@ -51,6 +51,11 @@ class Sharded:
     def has_own_faces(self) -> bool:
         """Whether every slot has a parameter of its own at rest."""
         return True
+
+    @property
+    def homes(self) -> list[Home]:
+        """Where parameters are registered at rest."""
+        return [home for slot in self.slots for home in slot.homes]
 
     @property
     def settled(self) -> bool:

@@ -64,6 +64,7 @@ def _complete(state: ShardState, memo: dict[Any, Any]) -> None:
     copied.__init__(unit)  # type: ignore[misc]
     copied.wiring.like(state.wiring)
     copied.buffer_dtypes = state.buffer_dtypes
+    copied.ignored = [home_of(memo[id(home.module())], home.name) for home in state.ignored]
     copied.adopt([memo[id(module)] for module in state.modules()])
     if state.buffers is not None:
         copied.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.faces import home_of
 from ..engine.residence import residence_for
 from ..errors import ArgumentError
 from ..policies import CPUOffloadPolicy, OffloadPolicy
+from ..torch_private import own_parameters
 from .flat_parameter import Handle
 from .flatten import Managed, Where, check_parameters, flat_sharded_of, flat_unit, managed_by
 from .ignored import Ignored
@@ -59,4 +61,11 @@ def flat_state(
     sharded, handle = flat_sharded_of(unit), None
     if sharded is not None and flat is not None:
         handle = Handle(module, sharded, flat, where.shards, groups.strategy)
-    return WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
+    state = WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
+    state.ignored = [
+        home_of(owner, name)
+        for owner in module.modules()
+        for name, parameter in own_parameters(owner).items()
+        if parameter in ignored.parameters
+    ]
+    return state

@@ -72,7 +72,8 @@ def fully_shard(
     tops = _tops(module)
     title = ", ".join(type(top).__name__ for top in tops)
     modules = _managed_modules(tops)
-    parameters = _managed_parameters(tops, modules, _checked_ignored(ignored_params))
+    ignored = _checked_ignored(ignored_params)
+    parameters = _managed_parameters(tops, modules, ignored)
     to = _destinations(parameters, info, shard_placement_fn)
     facts = _facts(title, parameters, to, mp_policy)
     for transport in info.transports(device):
@@ -83,7 +84,12 @@ def fully_shard(
     unit = Unit(parts, device, door, options)
     unit.name = title
     _move_buffers(modules, device)
-    _attach(unit, tops, modules, mp_policy)
+    _attach(unit, tops, modules, mp_policy).ignored = [
+        home_of(owner, name)
+        for owner in modules
+        for name, parameter in own_parameters(owner).items()
+        if parameter in ignored
+    ]
     return module
 
 
@@ -115,7 +121,7 @@ class _Parts:
         return Part(slots, shards, replicas, info.shard_mesh, device, self.residence, slicing, shards.serial())
 
 
-def _attach(unit: Unit, tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
+def _attach(unit: Unit, tops: list[nn.Module], modules: list[nn.Module], policy: MixedPrecisionPolicy) -> ShardState:
     """Give the modules their sharded parameters, what the unit does to their buffers, and its hooks."""
     for slot in unit.slots:
         for home in slot.homes:
@@ -136,6 +142,7 @@ def _attach(unit: Unit, tops: list[nn.Module], modules: list[nn.Module], policy:
     for top in tops:
         mix_in(top)
         state.attach(top)
+    return state
 
 
 def _check_choice(choose: Choose | None, info: DataParallelMeshInfo) -> None:
