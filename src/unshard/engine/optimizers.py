@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import StateError
-from ..torch_private import inside_backward
+from ..errors import StateError, UnsupportedError
+from ..torch_private import caller_in_checkpoint, inside_backward
 from .arrivals import REFS
 from .faces import full_name
 from .flat import replaced_by_shards
@@ -25,6 +25,9 @@ from .writes import note_optimizer_step
 
 # How many parameters an optimizer had when it was last looked at, and which object its state was: a load makes another.
 _checked: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_optimizers() -> None:
@@ -71,7 +74,36 @@ def _look(optimizer: Any, *unused: Any) -> None:
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_whole_state(optimizer, parameters)
+    _guard_state_dict(optimizer)
     _checked[optimizer] = now
+
+
+def _guard_state_dict(optimizer: Any) -> None:
+    if optimizer not in _guarded:
+        optimizer.register_state_dict_pre_hook(_refuse_plain_pieces)
+        _guarded.add(optimizer)
+
+
+def _refuse_plain_pieces(optimizer: Any) -> None:
+    """Of state that lies in plain tensors, a piece on each rank, a checkpoint keeps those of one rank.
+
+    Noticed where `torch.distributed.checkpoint` itself asks for the state dict. A user may save it for each rank.
+    """
+    caller = caller_in_checkpoint()
+    if caller is None:
+        return
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for sharded in FlatSharded.living:
+        for slot in sharded.slots:
+            if slot.cut.world == 1 or id(slot.sharded) not in mine:
+                continue
+            raise UnsupportedError(
+                f"{caller} asks this {type(optimizer).__name__} for its state dict, in which rank {sharded.rank} has "
+                f"its own piece of the state of {slot.name!r} as a plain tensor: a checkpoint would keep "
+                "the piece of one rank. Save FullyShardedDataParallel.optim_state_dict(model, optimizer) instead, and "
+                "load it with FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state_dict), inside "
+                "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
 
 
 def _refuse_stepped_by_another(optimizer: Any) -> None:

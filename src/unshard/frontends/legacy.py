@@ -11,6 +11,7 @@ from torch import nn
 from ..engine.hooks import state_of
 from ..errors import AppliedTwiceError
 from .auto_wrap import Policy, auto_wrap
+from .checkpoint_helpers import attach_to_helpers
 from .flat_call import flat_state
 from .ignored import resolve_ignored
 from .wrapper_api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -73,6 +74,7 @@ def fully_shard(
     state = flat_state(module, call, ignored, backward_prefetch=prefetch, policy_kind=CallPolicy, **common)
     state.attach(module)
     HookedStateDicts(state).attach(module)
+    attach_to_helpers(module)
     return module
 
 

@@ -41,8 +41,9 @@ def set_state_dict_type(
 ) -> StateDictSettings:
     """Set the kind for all wrapped modules below `module`; returns what was set before."""
     warnings.warn(
-        "set_state_dict_type and state_dict_type are deprecated; torch.distributed.checkpoint.state_dict has "
-        "get_state_dict and set_state_dict.",
+        "set_state_dict_type and state_dict_type are deprecated, as in PyTorch. get_state_dict and set_state_dict of "
+        "torch.distributed.checkpoint.state_dict take the model after unshard.dropin.install(); without that, use "
+        "these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
         FutureWarning,
         stacklevel=3,
     )

@@ -16,6 +16,7 @@ from ..errors import ArgumentError, ConflictError, StateError, UnshardError, Uns
 from . import optim_legacy
 from . import optim_state as optim_states
 from .auto_wrap import Policy, auto_wrap
+from .checkpoint_helpers import ASKED_FOR, answer
 from .flat_call import flat_state
 from .flat_parameter import Handle
 from .ignored import resolve_ignored
@@ -279,6 +280,11 @@ class FullyShardedDataParallel(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self._state_dicts.begin_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> Any:
+        """What PyTorch's helpers for checkpoints ask for; also refuses what they would get wrong."""
+        inner = getattr(self._modules[FSDP_WRAPPED_MODULE], ASKED_FOR, dict)
+        return answer(self, inner, wrapped=True)
 
     @staticmethod
     def optim_state_dict(

@@ -4,6 +4,7 @@ Checked with torch 2.11 (CUDA) and 2.13 (CPU).
 """
 
 from .autograd import *
+from .checkpoints import *
 from .dtensors import *
 from .groups import *
 from .meshes import *
