@@ -15,7 +15,11 @@ from ..torch_private import ShardedTensor, make_dtensor, make_sharded_tensor, re
 
 
 def cut_rows(whole: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
-    """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group."""
+    """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group.
+
+    A rank without rows has an empty piece: `torch.distributed.checkpoint` leaves out a ShardedTensor without pieces on
+    a rank, takes the checkpoint for one of an old version then, and does not find the optimizer's `param_groups`.
+    """
     cut = Cut(tuple(whole.shape), group.size())
     rows = whole.narrow(0, *cut.rows(group.rank())).clone()
     if mesh is not None:
@@ -23,10 +27,8 @@ def cut_rows(whole: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
         return make_dtensor(rows, mesh, placements, whole.shape)
     pieces = []
     for rank in range(group.size()):
-        first, count = cut.rows(rank)
-        if count:
-            shape = cut.local_shape(rank)
-            pieces.append(([first, *[0] * (whole.ndim - 1)], list(shape), dist.get_global_rank(group, rank)))
+        offsets = [cut.rows(rank)[0], *[0] * (whole.ndim - 1)]
+        pieces.append((offsets, list(cut.local_shape(rank)), dist.get_global_rank(group, rank)))
     return make_sharded_tensor(rows, pieces, tuple(whole.shape), group)
 
 
