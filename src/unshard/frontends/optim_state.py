@@ -11,6 +11,7 @@ from torch import nn
 from ..engine.faces import full_name
 from ..engine.flat import replaced_by_shards
 from ..errors import ArgumentError
+from .optim_fresh import warn_about_missing, with_first_states
 from .optim_owned import Owned, owned_by
 from .sharded_tensors import cut_rows
 from .state_dict_kinds import get_state_dict_type
@@ -27,16 +28,20 @@ def optim_state_dict(
     optim_state_dict: StateDict | None = None,
     group: Any = None,
     settings: StateDictSettings | None = None,
+    for_loading: bool = False,
 ) -> StateDict:
     """The state of `optim` (or `optim_state_dict`, which is its own), of the kind that is set for the model.
 
-    All ranks have to call; with `rank0_only` the others get an empty one.
+    All ranks have to call; with `rank0_only` the others get an empty one. `for_loading`: parameters without state have
+    that of a first step, as a place for what a checkpoint has.
     """
     settings = settings or get_state_dict_type(model)
     units, state = owned_by(model), {}
     names = names_of(model, units)
     _refuse_strangers(optim, names)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    if for_loading:
+        given = with_first_states(optim, given)
     keys = _keys(optim, given)
     for unit in units:
         held = [(number, parameter, numbers) for number, (parameter, numbers) in enumerate(unit.parameters())]
@@ -183,6 +188,7 @@ def optim_state_dict_to_load(
     given, units = optim_state_dict["state"], owned_by(model)
     names = names_of(model, units)
     _refuse_strangers(optim, names)
+    warn_about_missing(optim, names, given)
     parts: dict[int, StateDict] = {}
     for unit in units:
         wholes = {

@@ -292,9 +292,16 @@ class FullyShardedDataParallel(nn.Module):
         optim: torch.optim.Optimizer,
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
+        *,
+        for_loading: bool = False,
     ) -> dict[str, Any]:
-        """The optimizer's state by the original names, of the kind that is set for the model. All ranks call."""
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, group)
+        """The optimizer's state by the original names, of the kind that is set for the model. All ranks call.
+
+        `torch.distributed.checkpoint.load` fills only what is in the state dict that it is given. An optimizer that
+        has taken no step has no state; `for_loading=True` adds what its first step would create, to be filled. Neither
+        the optimizer nor the parameters change.
+        """
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
 
     @staticmethod
     def optim_state_dict_to_load(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 class OpenGradScaler(torch.amp.GradScaler):
@@ -83,3 +84,25 @@ def schedule_again(optimizer: torch.optim.Optimizer) -> None:
 
     marking._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = marking  # type: ignore[method-assign]
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class, without anybody's hooks and without a scheduler's wrapper.
+
+    Torch wraps the step of every class in a function that calls hooks, those of base classes too; without hooks it
+    does nothing besides. All versions.
+    """
+    registered: list[dict[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    ]
+    kept = [dict(hooks) for hooks in registered]
+    try:
+        for hooks in registered:
+            hooks.clear()
+        type(optimizer).step(optimizer)
+    finally:
+        for hooks, before in zip(registered, kept, strict=True):
+            hooks.update(before)
