@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from . import measure, places, sides, tables, traces, traffic
-from .command import Part, parser_for
+from .command import ParamGroup, parser_for
 from .models import Case, unit_sizes
 from .places import Place
 from .tables import Row
@@ -55,7 +55,7 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list
     casts = _casts(case, place) if place.on_gpu else 0.0
     rows = []
     for side in sides.with_unsharded(options.sides):
-        part = Part(case, side)
+        part = ParamGroup(case, side)
         with part.attempt():
             part.row |= _look(side, case, place, options)
             if side == "unsharded":

@@ -20,8 +20,8 @@ def parser_for(doc: str | None, cases: str | None = None, cpu_cases: str = "", o
     """A parser with the flags of every command; `cases` are the default ones on a GPU."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     names = "unsharded, fsdp2, fsdp1, unshard, unshard-flat, unshard-wrapper, or all of these; shards on the host: "
-    names += "fsdp2-host, unshard-host, unshard-host-flat, unshard-host-ahead; the optimizer's state alone: "
-    names += "unshard-host-state"
+    names += "fsdp2-offload, unshard-offload, unshard-offload-flat, unshard-offload-step-in-backward; "
+    names += "the optimizer's state alone: unshard-offload-state"
     parser.add_argument("--sides", type=_explained(sides.known), default="all", help=names)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     places.add_arguments(parser, one_rank)
@@ -51,7 +51,7 @@ def _cases(text: str) -> list[Case]:
     return [Case.parse(each) for each in text.split(",")]
 
 
-class Part:
+class ParamGroup:
     """One side of one comparison, and its row. Once it has failed it is left out."""
 
     def __init__(self, case: object, side: str) -> None:

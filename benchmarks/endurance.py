@@ -20,7 +20,7 @@ import time
 import torch
 
 from . import measure, places, sides, tables
-from .command import Part, parser_for
+from .command import ParamGroup, parser_for
 from .models import Case
 from .places import Place
 from .tables import Row
@@ -43,7 +43,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     for case in options.cases:
         found = []
         for side in options.sides:
-            part = Part(case, side)
+            part = ParamGroup(case, side)
             with part.attempt():
                 part.row |= _endure(side, case, place, options)
             measure.release(place)

@@ -20,7 +20,7 @@ import argparse
 import torch
 
 from . import measure, places, sides, tables
-from .command import Part, parser_for
+from .command import ParamGroup, parser_for
 from .models import Case, unit_sizes
 from .places import Place
 from .sides import Training
@@ -53,7 +53,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
 def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     plan, rows = _plan(case, place), []
     for side in options.sides:
-        part = Part(case, side)
+        part = ParamGroup(case, side)
         with part.attempt():
             found = measure.peak(place, lambda side=side: sides.start(side, case, place))
             part.row |= {f"{name}_mib": size / measure.MIB for name, size in found.items()}

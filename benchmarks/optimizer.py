@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from . import measure, places, sides, tables
-from .command import Part, parser_for
+from .command import ParamGroup, parser_for
 from .models import Case
 from .places import Place
 from .sides import Training
@@ -50,7 +50,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     for number in options.parameters:
         case, found = Case(f"{number}params", 1, 1, options.dtype), []
         for side in options.sides:
-            part = Part(case, side)
+            part = ParamGroup(case, side)
             with part.attempt():
                 part.row |= _time(side, case, place, options)
             part.row["parameters"] = number

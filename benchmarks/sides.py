@@ -15,8 +15,8 @@ from .models import UNIT_CLASSES, Case, units
 from .places import Place
 
 OURS = ("unshard", "unshard-flat", "unshard-wrapper")
-OURS += ("unshard-host", "unshard-host-flat", "unshard-host-ahead", "unshard-host-state")
-PEERS = ("fsdp2", "fsdp1", "fsdp2-host", "unsharded")
+OURS += ("unshard-offload", "unshard-offload-flat", "unshard-offload-step-in-backward", "unshard-offload-state")
+PEERS = ("fsdp2", "fsdp1", "fsdp2-offload", "unsharded")
 MAX_NORM = 1.0
 GROUP = 400
 
@@ -52,8 +52,8 @@ def start(side: str, case: Case, place: Place) -> Training:
         model = _SHARDERS[side](model, case, place)
         # A learning rate that keeps the numbers where they are: steps are timed, nothing is learned.
         optimizer: Any = torch.optim.AdamW(_groups(model), lr=1e-5, fused=True)
-        if side.endswith(("-flat", "-ahead", "-state")):
-            optimizer = _flat(optimizer, ahead=side.endswith("-ahead"))
+        if side.endswith(("-flat", "-step-in-backward", "-state")):
+            optimizer = _flat(optimizer, step_in_backward=side.endswith("-step-in-backward"))
     return Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
 
 
@@ -68,9 +68,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def known(names: str) -> list[str]:
-    """The sides that a comma-separated list names; `all` are those whose shards rest where they are computed with."""
+    """The sides that a comma-separated list names; `all` are those that offload nothing."""
     if names == "all":
-        return [name for name in _SHARDERS if "-host" not in name]
+        return [name for name in _SHARDERS if "-offload" not in name]
     chosen = [name.replace("_", "-") for name in names.split(",")]
     if missing := [name for name in chosen if name not in _SHARDERS]:
         raise ValueError(f"no such side: {', '.join(missing)}; there are {', '.join(_SHARDERS)}")
@@ -93,7 +93,7 @@ def _fsdp2(model: nn.Module, case: Case, place: Place, **more: Any) -> nn.Module
     return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy, more)
 
 
-def _fsdp2_host(model: nn.Module, case: Case, place: Place) -> nn.Module:
+def _fsdp2_offload(model: nn.Module, case: Case, place: Place) -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     return _fsdp2(model, case, place, offload_policy=CPUOffloadPolicy(pin_memory=place.on_gpu))
@@ -105,13 +105,13 @@ def _unshard(model: nn.Module, case: Case, place: Place, **more: Any) -> nn.Modu
     return _per_unit(model, case, place, fully_shard, MixedPrecisionPolicy, more)
 
 
-def _unshard_host(model: nn.Module, case: Case, place: Place) -> nn.Module:
+def _unshard_offload(model: nn.Module, case: Case, place: Place) -> nn.Module:
     from unshard import CPUOffloadPolicy
 
     return _unshard(model, case, place, offload_policy=CPUOffloadPolicy(pin_memory=place.on_gpu))
 
 
-def _unshard_host_state(model: nn.Module, case: Case, place: Place) -> nn.Module:
+def _unshard_offload_state(model: nn.Module, case: Case, place: Place) -> nn.Module:
     from unshard import OptimizerOffloadPolicy
 
     return _unshard(model, case, place, offload_policy=OptimizerOffloadPolicy(pin_memory=place.on_gpu))
@@ -157,18 +157,18 @@ _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
     "unshard": _unshard,
     "unshard-flat": _unshard,
     "unshard-wrapper": _unshard_wrapper,
-    "fsdp2-host": _fsdp2_host,
-    "unshard-host": _unshard_host,
-    "unshard-host-flat": _unshard_host,
-    "unshard-host-ahead": _unshard_host,
-    "unshard-host-state": _unshard_host_state,
+    "fsdp2-offload": _fsdp2_offload,
+    "unshard-offload": _unshard_offload,
+    "unshard-offload-flat": _unshard_offload,
+    "unshard-offload-step-in-backward": _unshard_offload,
+    "unshard-offload-state": _unshard_offload_state,
 }
 
 
-def _flat(optimizer: Any, ahead: bool) -> Any:
+def _flat(optimizer: Any, step_in_backward: bool) -> Any:
     import unshard
 
-    return unshard.optim.flat(optimizer, ahead=ahead)
+    return unshard.optim.flat(optimizer, step_in_backward=step_in_backward)
 
 
 def _clip(side: str, model: nn.Module) -> Callable[[], Any]:

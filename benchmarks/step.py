@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable
 
 from . import measure, places, sides, tables
-from .command import Part, parser_for
+from .command import ParamGroup, parser_for
 from .models import Case
 from .places import Place
 from .sides import Training
@@ -45,7 +45,7 @@ FIGURES = {
 FIGURES |= {"peak_mib": "peak"}
 
 Times = list[list[dict[str, float]]]  # rounds of steps
-Time = Callable[[Part, Training], None]
+Time = Callable[[ParamGroup, Training], None]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -83,19 +83,19 @@ def peaks(place: Place, options: argparse.Namespace) -> dict[tuple[Case, str], f
     found = {}
     for case in options.cases:
         for side in options.sides:
-            with Part(case, side).attempt():
+            with ParamGroup(case, side).attempt():
                 bytes_held = measure.peak(place, lambda case=case, side=side: sides.start(side, case, place))
                 found[case, side] = bytes_held["peak"] / measure.MIB
     return found
 
 
 def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list[Row]:
-    parts = [Part(case, side) for side in options.sides]
+    parts = [ParamGroup(case, side) for side in options.sides]
     for part in parts:
         part.row["peak_mib"] = options.peaks.get((case, part.side))
     times: dict[str, Times] = {part.side: [] for part in parts}
 
-    def time(part: Part, training: Training) -> None:
+    def time(part: ParamGroup, training: Training) -> None:
         with part.attempt(), measure.quiet():
             times[part.side].append([measure.timed_step(training, place) for _ in range(options.steps)])
 
@@ -118,7 +118,7 @@ def _summary(rounds: Times) -> Row:
     return row
 
 
-def _one_at_a_time(parts: list[Part], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
+def _one_at_a_time(parts: list[ParamGroup], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """Each side alone, from its beginning, in each round."""
     for number in range(options.rounds):
         for part in _turned(parts, number):
@@ -129,7 +129,7 @@ def _one_at_a_time(parts: list[Part], case: Case, place: Place, options: argpars
             measure.release(place)
 
 
-def _kept(parts: list[Part], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
+def _kept(parts: list[ParamGroup], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """All sides side by side."""
     trainings = {part.side: _warm(part, case, place, options.warmup) for part in parts}
     for number in range(options.rounds):
@@ -143,13 +143,13 @@ def _kept(parts: list[Part], case: Case, place: Place, options: argparse.Namespa
     measure.release(place)
 
 
-def _turned(parts: list[Part], number: int) -> list[Part]:
+def _turned(parts: list[ParamGroup], number: int) -> list[ParamGroup]:
     """Every round begins with another side: what comes first after a pause may run on a cooler machine."""
     first = number % len(parts)
     return parts[first:] + parts[:first]
 
 
-def _warm(part: Part, case: Case, place: Place, steps: int) -> Training | None:
+def _warm(part: ParamGroup, case: Case, place: Place, steps: int) -> Training | None:
     if part.failed:
         return None
     with part.attempt():

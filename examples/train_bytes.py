@@ -151,7 +151,7 @@ class ByteTransformer(nn.Module):
     def __init__(self, layers: int, dim: int, seq: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, dim)
-        # Also shown the byte before, the model need not spend a short run on learning to look one back.
+        # With the byte before as input, the model need not learn in a short run to attend to it.
         self.bytes_before = nn.Embedding(VOCABULARY, dim)
         self.positions = nn.Embedding(seq, dim)
         blocks = [Block(dim) for _ in range(layers)]
@@ -159,7 +159,7 @@ class ByteTransformer(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.apply(self._initialise)
-        for embedding in (self.bytes, self.bytes_before):  # large, so that bytes stand out from the start
+        for embedding in (self.bytes, self.bytes_before):  # large, so that the model tells bytes apart from the start
             nn.init.normal_(embedding.weight, std=0.5)
         for block in blocks:  # keeps the residual stream at the same scale however deep the model is
             for linear in (block.project, block.contract):
@@ -183,7 +183,7 @@ class ByteTransformer(nn.Module):
 
 def build_sharded(args: argparse.Namespace, device: torch.device) -> tuple[ByteTransformer, int]:
     """Return the sharded model and the bytes its parameters take unsharded."""
-    torch.manual_seed(args.seed)  # every rank must cut its shards from the same weights
+    torch.manual_seed(args.seed)  # every rank must shard the same weights
     model = ByteTransformer(args.layers, args.dim, args.seq)
     full_bytes = sum(p.nbytes for p in model.parameters())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -282,7 +282,7 @@ def train(
     draw = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())  # other windows on every rank
     progress = Progress(args.steps)
     tokens_per_step = args.batch * args.seq * dist.get_world_size()
-    # Losses meet across ranks only every `interval` steps: reading one waits for the device and the others.
+    # Losses are averaged over ranks only every `interval` steps: that waits for the device and the other ranks.
     interval = math.ceil(args.steps / 50)
     losses: list[float] = []
     pending: list[Tensor] = []

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from bed import pool
+from bed.worker import rewrite_helpers
+
+rewrite_helpers()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,9 +1,10 @@
-"""Imports go one way, private torch APIs live in one folder, and torch's own FSDP is never used."""
+"""Imports go one way, private torch APIs live in one folder, torch's FSDP is never used; tests share only helpers."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,19 +14,20 @@ import unshard
 
 PACKAGE = Path(unshard.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).parent
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    "layout policies errors torch_private",
+    "layout policies wrap names errors torch_private",
     "comm",
     "engine",
-    "optim checkpoint",
-    "frontends",
-    "tools train composable wrap",
-    "compat",
+    "optim",
+    "fsdp2 fsdp1",
+    "tools composable",
     "dropin",
     "cli",
 ]
+BASE = {"policies", "wrap", "names", "errors", "torch_private"}  # these may import each other
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 
 
@@ -57,10 +59,17 @@ def test_imports_go_one_way(file: Path) -> None:
             other = name.split(".")[1]
             assert LAYER[other] <= LAYER[own], f"{own} imports {name}"
             same = LAYER[other] == LAYER[own]
-            assert not same or other == own or {own, other} <= {"policies", "errors", "torch_private"}, name
+            assert not same or other == own or {own, other} <= BASE, name
         if own == "layout":
             assert name.split(".")[0] != "torch", "layouts are integers only"
         assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_only_the_surface_of_the_engine_is_imported(file: Path) -> None:
+    if layer_of(file) != "engine":
+        inner = [name for name in imports(file) if name.startswith("unshard.engine")]
+        assert set(inner) <= {"unshard.engine.api"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -107,3 +116,12 @@ def _defined(node: ast.AST) -> Iterator[str]:
                 yield each.attr
             elif isinstance(each, ast.Name):
                 yield each.id
+
+
+def test_no_test_imports_from_another_one() -> None:
+    """Helpers lie in `tests/bed`. Read as text, so that programs inside strings count as well."""
+    folders = "|".join(sorted({each.name for each in TESTS.rglob("*") if each.is_dir()} - {"bed", "__pycache__"}))
+    wrong = re.compile(rf"^\s*(?:from|import) (?:tests|{folders}|test_\w+)\b.*", re.MULTILINE)
+    found = {str(file.relative_to(TESTS)): wrong.findall(file.read_text()) for file in TESTS.rglob("*.py")}
+    assert len(found) > 50
+    assert not {file: lines for file, lines in found.items() if lines}

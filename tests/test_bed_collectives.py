@@ -1,11 +1,12 @@
 """The recorders and the loop-back group tested: what they count is right, and a missing wait cannot hide."""
 
-import time
+from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from bed import models, world
+from bed import loopback_stream, models, world
 from bed.loopback import Loopback, LoopbackReference, job, repeat_shards
 from bed.parity import check_loopback
 from bed.peer import peer
@@ -172,15 +173,30 @@ def test_the_group_itself_counts_for_nothing() -> None:
     assert calls.total == before
 
 
+class Clock:
+    """Stands in for the module `time`: a sleep takes no time, and nothing else does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_a_transfer_takes_its_time_and_hides_behind_work() -> None:
-    with job(2, delay=0.2):
-        start = time.monotonic()
+    clock = Clock()
+    with mock.patch.object(loopback_stream, "time", clock), job(2, delay=0.25):
         works = [gather(torch.empty(4), torch.ones(2), async_op=True) for _ in range(2)]
-        assert time.monotonic() - start < 0.15
-        time.sleep(0.3)  # the compute that a prefetch hides behind
+        assert clock.now == 0.0 and not works[0].is_completed()
+        clock.sleep(0.375)  # the compute that a prefetch hides behind
         assert works[0].is_completed() and not works[1].is_completed()
+        works[0].wait()
+        assert clock.now == 0.375
         works[1].wait()
-        assert 0.4 <= time.monotonic() - start < 0.6
+        assert clock.now == 0.5
 
 
 def test_a_skipped_wait_leaves_poison_and_harms_no_other() -> None:
@@ -225,14 +241,20 @@ def test_repeated_shards_are_equal_and_the_reference_keeps_them_so() -> None:
     assert torch.equal(model.weight[:3], model.weight[3:6])
 
 
-# --- a whole engine on it: PyTorch's own fully_shard ---------------------------------------------------------
+# --- an engine on it: PyTorch's own fully_shard ---------------------------------------------------------
+
+
+def exact(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Rounds once per element, since the product with a power of two is exact. What rounds more often depends on the
+    place of an element: the CPU computes the ends of tensors with other instructions, and a shard has other ends."""
+    return torch.optim.SGD(parameters, lr=2**-6)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", models.CASES, ids=str)
 def test_the_peer_equals_the_reference_bit_by_bit(case: models.Case) -> None:
     with job(3, delay=0.001) as group:
-        check_loopback(case, peer(case), steps=2, tolerance=0.0)
+        check_loopback(case, peer(case), steps=2, tolerance=0.0, optimizer=exact)
         assert group.unwaited() == []
         assert {call.kind for call in group.log} == {"gather", "reduce_scatter"}
 
@@ -247,12 +269,12 @@ def test_every_skipped_wait_of_an_engine_is_noticed() -> None:
             check_loopback(case, peer(case), steps=1)
 
 
-# --- the same on a GPU, where the lane is a stream -----------------------------------------------------------
+# --- the same on a GPU ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_outputs_are_poison_until_the_wait() -> None:
-    with job(4, device="cuda", delay=0.05, skip_wait={1}) as group:
+    with job(4, device="cuda", delay=0.5, skip_wait={1}) as group:
         piece, wholes = torch.arange(3.0, device="cuda"), [torch.zeros(12, device="cuda") for _ in range(2)]
         warm_up = Loopback(0, 4, "cuda")  # the first launch of a kernel may wait for all that runs
         warm_up._allgather_base(wholes[0], piece).wait()
@@ -270,18 +292,16 @@ def test_on_a_gpu_outputs_are_poison_until_the_wait() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_transfer_takes_its_time_and_blocks_nobody() -> None:
-    with job(2, device="cuda", delay=0.1):
+    with job(2, device="cuda", delay=1.0):
         piece, whole = torch.ones(2, device="cuda"), torch.empty(4, device="cuda")
         Loopback(0, 2, "cuda")._allgather_base(whole, piece).wait()
         torch.cuda.synchronize()
-        start = time.monotonic()
         work = gather(whole, piece, async_op=True)
-        piece.fill_(7)  # too early: the lane has not read it yet
+        piece.fill_(7)  # too early: the side stream has not read it yet
         assert not work.is_completed()
         work.wait()
-        assert time.monotonic() - start < 0.08  # only the stream waits
+        assert not torch.cuda.current_stream().query()  # the stream waits, the host does not
         assert whole.tolist() == [7.0] * 4
-        assert time.monotonic() - start >= 0.08
         assert work.is_completed()
 
 

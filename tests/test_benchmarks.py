@@ -108,7 +108,7 @@ def test_endurance(run: Run) -> None:
 
 
 def test_shards_on_the_host(run: Run) -> None:
-    hosts = ["fsdp2-host", "unshard-host", "unshard-host-ahead", "unshard-host-state"]
+    hosts = ["fsdp2-offload", "unshard-offload", "unshard-offload-step-in-backward", "unshard-offload-state"]
     assert not set(hosts) & set(sides.known("all"))
     options = "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "2"
     found = run("step", *SIMULATED, *options, "--sides", ",".join(hosts))
@@ -118,7 +118,7 @@ def test_shards_on_the_host(run: Run) -> None:
 
 def test_device_time_goes_to_what_launched_it() -> None:
     """A trace by hand: kernels of a copy, of a copy inside a simulated collective, and of a product."""
-    spans = [
+    segments = [
         ("aten::_to_copy", 0, 10),
         ("aten::copy_", 1, 8),
         (RANGE, 20, 20),
@@ -126,7 +126,7 @@ def test_device_time_goes_to_what_launched_it() -> None:
         ("aten::mm", 50, 5),
     ]
     events: list[traces.Event] = [
-        {"cat": "cpu_op", "name": name, "tid": 1, "ts": start, "dur": length} for name, start, length in spans
+        {"cat": "cpu_op", "name": name, "tid": 1, "ts": start, "dur": length} for name, start, length in segments
     ]
     for number, (moment, length) in enumerate([(3, 1000), (24, 2000), (52, 4000), (60, 8000)]):
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": moment, "dur": 1}
@@ -139,7 +139,7 @@ def test_device_time_goes_to_what_launched_it() -> None:
         if event["cat"] == "cuda_runtime":
             event["tid"] = 99
             event["args"]["External id"] = number
-    for number, event in enumerate(events[: len(spans)]):
+    for number, event in enumerate(events[: len(segments)]):
         event["args"] = {"External id": number}
     assert traces.device_time(events) == {"copies": 1.0, "collectives": 2.0, "compute": 12.0}
 

@@ -1,32 +1,43 @@
-"""The tests that the documents name exist."""
+"""The tests and pages that the documents name exist, and the README stays short."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 
 
-@pytest.mark.parametrize("document", ["proofs.md", "proofs_wrapper.md", "incidents.md"])
-def test_every_test_that_is_named_exists(document: str) -> None:
-    named = set(re.findall(r"`tests/([\w/]+\.py)::(test_\w+)`", (DOCS / document).read_text()))
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`tests/([\w/]+\.py)::(test_\w+)`", (DOCS / "incidents.md").read_text()))
     assert len(named) > 20
     for file, name in sorted(named):
         assert f"\ndef {name}(" in (HERE / file).read_text(), f"{file} has no {name}"
 
 
-def test_every_statement_has_one_row() -> None:
-    ids = re.findall(r"^\| ([A-Z]+-\d+) \|", (DOCS / "proofs.md").read_text(), re.MULTILINE)
-    assert len(ids) == len(set(ids)) == 534
+def links() -> Iterator[tuple[Path, str]]:
+    for page in (HERE.parent / "README.md", HERE.parent / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if not target.startswith(("http", "mailto")):
+                yield page, target
 
 
-def test_every_statement_about_the_wrapper_has_one_row() -> None:
-    ids = re.findall(r"^\| ((?:F1|FI|D|LG)-\d+) \|", (DOCS / "proofs_wrapper.md").read_text(), re.MULTILINE)
-    assert len(ids) == len(set(ids))
-    assert set(ids) >= {f"F1-{number:02d}" for number in range(1, 115)} | {
-        f"LG-{number:02d}" for number in range(1, 22)
-    }
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_leads_somewhere() -> None:
+    found = list(links())
+    assert len(found) > 20
+    for page, target in found:
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path) if path else page
+        assert other.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((HERE.parent / "README.md").read_text().splitlines()) <= 150

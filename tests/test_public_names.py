@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
+from pathlib import Path
 
 import unshard
+
+REPOSITORY = Path(__file__).parent.parent
 
 # The names of the surface, and those that programs of power users import from inside PyTorch's.
 PUBLIC = (
@@ -32,7 +37,7 @@ def test_public_names() -> None:
 def test_names_of_the_policies() -> None:
     """Contract F1-02."""
     assert set(unshard.wrap.__all__) == set(POLICIES.split())
-    assert all(getattr(unshard.wrap, name).__module__ == "unshard.frontends.wrap" for name in POLICIES.split())
+    assert all(getattr(unshard.wrap, name).__module__ == "unshard.wrap" for name in POLICIES.split())
 
 
 def test_arguments_of_fully_shard() -> None:
@@ -50,3 +55,15 @@ def test_arguments_of_fully_shard() -> None:
     ]
     keywords = [each for name, each in parameters.items() if name != "module"]
     assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in keywords)
+
+
+def test_one_version() -> None:
+    """The package says it, the build reads it there without importing torch, and the changelog begins with it."""
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert re.findall(r"^version\b.*", project, re.MULTILINE) == ['version = { attr = "unshard.__version__" }']
+    body = ast.parse((REPOSITORY / "src/unshard/__init__.py").read_text()).body
+    literals = [ast.literal_eval(each.value) for each in body if ast.unparse(each).startswith("__version__ = ")]
+    assert literals == [unshard.__version__]  # setuptools imports the package for anything but a literal
+    newest = re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == unshard.__version__

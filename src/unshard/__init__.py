@@ -1,29 +1,45 @@
-"""Trains PyTorch models that do not fit one device: parameters, gradients and optimizer state cut over the ranks."""
+"""Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
 
 from . import optim, tools, wrap
-from .comm.plugin import AllGather, Comm, ReduceScatter
+from .comm.user_collectives import AllGather, Comm, ReduceScatter
+from .engine.api import UnshardHandle
 from .errors import OrderError, UnshardError
-from .frontends import wrapper_api as _wrapper_api
-from .frontends.flat_parameter import FlatParameter
-from .frontends.fully_shard import fully_shard
-from .frontends.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from .frontends.module import (
+from .fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .fsdp1.flat_parameter import FlatParameter
+from .fsdp1.optim_legacy import OptimStateKeyType
+from .fsdp1.wrapper import FullyShardedDataParallel
+from .fsdp2.fully_shard import fully_shard
+from .fsdp2.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from .fsdp2.module import (
     FSDPModule,
-    UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from .frontends.optim_legacy import OptimStateKeyType
-from .frontends.placements import ShardPlacementResult
-from .frontends.wrap import CustomPolicy, ModuleWrapPolicy
-from .frontends.wrapper import FullyShardedDataParallel
-from .frontends.wrapper_api import *
+from .fsdp2.placements import ShardPlacementResult
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "CustomPolicy",
@@ -32,16 +48,28 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
     "OptimStateKeyType",
     "OptimizerOffloadPolicy",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardError",
     "UnshardHandle",
     "disable_fsdp_module_new_init",
@@ -53,6 +81,5 @@ __all__ = [
     "tools",
     "wrap",
 ]
-__all__ += _wrapper_api.__all__
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,5 +1,91 @@
-"""The legacy composable call: `fully_shard(module, mixed_precision=MixedPrecision(...))`."""
+"""The legacy composable call, `fully_shard(module, mixed_precision=MixedPrecision(...))`: FSDP1 without a wrapper."""
 
-from .frontends.legacy import fully_shard
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .engine.api import state_of
+from .errors import AppliedTwiceError
+from .fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    check_module,
+    checked_cpu_offload,
+    checked_mixed_precision,
+)
+from .fsdp1.auto_wrap import Policy, auto_wrap
+from .fsdp1.build import build_state, resolve_ignored
+from .fsdp1.checkpoint_helpers import attach_to_helpers
+from .fsdp1.groups import resolve_groups
+from .fsdp1.precision import ComposablePolicy
+from .fsdp1.state import Call
+from .fsdp1.state_dict import HookedStateDictHandler
 
 __all__ = ["fully_shard"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def fully_shard(
+    module: _Module,
+    *,
+    process_group: Any = None,
+    policy: Policy | None = None,
+    strategy: ShardingStrategy | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    device_id: int | torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+    forward_prefetch: bool = False,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+) -> _Module:
+    """Shard the parameters of `module` that no other unit has, as one flat parameter; changes and returns the module.
+
+    The same as `FullyShardedDataParallel(module, use_orig_params=True, ...)`, but names stay as they are, and every
+    module that it is applied to casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that
+    class (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) take such modules too; `state_dict()` is
+    a full one unless another type is set.
+    """
+    check_module(module, "fully_shard")
+    precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
+    if state_of(module) is not None:
+        raise AppliedTwiceError(f"fully_shard was already applied to this {type(module).__name__}.")
+    groups = resolve_groups(process_group, None, strategy, policy is not None)
+    ignored = resolve_ignored(module, ignored_modules, ignored_states)
+    common: dict[str, Any] = {
+        "param_init_fn": param_init_fn,
+        "device_id": device_id,
+        "sync_module_states": sync_module_states,
+    }
+    if policy is not None:
+        inside = {
+            **groups.arguments(),
+            **ignored.arguments,
+            **common,
+            "strategy": groups.strategy,
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+            "forward_prefetch": forward_prefetch,
+            "use_orig_params": True,
+        }
+        auto_wrap(module, policy, _apply_inside, inside, ignored.modules, ignored.parameters)
+    call = Call(groups, precision, offload, True, True)
+    prefetch = BackwardPrefetch.BACKWARD_PRE
+    state = build_state(module, call, ignored, backward_prefetch=prefetch, policy_class=ComposablePolicy, **common)
+    state.attach(module)
+    HookedStateDictHandler(state).attach(module)
+    attach_to_helpers(module)
+    return module
+
+
+def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:
+    """For a module that the policy chooses; `use_orig_params` is always true here."""
+    return fully_shard(module, **options)

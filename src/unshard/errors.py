@@ -1,49 +1,51 @@
-"""Exception types. Each message says what was expected, what was found, where, and what to do.
+"""Exception types. Messages say what was expected, what was found, where, and what to do.
 
 The types derive from the built-in exceptions that programs written for PyTorch's API already catch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class UnshardError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of all errors of this library."""
 
 
 class PolicyError(UnshardError, TypeError):
-    """A policy was built from values that make no sense."""
+    """A policy has invalid values."""
 
 
 class ArgumentError(UnshardError, ValueError):
-    """An argument of a front-end is wrong."""
+    """An argument is invalid."""
 
 
 class AppliedTwiceError(UnshardError, AssertionError):
-    """The front-end was applied to a module that already has it."""
+    """A module is already sharded."""
 
 
 class UnnamedMeshError(UnshardError, AssertionError):
-    """A mesh of several dimensions does not say which is which."""
+    """A mesh of several dimensions has no names for them."""
 
 
 class DimensionError(UnshardError, AssertionError):
-    """A parameter does not have the dimension it should be cut along."""
+    """A parameter does not have the dimension that it is to be sharded along."""
 
 
 class ConflictError(UnshardError, AssertionError):
-    """Two settings exclude each other."""
+    """Two settings cannot be combined."""
 
 
 class ProtocolError(UnshardError, AssertionError):
-    """A tensor that brings its own gather protocol does not follow it."""
+    """A tensor subclass defines its own all-gather (`fsdp_pre_all_gather`, ...) and breaks its protocol."""
 
 
 class UnsupportedError(UnshardError, NotImplementedError):
-    """The request is understood and not supported."""
+    """The requested combination is not supported."""
 
 
 class StateError(UnshardError, RuntimeError):
-    """Something was called in an order that cannot work."""
+    """Methods were called in an order that is not possible."""
 
 
 class OrderError(UnshardError, RuntimeError):
@@ -51,12 +53,15 @@ class OrderError(UnshardError, RuntimeError):
 
 
 class ParameterError(UnshardError, RuntimeError):
-    """A managed parameter is not what it has to be: on meta, on another device, of another shape."""
+    """A sharded parameter is on the meta device, on a wrong device, or has a wrong shape."""
 
 
 class GradientError(UnshardError, RuntimeError):
-    """Gradients are not what they have to be: not finite where the caller asked for finite ones."""
+    """Gradients are not finite, and the caller asked for an error in that case."""
 
 
-class ScalerError(UnshardError, ValueError):
-    """The gradient scaler cannot handle these gradients."""
+def listed(names: Iterable[object], most: int = 3) -> str:
+    """The first `most` names and the number of the others, for a message: "a, b, c and 4 more"."""
+    shown = [str(name) for name in names]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more

@@ -1,4 +1,4 @@
-"""What users pass: frozen, checked when made, so that nobody has to check them again."""
+"""Policies that users pass: frozen, and checked when they are made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 
 from .errors import PolicyError
+from .names import ALL_PREFIXES, clean_tensor_name
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype")
-# A table of frequencies that is rounded puts tokens at wrong positions.
+# Rounded frequencies of rotary embeddings give wrong positions.
 _ALWAYS_KEPT = ("*inv_freq*",)
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-# What only a whole unit can have, not some of its parameters.
+# Fields that a unit has, and an override for some of its parameters cannot have.
 _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_eval")
 
 
@@ -23,28 +23,28 @@ _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_ev
 class MixedPrecisionPolicy:
     """The dtypes of one unit.
 
-    ``param_dtype``: what parameters are gathered and computed in; ``reduce_dtype``: what gradients are reduced
-    in; ``output_dtype``: what floating-point outputs of forward are cast to. ``None`` leaves each as it comes.
-    ``cast_forward_inputs`` casts floating-point inputs of forward to ``param_dtype``. Stored parameters,
-    gradients and optimizer state keep the original dtype whatever is set here.
+    ``param_dtype``: dtype of the all-gather and of the computation; ``reduce_dtype``: dtype of the gradient reduction;
+    ``output_dtype``: floating-point outputs of forward are cast to it. ``None`` changes nothing.
+    ``cast_forward_inputs``: floating-point inputs of forward are cast to ``param_dtype``. Sharded parameters, sharded
+    gradients and optimizer state keep the original dtype in any case.
 
-    Beyond what PyTorch's policy of this name has, all off by default:
+    PyTorch's policy of this name does not have the following fields, which are off by default.
 
-    ``wire_dtype``: what gradients travel in on their way to being added up in the reduce dtype. With bf16 compute,
-    fp32 reduction and a bf16 wire nothing is lost, and half the bytes are sent. (Sums of several backwards that did not
-    synchronise are rounded to it.)
+    ``wire_dtype``: gradients are sent in this dtype and summed in the reduce dtype. With bf16 compute, fp32 reduction
+    and bf16 here, no precision is lost and half the bytes are sent. (Gradients that were accumulated over several
+    backwards without synchronisation are rounded to it.)
 
-    ``overrides``: another precision for parameters of this unit whose names match a pattern (``{"*norm*":
-    torch.float32}``; the first match counts; names as in ``named_parameters()`` of the module that is sharded, and
-    ``"*.router.*"`` matches a ``router`` at the top, too). A module all of whose parameters match gets its inputs in
-    that dtype, and returns outputs in ``param_dtype``. Instead of a dtype it may be a policy, whose ``reduce_dtype``,
-    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then count.
+    ``overrides``: another dtype for parameters of this unit whose names match a pattern (``{"*norm*":
+    torch.float32}``). The first match counts. Names are those of ``named_parameters()`` of the sharded module, and
+    ``"*.router.*"`` also matches a ``router`` at the top. A module all of whose parameters match gets its inputs in
+    that dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
+    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply.
 
-    ``buffer_dtype``: what floating-point buffers are seen in by forward, except those whose names match a pattern in
-    ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. Stored buffers keep their dtype,
-    but what forward writes to them is rounded: running statistics are better left alone.
+    ``buffer_dtype``: forward sees floating-point buffers in this dtype, except those whose names match a pattern in
+    ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. The buffers themselves keep
+    their dtype, but what forward writes to them is rounded: list running statistics in ``keep_buffers``.
 
-    ``full_precision_in_eval``: in ``eval()`` mode gather and compute in the original dtype, and cast nothing else.
+    ``full_precision_in_eval``: in ``eval()`` mode all-gather and compute in the original dtype, without any casts.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,14 +65,14 @@ class MixedPrecisionPolicy:
                 raise PolicyError(f"MixedPrecisionPolicy.{field} must be True or False, got {getattr(self, field)!r}.")
         if self.wire_dtype is not None and self.wire_dtype.itemsize < 2:
             raise PolicyError(
-                f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}; gradients do not fit 8 bits without scales of "
-                "their own. Use torch.bfloat16."
+                f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}; gradients in 8 bits need scales, which are "
+                "not supported. Use torch.bfloat16."
             )
         sums = self.reduce_dtype or self.param_dtype
         if self.wire_dtype is not None and sums is not None and self.wire_dtype.itemsize > sums.itemsize:
             raise PolicyError(
-                f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}, wider than {sums}, which gradients are added "
-                "up in: more bytes would be sent for nothing. Widen reduce_dtype, or leave wire_dtype None."
+                f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}, wider than {sums}, in which gradients "
+                "are summed. Widen reduce_dtype, or leave wire_dtype None."
             )
         object.__setattr__(self, "keep_buffers", _patterns(self.keep_buffers))
         object.__setattr__(self, "overrides", self._checked_overrides())
@@ -93,17 +93,17 @@ class MixedPrecisionPolicy:
             if value is None:
                 raise PolicyError(f"{where} must be a torch.dtype or a MixedPrecisionPolicy, got None.")
             _check_dtype(where, value)
-            # An explicit reduce dtype counts for all; one that merely follows param_dtype follows this one instead.
+            # A reduce dtype that differs from param_dtype applies to all parameters; an equal one means "as computed".
             explicit = self.reduce_dtype if self.reduce_dtype != self.param_dtype else None
             return DtypeOverride(value, explicit, self.param_dtype, self.cast_forward_inputs)
         usual = {field.name: field.default for field in fields(MixedPrecisionPolicy)}
         wrong = [name for name in _UNIT_ONLY if getattr(value, name) != usual[name]]
         if wrong:
-            raise PolicyError(f"{where} sets {', '.join(wrong)}, which only the policy of a whole unit can have.")
+            raise PolicyError(f"{where} sets {', '.join(wrong)}, which only the policy of the unit can set.")
         return value
 
     def for_parameter(self, names: Iterable[str]) -> MixedPrecisionPolicy:
-        """The policy of a parameter that has these names: the first override that matches, else this one."""
+        """The policy of a parameter with these names: the first override that matches, else this one."""
         names = list(names)
         for pattern, policy in cast(tuple[tuple[str, MixedPrecisionPolicy], ...], self.overrides):
             if any(matches(name, pattern) for name in names):
@@ -114,36 +114,34 @@ class MixedPrecisionPolicy:
         return any(matches(name, pattern) for pattern in (*self.keep_buffers, *_ALWAYS_KEPT))
 
     def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """What gradients rest in."""
+        """Dtype of the sharded gradients (`.grad`)."""
         return original
 
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """What gradients are summed up in that are not synchronised."""
+        """Dtype in which gradients are accumulated without synchronisation."""
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """What gradients are reduced in where `full_precision_in_eval` lets the unit compute as it is stored."""
+        """Dtype of the reduction in `eval()` mode with `full_precision_in_eval`."""
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
-        """Whether inputs are cast at the door of a unit: the outermost one, one without parameters."""
+        """Whether forward casts its inputs; `root`: the unit is the root, `empty`: it has no parameters."""
         return self.cast_forward_inputs
 
     @property
     def without_casts(self) -> MixedPrecisionPolicy:
-        """The same reduction of gradients, but everything is computed in the dtype it is stored in."""
+        """The same reduction of gradients; parameters, outputs and buffers are not cast."""
         return replace(self, param_dtype=None, output_dtype=None, buffer_dtype=None, overrides=())
 
 
 class DtypeOverride(MixedPrecisionPolicy):
-    """An override that was given as a dtype: the module's surroundings say what its outputs return to."""
+    """An override that was given as a dtype: outputs of its modules are cast back to the unit's `param_dtype`."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a parameter or buffer. Wrappers inside a name are nothing a user wrote."""
-    plain = name
-    for wrapper in _WRAPPERS:
-        plain = plain.replace(wrapper, "")
+    """Whether `pattern` matches the name of a parameter or buffer, with or without the prefixes of wrappers."""
+    plain = clean_tensor_name(name, ALL_PREFIXES)
     return any(fnmatchcase(each, pattern) for each in (name, plain, f".{plain}"))
 
 
@@ -167,20 +165,20 @@ def _patterns(given: Any) -> tuple[str, ...]:
 
 def _pattern(field: str, pattern: Any) -> str:
     if not isinstance(pattern, str) or not pattern:
-        raise PolicyError(f'MixedPrecisionPolicy.{field} names things by patterns such as "*norm*", got {pattern!r}.')
+        raise PolicyError(f'MixedPrecisionPolicy.{field} takes patterns of names such as "*norm*", got {pattern!r}.')
     return pattern
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards rest. This base class leaves them on the device."""
+    """Where shards are between uses. This base class keeps them on the device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Parameters, gradients and optimizer state rest on the host; gathers and compute run on the device.
+    """Sharded parameters, gradients and optimizer state are in host memory; collectives and compute use the device.
 
-    ``pin_memory`` keeps the shards in page-locked memory, which makes the copies faster; it needs an accelerator.
+    ``pin_memory`` keeps them in page-locked memory, which makes copies faster; it needs an accelerator.
     """
 
     pin_memory: bool = True
@@ -192,12 +190,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy(OffloadPolicy):
-    """Optimizer state alone rests on the host; parameters and gradients stay on the device.
+    """Only the optimizer state is in host memory; parameters and gradients stay on the device.
 
-    A step brings the state of a few parameters at a time to the device, while that of those before returns: it runs on
-    the device, with the same numbers. The optimizer has to be made flat (``unshard.optim.flat``).
+    A step copies the state of a few parameters at a time to the device and back, computes on the device, and gives the
+    same numbers. The optimizer must be flat (``unshard.optim.flat``).
 
-    ``pin_memory`` keeps the state in page-locked memory, without which steps wait for each copy; it needs an
+    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with the computation; it needs an
     accelerator.
     """
 

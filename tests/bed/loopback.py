@@ -1,9 +1,9 @@
-"""One rank of a job whose other ranks do not exist, on a lane that shows every missing wait.
+"""One rank of a job whose other ranks do not exist, on a stream that shows every missing wait.
 
 All ranks of such a job are taken to be equal: a gather puts this rank's piece into every place, and a reduction sees
 the same numbers from everybody (so a mean is the input, and a sum the input times the number of ranks). The group
-poisons its outputs at the issue and fills them only at the wait (see `bed.lane`), so code that reads too early, or
-reuses or frees memory too early, gets NaN or an error instead of luck.
+poisons its outputs at the issue and fills them only at the wait (see `bed.loopback_stream`), so code that reads too
+early, or reuses or frees memory too early, gets NaN or an error instead of luck.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from bed.lane import CpuLane, CudaLane, Ledger, LoopbackWork, unseen
+from bed.loopback_stream import CpuStream, CudaStream, Ledger, LoopbackWork, unseen
 from bed.recorders import Call, describe
+from torch import Tensor, nn
 
 _SAME = ("AVG", "MIN", "MAX", "BAND", "BOR")  # of equal numbers, these are the number
 
@@ -38,7 +37,7 @@ class Loopback(dist.ProcessGroup):
         super().__init__(rank, world)
         self._rank, self._world, self._name = rank, world, ""
         self._ledger = ledger or Ledger(frozenset(skip_wait))
-        self._lane = CudaLane(self._ledger, delay) if device == "cuda" else CpuLane(self._ledger, delay)
+        self._stream = CudaStream(self._ledger, delay) if device == "cuda" else CpuStream(self._ledger, delay)
 
     def getBackendName(self) -> str:
         return "loopback"
@@ -79,7 +78,7 @@ class Loopback(dist.ProcessGroup):
     def _gather(self, op: str, outputs: list[Tensor], inputs: list[Tensor]) -> LoopbackWork:
         def deliver() -> None:
             for whole, piece in zip(wholes, pieces, strict=True):
-                # Of a copy, for in a gather in place the piece lies inside the whole.
+                # Of a copy, for in a gather in place the piece lies inside the output.
                 whole.view(self._world, -1).copy_(piece.reshape(1, -1).clone().expand(self._world, -1))
 
         wholes, pieces = _plain(outputs), _plain(inputs)
@@ -173,8 +172,8 @@ class Loopback(dist.ProcessGroup):
         self, call: Call, inputs: list[Tensor], outputs: list[Tensor], deliver: Callable[[], None]
     ) -> LoopbackWork:
         transfer = self._ledger.enter(call, _plain(inputs), _plain(outputs), deliver)
-        self._lane.issue(transfer)
-        return LoopbackWork(self._lane, transfer)
+        self._stream.issue(transfer)
+        return LoopbackWork(self._stream, transfer)
 
 
 @unseen
@@ -246,13 +245,13 @@ class LoopbackReference:
 
     def __init__(self, model: nn.Module, world: int) -> None:
         self.model, self.world = model, world
-        self.settle()
+        self.make_shards_equal()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
-        self.settle()
+        self.make_shards_equal()
 
-    def settle(self) -> None:
+    def make_shards_equal(self) -> None:
         repeat_shards(self.model, self.world)
 
     def piece(self, tensor: Tensor) -> Tensor:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
 from bed import models
 from bed.loopback import LoopbackReference, repeat_shards
 from bed.models import Case
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,7 +39,7 @@ class Record:
 Reader = Callable[[list[Tensor]], list[Tensor]]
 
 
-def whole(tensors: list[Tensor]) -> list[Tensor]:
+def full(tensors: list[Tensor]) -> list[Tensor]:
     """The full tensors of equally sharded ones, in one gather (which every rank must join)."""
     first = tensors[0]
     if not isinstance(first, DTensor):
@@ -72,7 +71,7 @@ def train(
     optimizer: Optimizer = adamw,
     rank: int = 0,
     size: int = 1,
-    read: Reader = whole,
+    read: Reader = full,
     after_step: Callable[[], None] = lambda: None,
     device: str = "cpu",
 ) -> Record:
@@ -147,7 +146,7 @@ def check_loopback(
         steps,
         optimizer,
         read=lambda tensors: [reference.piece(each) for each in tensors],
-        after_step=reference.settle,
+        after_step=reference.make_shards_equal,
         device=device,
     )
     model = case.build().to(device)

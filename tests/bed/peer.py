@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
+from bed.models import Case
+from bed.parity import each_unit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-from bed.models import Case
-from bed.parity import each_unit
 
 
 def peer(case: Case, device: str = "cpu", **options: object) -> Callable[[nn.Module], None]:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
-from torch import Tensor, nn
-
 from bed import loopback
 from bed.models import Case
 from bed.parity import Record, local
+from torch import Tensor, nn
 
 Shard = Callable[[nn.Module], object]
 
@@ -42,10 +41,10 @@ def _steps(model: nn.Module, case: Case, device: str, steps: int, after: Callabl
 def reference(case: Case, world: int, device: str = "cpu", steps: int = 3) -> Record:
     """What rank 0 of a job of `world` equal ranks computes, unsharded; its rows of gradients and parameters."""
     model = case.build().to(device)
-    whole = loopback.LoopbackReference(model, world)
-    record = _steps(model, case, device, steps, whole.settle)
-    record.grads = [{name: whole.piece(grad) for name, grad in grads.items()} for grads in record.grads]
-    record.params = {name: whole.piece(each) for name, each in record.params.items()}
+    reference = loopback.LoopbackReference(model, world)
+    record = _steps(model, case, device, steps, reference.make_shards_equal)
+    record.grads = [{name: reference.piece(grad) for name, grad in grads.items()} for grads in record.grads]
+    record.params = {name: reference.piece(each) for name, each in record.params.items()}
     return record
 
 

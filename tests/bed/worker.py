@@ -17,6 +17,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ import torch.distributed as dist
 
 READY, RELEASE, CLEAN = b"ready", b"release", b"clean"
 
-# A collective that nobody answers fails by itself after this long; the pool's own limits are usually shorter.
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
+# Longer than the pool waits for a job: a collective that nobody answers is reported as a hang, and never ends a test by
+# failing by itself.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,12 @@ def _apply_filters(filters: tuple[str, ...]) -> None:
             warnings.filterwarnings(*parse_warning_filter(line, escape=False))
 
 
+def rewrite_helpers() -> None:
+    """The same for the asserts in modules of the bed that are not imported yet."""
+    names = {f"bed.{file.stem}" for file in Path(__file__).parent.glob("*.py")}
+    pytest.register_assert_rewrite(*sorted(names - {"bed.__init__", *sys.modules}))
+
+
 def _rewrite_asserts() -> None:
     """Let a bare `assert a == b` in a body show its values, as it does in the main process."""
     try:
@@ -181,5 +189,6 @@ def _rewrite_asserts() -> None:
         from _pytest.config import get_config
 
         install_importhook(get_config())
+        rewrite_helpers()
     except Exception as error:  # no public interface: another pytest may not have it, and plain asserts do
         warnings.warn(f"asserts in workers will not show their values: {error!r}", stacklevel=1)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from bed import pool
 
 
-def world(*sizes: int, backend: str = "gloo", timeout: float = 60.0) -> Callable[[Callable[..., Any]], Any]:
+def world(*sizes: int, backend: str = "gloo", timeout: float = 120.0) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated test once for each world size, as a job of the shared pool.
 
     The body finds its place with `dist.get_rank()` and `dist.get_world_size()`. Its arguments (parameters and

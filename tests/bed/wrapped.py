@@ -1,4 +1,4 @@
-"""Models wrapped by `FullyShardedDataParallel`, read as whole ones and compared with the unsharded model."""
+"""Models wrapped by `FullyShardedDataParallel`, read as full tensors and compared with the unsharded model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
 from bed import models, parity
 from bed.models import Case
 from bed.parity import Record, adamw, assert_close
+from torch import Tensor, nn
+
 from unshard import FullyShardedDataParallel as FSDP
 
 
@@ -38,12 +38,12 @@ def wrap_case(case: Case, **options: Any) -> FSDP:
     return wrap(model, case.units(model), **options)
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     with FSDP.summon_full_params(model, writeback=False):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def whole_gradients(model: FSDP) -> dict[str, Tensor]:
+def full_gradients(model: FSDP) -> dict[str, Tensor]:
     """From the flat gradients of all units, whose pieces are gathered here."""
     found: dict[str, Tensor] = {}
     for module in FSDP.fsdp_modules(model):
@@ -57,24 +57,24 @@ def whole_gradients(model: FSDP) -> dict[str, Tensor]:
         else:
             pieces = [flat.grad]
         whole = torch.cat(pieces)
-        for slot in handle._sharded.slots:
-            cut = slot.cut
-            found[slot.name] = whole.as_strided(cut.shape, cut.stride, cut.begin).clone()
+        for param in handle._sharded.params:
+            cut = param.sharding
+            found[param.name] = whole.as_strided(cut.shape, cut.stride, cut.begin).clone()
     return found
 
 
 def train(model: FSDP, case: Case, steps: int, optimizer: parity.Optimizer = adamw) -> Record:
-    """As `parity.train`, with the wrapper's ways of looking at whole tensors."""
+    """As `parity.train`, with the wrapper's ways of looking at full tensors."""
     record, stepper = Record(), optimizer(model.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
         loss = case.loss(model, models.shard(case.batch(step), rank, size))
         loss.backward()
         record.losses.append(parity._mean_over_ranks(loss, size))
-        record.grads.append(whole_gradients(model))
+        record.grads.append(full_gradients(model))
         stepper.step()
         stepper.zero_grad()
-    record.params = whole_parameters(model)
+    record.params = full_parameters(model)
     return record
 
 

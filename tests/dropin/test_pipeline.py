@@ -47,7 +47,7 @@ def test_stages_of_a_pipeline(schedule: str) -> None:
                 assert mine.grad is not None and theirs.grad is not None
                 torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
             for module in (part, part[0], part[2]):
-                assert state_of(module).unit.params.name == "SHARDED"
+                assert state_of(module).unit.param_state.name == "SHARDED"
             part.zero_grad()
             reference.zero_grad()
     dist.barrier()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,25 +11,14 @@ from typing import Any
 import pytest
 import torch
 from bed import pool
+from bed.programs import DROPIN, TORCHRUN, python
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import unshard
 from unshard import cli
-from unshard.comm import farewell
+from unshard.comm.process_group import EXIT_DELAY
 from unshard.dropin import running
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PACKAGES = os.pathsep.join([str(Path(unshard.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-DROPIN = ["-m", "unshard.dropin"]
-
-
-def python(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGES}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=cwd)
-    assert done.returncode == status, done.stderr
-    return done
 
 
 class Outcome:
@@ -104,8 +91,8 @@ def installs_itself(source: str) -> str:
 
 
 def ends_slowly(source: str) -> str:
-    """The program on PyTorch's engine, which would now and then abort at its end (unshard/comm/farewell.py)."""
-    return f"import atexit, time\n\natexit.register(time.sleep, {farewell.MOMENT})\n{source}"
+    """The program on PyTorch's engine, which would now and then abort at its end (see `delay_exit`)."""
+    return f"import atexit, time\n\natexit.register(time.sleep, {EXIT_DELAY})\n{source}"
 
 
 def run_main(program: Path, out: Path) -> None:
@@ -244,8 +231,8 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
         "    mp.spawn(work, (MixedPrecisionPolicy(),), nprocs=1)\n"
     )
     done = python(*DROPIN, program)
-    assert done.stdout.splitlines() == ["unshard.frontends.module"]
-    assert done.stderr.count("stands in") == 1
+    assert done.stdout.splitlines() == ["unshard.fsdp2.module"]
+    assert done.stderr.count("replaces torch") == 1
 
 
 def test_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

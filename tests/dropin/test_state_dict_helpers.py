@@ -1,10 +1,10 @@
-"""PyTorch's helpers for checkpoints with the drop-in hand out and take whole tensors, whatever shards the model."""
+"""PyTorch's helpers for checkpoints with the drop-in hand out and take full tensors, whatever shards the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from test_run import DROPIN, TORCHRUN, python
+from bed.programs import DROPIN, TORCHRUN, python
 
 PROGRAM = """
 import sys
@@ -69,7 +69,7 @@ dist.destroy_process_group()
 """
 
 
-def test_whole_state_dicts_out_and_in(tmp_path: Path) -> None:
+def test_full_state_dicts_out_and_in(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     python(*TORCHRUN, *DROPIN, program)

@@ -1,4 +1,4 @@
-"""A backward that an exception left, told by the destructor of what would have been called at its end."""
+"""A backward that an exception left, reported by the destructor of what would have been called at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Left:
         raise RuntimeError("Connection closed by peer")
 
 
-def test_what_fails_after_a_failure_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_a_failure_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error that left the backward is the user's; a traceback of the destructor would come before it."""
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)

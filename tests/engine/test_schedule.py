@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unshard.engine.schedule import BackwardOrder, ForwardOrder
+from unshard.engine.unit_order import BackwardOrder, ForwardOrder
 
 
 def run(order: ForwardOrder, units: list[int]) -> list[int | None]:
@@ -12,7 +12,7 @@ def run(order: ForwardOrder, units: list[int]) -> list[int | None]:
     return forecasts
 
 
-def test_the_second_forward_is_foretold() -> None:
+def test_the_second_forward_is_predicted() -> None:
     order = ForwardOrder()
     assert run(order, [0, 1, 2]) == [None, None, None]
     assert run(order, [0, 1, 2]) == [1, 2, None]
@@ -24,7 +24,7 @@ def test_a_unit_used_twice() -> None:
     assert run(order, [0, 1, 1, 2]) == [1, 1, 2, None]
 
 
-def test_leaving_the_order_ends_forecasts_and_teaches_the_new_one() -> None:
+def test_leaving_the_order_ends_predictions_and_the_new_one_is_learned() -> None:
     order = ForwardOrder()
     run(order, [0, 1, 2, 3])
     assert run(order, [0, 2, 1, 3]) == [1, None, None, None]

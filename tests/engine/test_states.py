@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unshard.engine.states import GRAD_MOVES, PARAM_MOVES, GradState, ParamState, moved
+from unshard.engine.states import GRAD_MOVES, PARAM_MOVES, GradState, ParamState, checked_move
 from unshard.errors import StateError
 
 
@@ -15,12 +15,12 @@ def test_only_listed_moves_are_allowed(states: type, moves: dict) -> None:
     assert set(moves) == set(states)
     for now, to in itertools.product(states, states):
         if to in moves[now]:
-            assert moved("unit", now, to, moves) is to
+            assert checked_move("unit", now, to) is to
         else:
             with pytest.raises(StateError, match=f"blocks.3.*{now.value}.*{to.value}"):
-                moved("Unit 'blocks.3' on rank 1", now, to, moves)
+                checked_move("Unit 'blocks.3' on rank 1", now, to)
 
 
-def test_full_is_reached_only_through_a_gather() -> None:
-    assert ParamState.FULL not in PARAM_MOVES[ParamState.SHARDED]
+def test_unsharded_is_reached_only_through_an_all_gather() -> None:
+    assert ParamState.UNSHARDED not in PARAM_MOVES[ParamState.SHARDED]
     assert GradState.REDUCED not in GRAD_MOVES[GradState.EMPTY]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from unshard.engine.precision import cast_floats
-from unshard.engine.tree import map_tensors, tensors_in
+from unshard.engine.dtype_rules import cast_floats
+from unshard.engine.nested_tensors import map_tensors, tensors_in
 from unshard.errors import StateError
 
 Point = namedtuple("Point", "x y")

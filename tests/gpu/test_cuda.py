@@ -4,62 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from bed import simulated, world
+from bed.cuda import check, path
 from bed.models import CASES, Case, case
-from bed.parity import assert_close, each_unit, train, whole
+from bed.parity import assert_close, each_unit
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from unshard.comm import process_group
-from unshard.comm.solo import SoloTransport
-from unshard.layout import rows
-
-
-@contextmanager
-def path(way: str) -> Iterator[None]:
-    """ "rows" sends even small parameters in regions of their own, as large ones are; "packed" packs even few."""
-    few = 0 if way == "packed" else process_group.FEW
-    with (
-        mock.patch.object(rows, "PACK_BELOW", 0 if way == "rows" else rows.PACK_BELOW),
-        mock.patch.object(process_group, "FEW", few),
-        mock.patch.object(SoloTransport, "few", few),
-    ):
-        yield
-
-
-def whole_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Full tensors through the host: DTensor's own gather is not made for Gloo with CUDA tensors."""
-    if not isinstance(tensors[0], DTensor):
-        return [each.cpu() for each in tensors]
-    theirs = tensors[0].device_mesh
-    mesh = init_device_mesh("cpu", tuple(theirs.shape), mesh_dim_names=theirs.mesh_dim_names)
-    return whole(
-        [
-            DTensor.from_local(
-                each.to_local().cpu(), mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
-            )
-            for each in tensors
-        ]
-    )
-
-
-def check(each: Case, steps: int = 10, **options: object) -> nn.Module:
-    reference = train(each.build().cuda(), each, steps, read=whole_on_host, device="cuda")
-    model = each.build().cuda()
-    each_unit(each, fully_shard, **options)(model)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    record = train(model, each, steps, rank=rank, size=size, read=whole_on_host, device="cuda")
-    assert_close(record, reference)
-    return model
 
 
 @pytest.mark.parametrize("way", ["rows", "packed"])
@@ -170,7 +125,7 @@ def test_memory_of_one_rank_of_eight() -> None:
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()
             loss = model(x).square().mean()
-            # Two units of the six are whole at a time, the current one and the next, besides the activations.
+            # Two units of the six are unsharded at a time, the current one and the next, besides the activations.
             assert torch.cuda.max_memory_allocated() - base <= shard + 2 * full // 6 + 40 * x.nbytes + slack
             loss.backward()
             del loss

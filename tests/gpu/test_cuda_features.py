@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.cuda import check, path, real_collectives
 from bed.models import CASES, Case, case
-from distributed.test_extensions import Travels, with_travelling_weights
-from distributed.test_fully_shard import Stack, batch, sharded
-from distributed.test_torch_features import slope_at
-from gpu.test_cuda import check, path
+from bed.stack import Stack, batch, input_gradient, sharded
+from bed.tensor_subclass import SplitTensor, with_split_weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unshard import CPUOffloadPolicy, HSDPMeshInfo, OffloadPolicy, ShardPlacementResult, fully_shard
-from unshard.comm.memory import CudaPool, pool_of_group
-from unshard.comm.process_group import ProcessGroupTransport
-from unshard.frontends import meshes
-
-
-@contextmanager
-def real_collectives(pooled: bool = False) -> Iterator[None]:
-    """NCCL's collectives even for one rank, where the engine otherwise sends nothing."""
-
-    def transport_for(group: object, device: torch.device) -> ProcessGroupTransport:
-        transport = ProcessGroupTransport(group, device)
-        if pooled:
-            # NCCL offers memory of its own only where several devices can share it; any pool shows the way.
-            transport.pool = pool_of_group(group, device) or CudaPool(torch.cuda.MemPool(), device)
-        return transport
-
-    with mock.patch.object(meshes, "transport_for", transport_for):
-        yield
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["usual", "pooled"])
@@ -114,7 +91,7 @@ def test_shards_with_their_own_gather_protocol(size: int, offload: bool) -> None
 
 
 def extended(offload: bool) -> None:
-    model, reference = with_travelling_weights(Stack().cuda()), Stack().cuda()
+    model, reference = with_split_weights(Stack().cuda()), Stack().cuda()
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=True, offload_policy=policy)
@@ -125,7 +102,7 @@ def extended(offload: bool) -> None:
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             local = theirs.grad.chunk(dist.get_world_size())[dist.get_rank()] if len(theirs) > 1 else theirs.grad
             torch.testing.assert_close(mine.grad.to_local().cuda(), local, rtol=1e-3, atol=1e-5)
-    assert Travels.seen
+    assert SplitTensor.seen
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
@@ -137,7 +114,7 @@ def test_gradient_penalty(kept: bool, offload: bool) -> None:
     model, reference = sharded(Stack().cuda(), **options), Stack().cuda()
     for _ in range(3):
         for each in (model, reference):
-            out, slope = slope_at(each, batch().cuda().requires_grad_(), aside=False)
+            out, slope = input_gradient(each, batch().cuda().requires_grad_(), aside=False)
             ((slope.norm(dim=1) - 1).square().mean() + out.mean()).backward()
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor().cpu(), theirs.grad.cpu(), rtol=1e-4, atol=1e-5)

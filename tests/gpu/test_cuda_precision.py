@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.cuda import full_on_host, real_collectives
 from bed.models import CASES
 from bed.parity import each_unit
 from bed.recorders import Collectives
-from gpu.test_cuda import whole_on_host
-from gpu.test_cuda_features import real_collectives
 from torch import nn
 
 from unshard import MixedPrecisionPolicy, fully_shard
@@ -37,8 +36,8 @@ class Net(nn.Module):
         return self.down(x * self.router(x))
 
 
-def wholes(model: nn.Module) -> list[torch.Tensor]:
-    return [whole_on_host([parameter.grad])[0].cuda() for parameter in model.parameters()]
+def full_gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [full_on_host([parameter.grad])[0].cuda() for parameter in model.parameters()]
 
 
 def batch(rank: int = 0) -> torch.Tensor:
@@ -61,7 +60,7 @@ def test_gradients_of_every_precision(param: torch.dtype, reduce: torch.dtype | 
     assert out.dtype == param and torch.equal(out, expected)
     assert [call.dtypes for call in calls.calls] == [{param}, {reduce or param}]
     assert all(parameter.dtype == parameter.grad.dtype == F32 for parameter in model.parameters())
-    for mine, theirs in zip(wholes(model), reference.parameters(), strict=True):
+    for mine, theirs in zip(full_gradients(model), reference.parameters(), strict=True):
         # fp16 sums are divided before and after, where the smallest numbers lose a bit.
         atol = 1e-7 if (reduce or param) == F16 else 0
         torch.testing.assert_close(mine, theirs.grad.to(reduce or param).float(), rtol=0, atol=atol)
@@ -91,7 +90,7 @@ def check_overrides(rtol: float) -> None:
     model.train()
     out.float().square().mean().backward()
     expected.float().square().mean().backward()
-    for mine, theirs in zip(wholes(model), reference.parameters(), strict=True):
+    for mine, theirs in zip(full_gradients(model), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.grad.float(), rtol=rtol, atol=1e-8)
     assert model.scale.dtype == F32 and torch.equal(model.scale, plain.scale)
 
@@ -116,7 +115,7 @@ def test_a_narrow_wire() -> None:
         fully_shard(model.up, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         model(batch(dist.get_rank())).float().square().mean().backward()
-        gradients.append(wholes(model))
+        gradients.append(full_gradients(model))
     for narrow, wide in zip(*gradients, strict=True):
         torch.testing.assert_close(narrow, wide, rtol=1e-6, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""Reductions in a lane of their own: what has to wait for what, and whose memory the reduce buffer is."""
+"""Reductions in a side stream of their own: what has to wait for what, and whose memory the reduce buffer is."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from unshard.engine import lane, reduce
-from unshard.engine.lane import Lane, Mark
-from unshard.engine.reduce import Reduction
+from unshard.engine import side_stream as stream
+from unshard.engine.reduce import reduction
+from unshard.engine.reduce.reduction import Reduction
+from unshard.engine.side_stream import SideStream, StreamEvent
 
 SLEEP = 20_000_000  # cycles, about 10 ms
 ON_DEVICE = OffloadPolicy()
 
 
-class Forgotten(Mark):
+class Forgotten(StreamEvent):
     """As if nobody had put it anywhere, nor waited for it."""
 
-    def put(self) -> Mark:
+    def record(self) -> StreamEvent:
         return self
 
     def wait(self) -> None:
@@ -34,13 +35,13 @@ class Forgotten(Mark):
 
 @contextmanager
 def forgetting(name: str) -> Iterator[None]:
-    start = Reduction._start_aside
+    start = Reduction._start_on_side_stream
 
     def forgetful(self: Reduction, *arguments: object) -> None:
         setattr(self, name, Forgotten(torch.device("cuda", 0)))
         start(self, *arguments)  # type: ignore[arg-type]
 
-    with mock.patch.object(Reduction, "_start_aside", forgetful):
+    with mock.patch.object(Reduction, "_start_on_side_stream", forgetful):
         yield
 
 
@@ -67,27 +68,27 @@ def gradients(
         return [parameter.grad.to_local().clone().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["_computed", "_packed", "_scattered"])
+@pytest.mark.parametrize("name", ["_computed", "_packed", "_reduce_scattered"])
 def test_what_waits(name: str) -> None:
     """Gradients are packed when they are there, freed when they are packed, and used when they are reduced."""
-    with mock.patch.object(reduce, "reduce_lane", lambda device: None):
+    with mock.patch.object(reduction, "reduce_stream", lambda device: None):
         expected = gradients()
     assert all(map(torch.equal, gradients(), expected))
     with forgetting(name):
         assert not all(map(torch.equal, gradients(), expected))
 
 
-def hasty(self: Lane, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Mark:
+def hasty(self: SideStream, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> StreamEvent:
     """A copy that waits for nothing."""
-    with self._door():
+    with self._context():
         torch._foreach_copy_(targets, sources, True)
-        return Mark(sources[0].device).put()
+        return StreamEvent(sources[0].device).record()
 
 
-def test_copies_home_wait_for_the_sum() -> None:
+def test_copies_to_the_host_wait_for_the_sum() -> None:
     expected = gradients()
     assert all(map(torch.equal, gradients(CPUOffloadPolicy()), expected))
-    with mock.patch.object(Lane, "carry", hasty):
+    with mock.patch.object(SideStream, "copy", hasty):
         assert not all(map(torch.equal, gradients(CPUOffloadPolicy()), expected))
 
 
@@ -96,12 +97,12 @@ def doubled(unit: FSDPModule) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "change"), [(2, None), (1, doubled)], ids=["all-reduce", "hook"])
-def test_copies_home_wait_for_what_comes_after_the_sum(
+def test_copies_to_the_host_wait_for_what_comes_after_the_sum(
     replicas: int, change: Callable[[FSDPModule], None] | None
 ) -> None:
     expected = gradients(ON_DEVICE, replicas, change)
     assert all(map(torch.equal, gradients(CPUOffloadPolicy(), replicas, change), expected))
-    with mock.patch.object(Reduction, "_goes_straight_home", lambda self, pending: True):
+    with mock.patch.object(Reduction, "_copies_at_once", lambda self, pending: True):
         assert not all(map(torch.equal, gradients(CPUOffloadPolicy(), replicas, change), expected))
 
 
@@ -127,15 +128,15 @@ class Slow(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("pin", [True, False])
-def test_copies_home_do_not_wait_for_the_next_unit(pin: bool, ranks: int) -> None:
+def test_copies_to_the_host_do_not_wait_for_the_next_unit(pin: bool, ranks: int) -> None:
     """Those to page-locked memory: with other memory the host would wait for the copy, and the device for the host."""
-    marks: list[Mark] = []
-    send = Reduction._send_home
+    marks: list[StreamEvent] = []
+    send = Reduction._copy_to_host
 
-    def noted(self: Reduction, pending: reduce.Pending, lane: Lane) -> reduce.Outcome:
-        outcome = send(self, pending, lane)
-        assert pending.mark is not None
-        marks.append(pending.mark)
+    def noted(self: Reduction, pending: reduction.ReductionInFlight, stream: SideStream) -> reduction.Outcome:
+        outcome = send(self, pending, stream)
+        assert pending.copied is not None
+        marks.append(pending.copied)
         return outcome
 
     def arrived() -> int:
@@ -144,7 +145,7 @@ def test_copies_home_do_not_wait_for_the_next_unit(pin: bool, ranks: int) -> Non
         return len(marks)
 
     slow = Slow(arrived)
-    with loopback.job(ranks, device="cuda"), mock.patch.object(Reduction, "_send_home", noted):
+    with loopback.job(ranks, device="cuda"), mock.patch.object(Reduction, "_copy_to_host", noted):
         model = nn.Sequential(nn.Linear(256, 256), nn.Sequential(nn.Linear(256, 256), slow), nn.Linear(256, 256)).cuda()
         for layer in (*model, model):
             fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=pin))
@@ -154,9 +155,9 @@ def test_copies_home_do_not_wait_for_the_next_unit(pin: bool, ranks: int) -> Non
 
 
 def test_another_device_is_current() -> None:
-    """Streams that are asked for by device do as well; tests/engine/test_lane.py knows which ones those are."""
+    """Streams that are asked for by device do as well; tests/engine/test_side_stream.py knows which ones those are."""
     expected = gradients()
-    with mock.patch.object(lane, "current_device_index", lambda: 7):
+    with mock.patch.object(stream, "current_device_index", lambda: 7):
         assert all(map(torch.equal, gradients(), expected))
         with forgetting("_packed"):
             assert not all(map(torch.equal, gradients(), expected))
@@ -185,7 +186,7 @@ def test_memory_of_a_reduction() -> None:
     with loopback.job(8, device="cuda"):
         aside = peak(layers, width, mp_policy=policy)
         gc.collect()
-        with mock.patch.object(reduce, "reduce_lane", lambda device: None):
+        with mock.patch.object(reduction, "reduce_stream", lambda device: None):
             beside = peak(layers, width, mp_policy=policy)
     shards, slack = layers * whole * 4 // 8, 2**20
     # Gradients of one layer in bf16 and in fp32, and the next layer.
@@ -194,7 +195,7 @@ def test_memory_of_a_reduction() -> None:
 
 
 def test_memory_of_one_rank_with_shards_on_the_host() -> None:
-    """A layer, the next one, gradients, and those of the layer before on their way home."""
+    """A layer, the next one, gradients, and those of the layer before on their way to the host."""
     layers, width = 6, 2048
     with loopback.job(1, device="cuda"):
         assert peak(layers, width, offload_policy=CPUOffloadPolicy()) <= 4 * (4 * width * width) + 2**20

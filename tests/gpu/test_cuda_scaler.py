@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from unshard.optim import GradScaler, clip_grad_norm_
-from unshard.optim.peers import peers_of
+from unshard.optim.gradients import reduce_group_of
 
 INF = float("inf")
 KINDS = {"torch": torch.amp.GradScaler, "unshard": GradScaler}
@@ -134,7 +134,7 @@ def test_scaler(fused: bool, offload: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
     scaler = GradScaler(init_scale=1024.0)
-    assert peers_of(list(model.parameters()), None, torch.device("cpu")).device.type == "cuda"
+    assert reduce_group_of(list(model.parameters()), None, torch.device("cpu")).device.type == "cuda"
     for step in range(5):
         optimizer.zero_grad()
         scaler.scale(model(batch()).square().mean()).backward()

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from bed import models, world
 from bed.models import CASES, Case
 from bed.parity import adamw
-from bed.wrapped import whole_parameters, wrap
+from bed.wrapped import full_parameters, wrap
 from torch import nn
 
 from unshard import CPUOffload, MixedPrecision, ShardingStrategy
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.composable import fully_shard
-from unshard.frontends.traversal import _get_fsdp_handles
-from unshard.optim.sharded_grad_scaler import ShardedGradScaler
+from unshard.fsdp1.state import _get_fsdp_handles
+from unshard.optim import ShardedGradScaler
 
 pytestmark = pytest.mark.gpu
 S = ShardingStrategy
@@ -43,7 +43,7 @@ def check(case: Case, tolerance: float = 1e-4, **options: object) -> FSDP:
         for each in (stepper, other):
             each.step()
             each.zero_grad()
-    for name, parameter in whole_parameters(model).items():
+    for name, parameter in full_parameters(model).items():
         torch.testing.assert_close(
             parameter, reference.get_parameter(name).detach(), rtol=100 * tolerance, atol=10 * tolerance
         )

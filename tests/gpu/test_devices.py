@@ -62,7 +62,7 @@ def test_parameters_on_the_wrong_device_are_refused() -> None:
 
 @world(1, backend="nccl")
 def test_loading_by_assignment_pins_again() -> None:
-    """Contract OFF-07, OFF-08, OFF-09: what is loaded ends up in the page-locked shard; whole weights on the device."""
+    """Contract OFF-07, OFF-08, OFF-09: what is loaded is in the page-locked shard; unsharded weights on the device."""
     layer = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
     state = copy.deepcopy(layer.state_dict())
     assert all(entry.to_local().device.type == "cpu" for entry in state.values())

@@ -6,60 +6,62 @@ import itertools
 
 import pytest
 
-from unshard.layout.flat import END_TO_END, FlatCut, is_dense, lay_end_to_end
-from unshard.layout.rows import Grouping, Item, place
+from unshard.layout.collective_tensors import Grouping, LayoutParam, lay_out
+from unshard.layout.flat import FLAT_LAYOUT, FlatSharding, flat_offsets, is_dense
 
 NUMELS = (15, 5, 15, 3)
 
 
 def test_f1_50_aligned_as_the_contract_says() -> None:
     """F1-50: 4 ranks, fp32, each parameter at a multiple of 16 bytes, and a multiple of the ranks in all."""
-    flat = lay_end_to_end(NUMELS, 4, itemsize=4, aligned=True)
+    flat = flat_offsets(NUMELS, 4, itemsize=4, aligned=True)
     assert flat.padded == (15, 1, 5, 3, 15, 1, 3, 1)
-    assert (flat.length, flat.share) == (44, 11)
+    assert (flat.length, flat.shard_numel) == (44, 11)
     assert flat.begins == (0, 16, 24, 40)
 
 
 def test_f1_51_end_to_end_as_the_contract_says() -> None:
     """F1-51: no padding inside; 38 elements become 40, the last rank has 2 of padding."""
-    flat = lay_end_to_end(NUMELS, 4, itemsize=4, aligned=False)
+    flat = flat_offsets(NUMELS, 4, itemsize=4, aligned=False)
     assert flat.padded == NUMELS
-    assert (flat.length, flat.share) == (38, 10)
-    assert 4 * flat.share - flat.length == 2
+    assert (flat.length, flat.shard_numel) == (38, 10)
+    assert 4 * flat.shard_numel - flat.length == 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_every_element_is_on_one_rank(world: int, itemsize: int, aligned: bool) -> None:
-    flat = lay_end_to_end(NUMELS, world, itemsize, aligned)
-    cuts = [FlatCut((n,), (1,), begin, flat.share, world) for n, begin in zip(NUMELS, flat.begins, strict=True)]
-    for cut in cuts:
+    flat = flat_offsets(NUMELS, world, itemsize, aligned)
+    shardings = [
+        FlatSharding((n,), (1,), begin, flat.shard_numel, world) for n, begin in zip(NUMELS, flat.begins, strict=True)
+    ]
+    for sharding in shardings:
         if aligned:
-            assert cut.begin * itemsize % 16 == 0
-        held = [range(first, first + count) for first, count in (cut.elements(rank) for rank in range(world))]
-        assert list(itertools.chain(*held)) == list(range(cut.numel))
-        assert all(len(each) <= flat.share for each in held)
-    items = [Item(cut, 0, itemsize) for cut in cuts]
-    (region,) = END_TO_END.arrange(items, (1,), Grouping.GROUPED)
+            assert sharding.begin * itemsize % 16 == 0
+        held = [range(first, first + count) for first, count in (sharding.elements(rank) for rank in range(world))]
+        assert list(itertools.chain(*held)) == list(range(sharding.numel))
+        assert all(len(each) <= flat.shard_numel for each in held)
+    items = [LayoutParam(sharding, 0, itemsize) for sharding in shardings]
+    (region,) = FLAT_LAYOUT.collective_regions(items, (1,), Grouping.GROUPED)
     assert region.members == (0, 1, 2, 3), "the unit is cut as a whole, whichever have gradients"
-    assert place([region], [itemsize], world).nbytes == flat.share * world * itemsize
+    assert lay_out([region], [itemsize], world).nbytes == flat.shard_numel * world * itemsize
     for rank in range(world):
         for index, begin in region.begins(region.runs[0], rank):
-            first, count = cuts[index].elements(rank)
+            first, count = shardings[index].elements(rank)
             if count:
-                assert rank * flat.share + begin == cuts[index].begin + first
-                assert begin + count <= flat.share
+                assert rank * flat.shard_numel + begin == shardings[index].begin + first
+                assert begin + count <= flat.shard_numel
 
 
 def test_a_parameter_beyond_the_pieces_is_refused() -> None:
-    with pytest.raises(AssertionError, match="leaves 2 pieces"):
-        FlatCut((5,), (1,), 6, 5, 2)
+    with pytest.raises(AssertionError, match="exceeds 2 shards"):
+        FlatSharding((5,), (1,), 6, 5, 2)
 
 
 def test_strides_with_gaps_are_refused() -> None:
     with pytest.raises(AssertionError, match="gaps"):
-        FlatCut((2, 2), (4, 1), 0, 8, 1)
+        FlatSharding((2, 2), (4, 1), 0, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +80,4 @@ def test_what_is_dense(shape: tuple[int, ...], stride: tuple[int, ...], dense: b
 
 
 def test_nothing_to_arrange() -> None:
-    assert END_TO_END.arrange([], (), Grouping.WHOLE) == ()
+    assert FLAT_LAYOUT.collective_regions([], (), Grouping.ONE_REGION) == ()

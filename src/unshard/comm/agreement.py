@@ -40,7 +40,7 @@ def require_agreement(transport: Transport, device: torch.device, what: str, fac
 def _gather(transport: Transport, mine: torch.Tensor) -> torch.Tensor:
     # Filled with this rank's own, so that a simulated group that delivers nothing agrees with itself.
     output = mine.repeat(transport.world)
-    transport.gather([output], [mine]).wait()
+    transport.all_gather([output], [mine]).wait()
     return output.view(transport.world, -1)
 
 

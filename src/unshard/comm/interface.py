@@ -1,19 +1,23 @@
-"""What the engine asks of whatever moves its tensors."""
+"""What the engine asks of a transport: the collectives between the ranks of one process group."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 
-from .order import Event
-
 
 class Work(Protocol):
-    """A collective under way. Its tensors may be neither read, written nor freed before `wait` has returned."""
+    """A collective under way. Its tensors may be neither read, written nor freed before `wait` has returned.
+
+    A transport's own works also take `wait(timeout)`, which raises RuntimeError when the time is over, and tell by
+    `is_completed()` whether that was the collective's own error instead.
+    """
 
     def wait(self) -> object: ...
 
@@ -25,78 +29,113 @@ class Pool(Protocol):
         """Allocations in here come from the pool."""
 
 
-class Transport(ABC):
-    """Moves the pieces of a unit between the ranks that shard it.
+class Label:
+    """Names a collective that is issued again and again: one object per param group and purpose, made once.
 
-    The traits say what layout the engine must choose; the verbs issue one collective, or one group of
-    them, from the current stream and return at once.
+    The ranks compare labels to find out whether they issue the same collective.
     """
 
-    rank: int
-    world: int
+    __slots__ = ("describe", "number", "unit")
+
+    def __init__(self, describe: Callable[[], str], unit: int = 0) -> None:
+        self.describe = describe  # what a rank "wants to" do, for the error
+        self.unit = unit  # which unit of its process group, in the order they were made; names can be exchanged
+        self.number = -1  # given at the first use: then all ranks agree on it, whatever else they have made
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What layout and streams the engine must choose for a transport."""
+
     gathers_groups: bool
-    """`gather` takes several tensors in one collective."""
+    """`all_gather` takes several tensors in one collective."""
     reduces_groups: bool
     """`reduce_scatter` takes several tensors in one collective."""
-    few: int = 0
-    """So many small tensors cost less in a group than the copies that packing takes."""
+    unpacked_limit: int = 0
+    """Up to this number, small tensors in a group cost less than the copies that packing takes."""
     in_place_only: bool = False
-    """`gather` reads this rank's piece only from its place in the output."""
+    """`all_gather` reads this rank's piece only from its place in the output."""
     reduces_in_place: bool = False
     """`reduce_scatter` has nothing to add up and takes its outputs as inputs."""
-    stays_in_lane: bool = False
-    """`gather` can be issued from a lane, and waited for elsewhere: all memory it touches is what it is given."""
+    gathers_on_any_stream: bool = False
+    """`all_gather` can be issued from a side stream, and waited for elsewhere: it allocates nothing itself."""
     waits_in_stream: bool = False
     """`wait` of a reduction makes the current stream wait, and not the host."""
     piece_alignment: int = 1
     """Bytes to which packed pieces are padded."""
+    reduce_scatter_ignores_timeout: bool = False
+    """`wait(timeout)` of the backend's own reduce-scatter returns only when the collective is complete."""
+
+
+class Transport(ABC):
+    """Moves the pieces of a unit between the ranks that shard it.
+
+    Each method issues one collective, or one group of them, from the current stream and returns at once.
+    """
+
+    rank: int
+    world: int
+    traits: Traits
     pool: Pool | None = None
     """Where the buffers of collectives should come from, if not from the usual allocator."""
 
     @abstractmethod
-    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
-        """outputs[i] <- inputs[i] of every rank, one after the other. An input may lie in its output's place."""
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
+        """outputs[i] <- inputs[i] of every rank, in the order of ranks. An input may be its place in the output.
+
+        A collective without a label is not compared between the ranks.
+        """
 
     @abstractmethod
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
+    ) -> Work:
         """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks.
 
-        An input of another dtype than its output travels as it is and is added up in the output's dtype.
+        An input of another dtype than its output is sent as it is and added up in the output's dtype.
         """
 
     @abstractmethod
-    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
         """Each tensor <- its sum (or mean) over the ranks."""
 
-    def serial(self) -> int:
-        """A number for the next unit, the same on all ranks; 0 where there are no peers to disagree with."""
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype an all-gather of `dtype` is sent as: itself, or bytes where the backend does not know it."""
+        return dtype
+
+    def next_unit_number(self) -> int:
+        """A number for the next unit, the same on all ranks; 0 where collectives are not compared."""
         return 0
 
-    def announce(self, event: Event, describe: Callable[[], str]) -> None:
-        """Say which collective comes next, before it is issued; raises where another rank wants another one.
-
-        `describe` tells what a rank "wants to" do, for the error.
-        """
-        return
-
-    def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype a gather of `dtype` is sent as: itself, or bytes where the backend does not know it."""
-        return dtype
+    def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
+        """`wrap` applied to what sends. A transport that only checks or distributes calls stays outside."""
+        return wrap(self)
 
 
 class Works:
     """Several works waited for as one."""
 
-    def __init__(self, works: list[Work]):
-        self._works = works
+    def __init__(self, works: list[Any]):
+        self.works = works
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        while self.works:
+            if timeout is None:
+                self.works[0].wait()
+            else:
+                self.works[0].wait(timeout)
+            del self.works[0]
+
+    def is_completed(self) -> bool:
+        """Of the one that `wait` comes to next."""
+        return not self.works or self.works[0].is_completed()
 
 
 class Done:
     """A work that had nothing to do."""
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         pass
+
+    def is_completed(self) -> bool:
+        return True

@@ -6,7 +6,10 @@ once, and skip a layer of Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import atexit
+import sys
+import time
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -17,22 +20,19 @@ from ..torch_private import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
+    all_gather_single,
     backend_name,
-    gather_one,
-    reduce_scatter_one,
-    replaced_reduce_scatter,
+    reduce_scatter_single,
 )
-from .arrival import Addition, Arrival
-from .farewell import expect_end
-from .interface import Transport, Work, Works
-from .order import Event, order_of
-from .patient import PatientWork
-from .solo import SoloTransport
+from .exchange import AllToAllReduce, PairwiseReduce
+from .interface import Label, Traits, Transport, Work, Works
 
-FEW = 8
+UNPACKED_LIMIT = 8
 _dtype_of = attrgetter("dtype")
+_TENSOR: Any = dist.reduce_scatter_tensor
+_SINGLE: Any = getattr(dist, "reduce_scatter_single", None)  # its name since torch 2.13, which has both
 
-# What Gloo's all-gather accepts; anything else travels as bytes.
+# What Gloo's all-gather accepts; anything else is sent as bytes.
 _GLOO_DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     + (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
@@ -42,81 +42,70 @@ _GLOO_DTYPES = frozenset(
 _WAITING_ON_HOST = ("gloo", "mpi", "ucc")
 
 
-def transport_for(group: Any, device: torch.device) -> Transport:
-    """The transport for a shard group; a group of one rank sends nothing."""
-    return SoloTransport() if group.size() == 1 else ProcessGroupTransport(group, device)
-
-
 class ProcessGroupTransport(Transport):
-    stays_in_lane = True
-
     def __init__(self, group: Any, device: torch.device):
         self.rank, self.world = group.rank(), group.size()
         self._group = group
-        self._backend = backend_name(group, device)
-        expect_end()
-        self._exchanges = _adds_on_arrival(self._backend, device)
-        self.gathers_groups, groups = _grouping(group, self._backend)
-        self.reduces_groups = groups and not self._exchanges  # an exchange takes one tensor
-        # On a device, packing costs about as much host time as eight more tensors in the groups of a step. On a CPU it
-        # costs next to nothing, and every tensor a round trip.
-        self.few = 0 if device.type == "cpu" or self._backend == "gloo" else FEW
-        # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
-        self.piece_alignment = 16 if self._backend == "nccl" else 1
-        self.waits_in_stream = device.type != "cpu" and self._backend not in _WAITING_ON_HOST
-        self._order = order_of(group, self._backend, device)
+        self.backend = backend_name(group, device)
+        if self.backend == "gloo":
+            delay_exit()
+        self._exchanges = _exchange_is_faster(self.backend, device)
+        gathers_groups, reduces_groups = _grouping(group, self.backend)
+        self.traits = Traits(
+            gathers_groups,
+            reduces_groups and not self._exchanges,  # an exchange takes one tensor
+            # On a device, packing costs about as much host time as eight more tensors in the groups of a step. On a
+            # CPU it costs next to nothing, and every tensor a round trip.
+            unpacked_limit=0 if device.type == "cpu" or self.backend == "gloo" else UNPACKED_LIMIT,
+            gathers_on_any_stream=True,
+            waits_in_stream=device.type != "cpu" and self.backend not in _WAITING_ON_HOST,
+            # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
+            piece_alignment=16 if self.backend == "nccl" else 1,
+            reduce_scatter_ignores_timeout=self.backend == "gloo" and not self._exchanges,
+        )
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
         self._sum_all, self._mean_all = AllreduceOptions(), AllreduceOptions()
         self._sum.reduceOp = self._sum_all.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._mean.reduceOp = self._mean_all.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
-    def serial(self) -> int:
-        return 0 if self._order is None else self._order.serial()
-
-    def announce(self, event: Event, describe: Callable[[], str]) -> None:
-        if self._order is not None:
-            self._order.announce(event, describe)
-
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8 if self._backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
+        return torch.uint8 if self.backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
 
-    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
-        if len(outputs) > 1 and self.gathers_groups:
-            return self._joined([self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)])
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
+        if len(outputs) > 1 and self.traits.gathers_groups:
+            return self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
         pairs = zip(outputs, inputs, strict=True)
-        return self._joined([gather_one(self._group, o, i, self._gather_options) for o, i in pairs])
+        return _joined([all_gather_single(self._group, o, i, self._gather_options) for o, i in pairs])
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
-        replacement = replaced_reduce_scatter()
-        if replacement is not None:
-            return self._reduce_by(replacement, outputs, inputs, average)
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
+    ) -> Work:
+        # A program that replaces the function of `torch.distributed` wants to see what is reduced, or to do it.
+        if dist.reduce_scatter_tensor is not _TENSOR or getattr(dist, "reduce_scatter_single", None) is not _SINGLE:
+            return self._reduce_by_function(outputs, inputs, average)
         if not self._exchanges and list(map(_dtype_of, outputs)) == list(map(_dtype_of, inputs)):
             return self._reduce_by_backend(outputs, inputs, average)
         works, same = [], []
-        for output, whole in zip(outputs, inputs, strict=True):
-            if self._exchanges or output.dtype != whole.dtype:
-                works.append(self._exchange(output, whole, average))
+        for output, unreduced in zip(outputs, inputs, strict=True):
+            if self._exchanges or output.dtype != unreduced.dtype:
+                works.append(self._exchange(output, unreduced, average))
             else:
-                same.append((output, whole))
+                same.append((output, unreduced))
         if same:
             works.append(self._reduce_by_backend([o for o, _ in same], [i for _, i in same], average))
-        return works[0] if len(works) == 1 else Works(works)
+        return _joined(works)
 
-    def _reduce_by(
-        self,
-        replacement: Callable[..., object],
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        average: bool,
-    ) -> Work:
-        """A program that replaces the function of `torch.distributed` wants to see what is reduced, or to do it."""
+    def _reduce_by_function(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
+        """What a program has put in the place of `torch.distributed`'s reduce-scatter."""
+        single = getattr(dist, "reduce_scatter_single", None)
+        function: Any = single if single is not _SINGLE else dist.reduce_scatter_tensor
         works: list[Work] = []
-        for output, whole in zip(outputs, inputs, strict=True):
-            if output.dtype != whole.dtype:
-                works.append(self._exchange(output, whole, average))
+        for output, unreduced in zip(outputs, inputs, strict=True):
+            if output.dtype != unreduced.dtype:
+                works.append(self._exchange(output, unreduced, average))
             else:
-                replacement(output, whole, group=self._group)
+                function(output, unreduced, group=self._group)
                 if average:
                     output.div_(self.world)
         return Works(works)
@@ -124,41 +113,55 @@ class ProcessGroupTransport(Transport):
     def _reduce_by_backend(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
         """The backend's own reduce-scatter."""
         options = self._mean if average else self._sum
-        if len(outputs) > 1 and self.reduces_groups:
-            return self._joined([self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)], timed=False)
+        if len(outputs) > 1 and self.traits.reduces_groups:
+            return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
         pairs = zip(outputs, inputs, strict=True)
-        return self._joined([reduce_scatter_one(self._group, o, i, options) for o, i in pairs], timed=False)
+        return _joined([reduce_scatter_single(self._group, o, i, options) for o, i in pairs])
 
-    def _exchange(self, output: torch.Tensor, whole: torch.Tensor, average: bool) -> Work:
-        """Send each rank its piece as it is, to be added up where it arrives."""
+    def _exchange(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
+        """Send each rank its piece as it is; the receiver adds the pieces up."""
         if self.world == 2 and self._exchanges:
-            return self._exchange_with_other(output, whole, average)
-        arrived = torch.empty_like(whole)
-        work = self._joined([self._group.alltoall_base(arrived, whole, [], [])])
-        return Arrival(work, arrived.view(self.world, -1), output, average)
+            return self._exchange_pair(output, unreduced, average)
+        received = torch.empty_like(unreduced)
+        work = self._group.alltoall_base(received, unreduced, [], [])
+        return AllToAllReduce(work, received.view(self.world, -1), output, average)
 
-    def _exchange_with_other(self, output: torch.Tensor, whole: torch.Tensor, average: bool) -> Work:
-        """One piece to send and one to receive, which can arrive where the sum is wanted if the dtypes are the same."""
-        other, piece = 1 - self.rank, whole.numel() // 2
-        sent, own = whole.narrow(0, other * piece, piece), whole.narrow(0, self.rank * piece, piece)
-        arrived = output if output.dtype == whole.dtype else torch.empty_like(own)
+    def _exchange_pair(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
+        """One piece to send and one to receive, into the output itself if the dtypes are the same."""
+        other, piece = 1 - self.rank, unreduced.numel() // 2
+        sent, own = unreduced.narrow(0, other * piece, piece), unreduced.narrow(0, self.rank * piece, piece)
+        received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
         splits = [piece, 0] if other == 0 else [0, piece]
-        work = self._joined([self._group.alltoall_base(arrived, sent, splits, splits)])
-        return Addition(work, own, arrived, output, average)
+        work = self._group.alltoall_base(received, sent, splits, splits)
+        return PairwiseReduce(work, own, received, output, average)
 
-    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all
-        return self._joined([self._group.allreduce([tensor], options) for tensor in tensors])
-
-    def _joined(self, works: list[Any], timed: bool = True) -> Work:
-        """One work for all. `timed`: their waits can be given up."""
-        order = self._order
-        if order is not None and order.waits_on_host:
-            works = [PatientWork(work if timed else order.waiter.watch(work), order, self._group) for work in works]
-        return works[0] if len(works) == 1 else Works(works)
+        return _joined([self._group.allreduce([tensor], options) for tensor in tensors])
 
 
-def _adds_on_arrival(backend: str, device: torch.device) -> bool:
+def _joined(works: list[Any]) -> Work:
+    return works[0] if len(works) == 1 else Works(works)
+
+
+EXIT_DELAY = 0.05  # seconds
+
+
+@cache
+def delay_exit() -> None:
+    """Let Gloo's threads finish before the interpreter ends. Calling it once is enough.
+
+    A thread that has carried out a collective frees its tensors a little later, for which it needs the interpreter; if
+    that is ending by then, Python up to 3.13 ends the thread, and C++ answers by ending the process: "terminate called
+    without an active exception". `destroy_process_group` would wait for the thread, but since torch 2.13 a device mesh
+    keeps its groups alive beyond that. Seen in 7 of 50 ends of a program of 15 lines without this library: a mesh,
+    `all_gather_object`, `destroy_process_group`. In none of 160 with a delay in which the interpreter is free.
+    """
+    if sys.version_info < (3, 14):
+        atexit.register(time.sleep, EXIT_DELAY)
+
+
+def _exchange_is_faster(backend: str, device: torch.device) -> bool:
     """Whether an exchange and sums of our own are faster than the backend's reduce-scatter.
 
     Gloo's is an all-reduce of a copy: twice the bytes, about twice the time. Measured with tensors on the host.

@@ -1,30 +1,34 @@
-"""A world of one rank: nothing is sent, and the rest of the engine need not know."""
+"""A group of one rank: nothing is sent, and the rest of the engine need not know."""
 
 from __future__ import annotations
 
 import torch
 
 from ..torch_private import foreach_copy
-from .interface import Done, Transport, Work
+from .interface import Done, Label, Traits, Transport, Work
 
 
 class SoloTransport(Transport):
     rank = 0
     world = 1
-    gathers_groups = True
-    reduces_groups = True
-    in_place_only = True
-    reduces_in_place = True
-    stays_in_lane = True
-    few = 8  # there is no group at all, but packing would cost copies
+    traits = Traits(
+        gathers_groups=True,
+        reduces_groups=True,
+        unpacked_limit=8,  # nothing is sent, but packing would cost copies
+        in_place_only=True,
+        reduces_in_place=True,
+        gathers_on_any_stream=True,
+    )
 
-    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
         return Done()
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
+    ) -> Work:
         if inputs is not outputs:
             foreach_copy(outputs, inputs)
         return Done()
 
-    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
         return Done()

@@ -1,13 +1,13 @@
-"""Two transports over the same ranks, one for gathers and one for reductions."""
+"""Two transports over the same ranks, one for all-gathers and one for reductions."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 
-from .interface import Transport, Work
-from .order import Event
+from .interface import Label, Transport, Work
 
 
 class SplitTransport(Transport):
@@ -16,23 +16,29 @@ class SplitTransport(Transport):
     def __init__(self, gathers: Transport, reductions: Transport):
         self.rank, self.world = gathers.rank, gathers.world
         self._gathers, self._reductions = gathers, reductions
-        self.gathers_groups, self.reduces_groups = gathers.gathers_groups, reductions.reduces_groups
-        self.few = min(gathers.few, reductions.few)
-        self.in_place_only, self.stays_in_lane = gathers.in_place_only, gathers.stays_in_lane
-        self.waits_in_stream = reductions.waits_in_stream
-        self.piece_alignment = max(gathers.piece_alignment, reductions.piece_alignment)
-
-    def announce(self, event: Event, describe: Callable[[], str]) -> None:
-        (self._reductions if event.reduces else self._gathers).announce(event, describe)
+        gathering, reducing = gathers.traits, reductions.traits
+        self.traits = dataclasses.replace(
+            reducing,
+            gathers_groups=gathering.gathers_groups,
+            unpacked_limit=min(gathering.unpacked_limit, reducing.unpacked_limit),
+            in_place_only=gathering.in_place_only,
+            gathers_on_any_stream=gathering.gathers_on_any_stream,
+            piece_alignment=max(gathering.piece_alignment, reducing.piece_alignment),
+        )
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._gathers.carrier(dtype)
 
-    def gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
-        return self._gathers.gather(outputs, inputs)
+    def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
+        return SplitTransport(self._gathers.wrapped(wrap), self._reductions.wrapped(wrap))
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, average: bool) -> Work:
-        return self._reductions.reduce_scatter(outputs, inputs, average=average)
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
+        return self._gathers.all_gather(outputs, inputs, label)
 
-    def all_reduce(self, tensors: list[torch.Tensor], *, average: bool) -> Work:
-        return self._reductions.all_reduce(tensors, average=average)
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
+    ) -> Work:
+        return self._reductions.reduce_scatter(outputs, inputs, label, average=average)
+
+    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
+        return self._reductions.all_reduce(tensors, label, average=average)

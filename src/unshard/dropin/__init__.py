@@ -1,6 +1,6 @@
-"""Lets programs that were written for `torch.distributed.fsdp` run on unshard, unedited.
+"""Runs programs that were written for `torch.distributed.fsdp` on unshard without an edit.
 
-`install()` puts our modules in the places of PyTorch's; `unshard run script.py` does so before a script starts.
+`install()` replaces PyTorch's modules by ours; `unshard run script.py` does so before the script starts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..compat import torch_composable
 from ..errors import UnsupportedError
-from . import facades, rebinding
+from . import modules, references, torch_composable, torch_pipelining
 
 __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 
@@ -25,30 +24,30 @@ _undo: list[Callable[[], Any]] = []
 
 
 def install() -> None:
-    """Put our modules in the places of `torch.distributed.fsdp` and `torch.distributed._composable.fsdp`.
+    """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` by our modules.
 
-    Also in modules that have imported names from there already, PyTorch's own among them: checkpoints and pipelines ask
-    whether a module is an `FSDPModule`, and mean ours from now on. Calling it again does nothing.
+    References in modules that were imported before are replaced, too. PyTorch's own modules are among them: checkpoints
+    and pipelines then test whether a module is our `FSDPModule`. A second call does nothing.
     """
     if _undo:
         return
     if not dist.is_available():
-        raise UnsupportedError("This build of PyTorch has no torch.distributed.")
-    for name in rebinding.UNTOUCHED:
-        importlib.import_module(name)  # while all they import is PyTorch's
-    ours = facades.build()
+        raise UnsupportedError("unshard.dropin needs torch.distributed, which this build of PyTorch does not have.")
+    for name in references.UNCHANGED:
+        importlib.import_module(name)  # before the replacement, so that it imports PyTorch's own
+    stand_ins = modules.build()
     try:
-        _replace_modules(ours)
-        rebinding.Rebinding(rebinding.Table(ours), _undo).run()
-        _offer_legacy()
-        _install_in_children()
+        _replace_modules(stand_ins)
+        references.replace(stand_ins, _undo)
+        _add_names()
+        _install_in_spawned_processes()
     except BaseException:
         uninstall()
         raise
 
 
 def uninstall() -> None:
-    """Put everything back. What was imported in between keeps what it got."""
+    """Restore what `install` replaced. Modules that were imported in between keep our objects."""
     while _undo:
         _undo.pop()()
 
@@ -59,7 +58,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Installed in here; for tests."""
+    """Install for the duration of a `with` block."""
     already = is_installed()
     install()
     try:
@@ -69,30 +68,32 @@ def stand_in() -> Iterator[None]:
             uninstall()
 
 
-def _replace_modules(ours: dict[str, facades.Facade]) -> None:
-    for name, facade in ours.items():
+def _replace_modules(stand_ins: dict[str, modules.StandInModule]) -> None:
+    for name, stand_in in stand_ins.items():
         _undo.append(functools.partial(sys.modules.__setitem__, name, sys.modules[name]))
-        sys.modules[name] = facade
-    for tree in facades.TREES:
-        parent, _, last = tree.rpartition(".")
-        _set(sys.modules[parent], last, ours[tree])
+        sys.modules[name] = stand_in
+    for package in modules.PACKAGES:
+        parent, _, last = package.rpartition(".")
+        _set(sys.modules[parent], last, stand_ins[package])
 
 
-def _offer_legacy() -> None:
-    """The older call has been taken out of PyTorch; programs of its time find it where it was."""
-    package = importlib.import_module("torch.distributed._composable")
+def _add_names() -> None:
+    """Names that are not in the replaced modules: the removed composable call, and what pipelines call."""
+    composable = importlib.import_module("torch.distributed._composable")
     for name in torch_composable.__all__:
-        _set(package, name, getattr(torch_composable, name))
+        _set(composable, name, getattr(torch_composable, name))
+    for name, member in torch_pipelining.MEMBERS.items():
+        _set(torch_pipelining.FSDPState, name, member)
 
 
-def _install_in_children() -> None:
-    """Processes that `multiprocessing` spawns import the main module anew; they install before they do."""
+def _install_in_spawned_processes() -> None:
+    """Processes that `multiprocessing` spawns import the main module again; they install before that."""
     prepare = multiprocessing.spawn.get_preparation_data
-    _set(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InChild()})
+    _set(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
 
 
-class _InChild:
-    """Installs where it is unpickled, which is the first thing that such a process does."""
+class _InSpawned:
+    """Calls `install` when it is unpickled, which a spawned process does first."""
 
     def __reduce__(self) -> Any:
         return install, ()

@@ -1,4 +1,4 @@
-"""`python -m unshard.dropin script.py ...`, which torchrun can start, too."""
+"""`python -m unshard.dropin script.py ...`; also `torchrun ... -m unshard.dropin script.py ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`unshard run script.py ...`: as `python script.py ...`, on unshard."""
+"""`unshard run script.py ...`: runs what `python script.py ...` runs, with the drop-in installed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import install
 USAGE = """usage: unshard run script.py [arguments]
        unshard run -m module [arguments]
 
-Runs a program as Python itself would, with unshard in the place of torch.distributed.fsdp.
+Runs a program as Python itself would, with torch.distributed.fsdp replaced by unshard.
 With several processes: torchrun ... -m unshard.dropin script.py [arguments]"""
 
 
 def run(arguments: list[str]) -> int:
-    """Run the program that the arguments name. Its exceptions and exits are the caller's."""
+    """Run the program that the arguments name. Its exceptions and `sys.exit` reach the caller."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
     if not rest or rest[0].startswith("-"):
@@ -35,9 +35,7 @@ def run(arguments: list[str]) -> int:
         return 2
     install()
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"unshard {__version__} stands in for torch.distributed.fsdp (torch {torch.__version__})", file=sys.stderr
-        )
+        print(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})", file=sys.stderr)
     (_run_module if as_module else _run_script)(rest)
     return 0
 
@@ -57,7 +55,7 @@ def _run_script(arguments: list[str]) -> None:
     _put_first(os.path.dirname(os.path.realpath(path)))
     with io.open_code(path) as file:
         source = file.read()
-    # A main module of its own, which stays: what runs at exit, and processes that are spawned, look for it.
+    # A new main module that stays in `sys.modules`: functions that run at exit and spawned processes look it up.
     main = ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)
@@ -67,6 +65,6 @@ def _run_script(arguments: list[str]) -> None:
 
 
 def _put_first(place: str) -> None:
-    """Where Python looks first is the program's place instead of ours, unless it was told to look in neither."""
+    """Replace our first entry of `sys.path` by the program's, as Python would; safe-path mode has no such entry."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = place

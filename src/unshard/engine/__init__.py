@@ -1,1 +1,1 @@
-"""Makes units whole while they compute and reduces their gradients. Knows no front-end."""
+"""Unshards units while they compute and reduces their gradients. Knows no front-end."""

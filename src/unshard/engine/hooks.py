@@ -1,4 +1,4 @@
-"""The only place where hooks are registered: what runs when is answered here."""
+"""All forward and backward hooks of a unit, and its state-dict hooks: what runs when is answered here."""
 
 from __future__ import annotations
 
@@ -12,70 +12,68 @@ import torch
 from torch import nn
 
 from ..errors import StateError
+from ..names import FSDP_PREFIX, clean_tensor_name
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import (
+    add_gradient_hook,
     base_of,
-    current_backward,
+    current_graph_task,
     inside_backward,
-    never_compiled,
-    next_node,
-    node_number,
-    watch_gradient,
+    next_sequence_nr,
+    sequence_nr_of,
 )
-from .borders import Border
-from .faces import Home
-from .leavings import Leavings
-from .mismatch import explain
-from .module_buffers import ModuleBuffers
-from .optimizers import watch_optimizers
+from .checks.dtype_mismatch import explain
+from .checks.optimizer_steps import watch_optimizers
+from .checks.root_checks import refuse_second_root
+from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_shards_of_another_rank
+from .dtype_rules import Precision, cast_floats, cast_inputs
+from .nested_tensors import map_tensors, tensors_in
 from .options import Options
-from .precision import Precision, cast_floats, cast_inputs
-from .refusals import refuse_second_root
+from .params.cast_boundaries import CastBoundary
+from .params.module_buffers import ModuleBuffers
+from .params.param import ParamLocation
 from .root import Root
-from .saved_shards import FULL_STATE_DICT, ShardsNote, refuse_shards_of_another_rank
-from .states import Phase
+from .side_outputs import SideOutputs
+from .states import ParamState, Phase
 from .trace import traced
-from .tree import map_tensors, tensors_in
+from .transport_settings import TransportSettings
 from .unit import ROOT, Unit
-from .wiring import Wiring
 
 STATE_KEY = "_unshard_state"
 _WATCHED = "unshard_watched"
-WRAPPED = "_fsdp_wrapped_module."
-"""What a wrapper adds to the names of what it wraps."""
 
 
-def state_of(module: nn.Module) -> ShardState | None:
+def state_of(module: nn.Module) -> FSDPState | None:
     """What a front-end attached to this very module, if any."""
     return module.__dict__.get(STATE_KEY)
 
 
-class ShardState:
-    """Ties a unit to its modules: one, or the several of a list that were sharded as one unit.
+class FSDPState:
+    """The hooks of a unit on its modules: one, or the several of a list that were sharded as one unit.
 
-    The modules own it; it refers neither to them nor strongly upward.
+    The modules own it; it refers to them weakly.
     """
 
     full_state_dict: ClassVar[str] = FULL_STATE_DICT
-    """The call that gives whole parameters, for messages."""
+    """The call that gives unsharded parameters, for messages."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
-        self.wiring = Wiring(unit)
+        self.transport_settings = TransportSettings(unit)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._to_run: set[weakref.ref[nn.Module]] = set()
-        self._root: weakref.ref[Root] | None = None
+        self._root: Callable[[], Root | None] = _no_root
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
         self._first_node = 0
-        self._leavings = Leavings()
+        self._side_outputs = SideOutputs()
         self.casts_inputs = unit.policy.cast_forward_inputs
-        """Whether inputs are cast at the door; for some policies that depends on where the root is."""
+        """Whether inputs of forward are cast; for some policies that depends on where the root is."""
         self.buffers: ModuleBuffers | None = None
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         """What the modules' buffers were stored in when they were sharded, by number of the module and by name."""
-        self.ignored: list[Home] = []
-        """Where the modules have parameters that they were told to leave alone."""
+        self.ignored: list[ParamLocation] = []
+        """Where the modules register parameters that the caller excluded from sharding."""
 
     def attach(self, module: nn.Module) -> None:
         """All registrations on the module."""
@@ -85,28 +83,29 @@ class ShardState:
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
         self._attach_to_state_dicts(module)
-        self._note_shards_of(module)
+        self._mark_state_dicts(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_load)
         module.register_load_state_dict_post_hook(self.post_load)
 
-    def _note_shards_of(self, module: nn.Module) -> None:
-        module.register_state_dict_post_hook(partial(self.post_state_dict))  # torch marks it; methods take no marks
+    def _mark_state_dicts(self, module: nn.Module) -> None:
+        # torch sets an attribute on the hook, which a bound method cannot have.
+        module.register_state_dict_post_hook(partial(self.post_state_dict))
 
     def attach_wrapper(self, module: nn.Module) -> None:
-        """The same for a module whose own forward calls `run`."""
+        """As `attach`, for a wrapper whose own forward calls `run`."""
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
-        self._note_shards_of(module)
+        self._mark_state_dicts(module)
 
-    def attach_border(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Cast at the door of a module inside that has a precision of its own."""
-        border = Border(self, policy)
-        module.register_forward_pre_hook(border.enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(border.leave)
+    def attach_cast_boundary(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Cast inputs and outputs of a submodule whose parameters have an override."""
+        boundary = CastBoundary(self, policy)
+        module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(boundary.leave)
 
     def cast_buffers(self, buffers: ModuleBuffers) -> None:
         """Show forward the modules' buffers in another dtype."""
@@ -120,7 +119,6 @@ class ShardState:
 
     # -- forward --------------------------------------------------------------------------------------------
 
-    @never_compiled
     @traced("pre_forward")
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
@@ -129,40 +127,40 @@ class ShardState:
         precision = unit.precision_in(module.training)
         if self.buffers is not None:
             self.buffers.enter(cast=precision is Precision.POLICY)
-        root = self.find_root(module)
-        root.recover(unit)
+        root = self._root() or self._become_root(module)
+        if root.in_backward or root.in_forward:
+            root.recover(unit)
         if unit is root.unit:
             if root.unmanaged.changed and torch.is_grad_enabled():
-                self._look_for_unmanaged(module, root)
+                self._check_unmanaged(module, root)
             if unit.device.type != "cpu":
                 args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
         if self.casts_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
             unit.select(precision)
-            unit.use()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
+            unit.unshard()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
             return args, kwargs
-        if self._runs_in_group(root):
+        if self._runs_as_list(root):
             if unit.phase is Phase.FORWARD:
-                return args, kwargs  # the first module of the list has gathered and watches its inputs
+                return args, kwargs  # the first module of the list has gathered, and its inputs are watched
             self._to_run = set(self._modules)
         root.before_forward(unit, precision)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
-            self._first_node = next_node()
+            self._first_node = next_sequence_nr()
         return args, kwargs
 
-    def _runs_in_group(self, root: Root) -> bool:
+    def _runs_as_list(self, root: Root) -> bool:
         """Whether the modules of a list are to be gathered once and freed when the last of them has run.
 
         Called alone, outside the root's forward (a loss computed in chunks), each is on its own.
         """
         return len(self._modules) > 1 and root.in_forward and not inside_backward()
 
-    @never_compiled
     @traced("post_forward")
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        unit, root = self.unit, self._live_root()
+        unit, root = self.unit, self._root()
         if not self._handled:
             return output  # our own pre_forward did not run
         before = self._handled.pop()
@@ -177,18 +175,20 @@ class ShardState:
             return output
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
-            # Without a graph it may be a checkpoint's first forward; modules of a list have other outputs besides.
+            # Without grad mode it may be the first forward of a reentrant checkpoint. Of a list of modules, the output
+            # of another one may be used.
             returns = not graph or len(self._modules) > 1
             if graph:
                 output, watched = self._watch_outputs(output)
                 returns = returns or watched
-                if self._leavings.expected():
-                    self._watch_leavings(output)
+                if self._side_outputs.expected():
+                    self._watch_side_outputs(output)
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
-            if not (self._to_run and self._runs_in_group(root)):
-                root.after_forward(unit, graph, returns, blind=not returns and self._watch_parameters())
-        return output if unit.precision is Precision.STORED else cast_floats(output, unit.policy.output_dtype)
+            if not (self._to_run and self._runs_as_list(root)):
+                root.after_forward(unit, graph, returns, unwatched=not returns and self._watch_parameters())
+        dtype = unit.policy.output_dtype
+        return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function` as if it were the module's forward."""
@@ -206,95 +206,99 @@ class ShardState:
         """Backward of the unit begins when a gradient reaches any output; false if none can."""
         outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         watched = [tensor for tensor in outputs if tensor.requires_grad]
-        begin = self._begin()
+        begin = self._pre_backward_hook()
         for tensor in watched:
-            watch_gradient(tensor, begin)
+            add_gradient_hook(tensor, begin)
             base = base_of(tensor)
             if base is not None and base.grad_fn is not None:
                 # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
                 # made its base stays.
                 base.grad_fn.register_prehook(begin)
-        if watched and max(map(node_number, watched)) + 1 < next_node():
-            # What was computed after the outputs may have a part in the loss, and would run in backward before anybody
-            # is told. A younger node runs before it.
-            output = map_tensors(self._made_last, output)
+        if watched and max(map(sequence_nr_of, watched)) + 1 < next_sequence_nr():
+            # Autograd runs later nodes first, so what was computed after the outputs would run before the hook. An
+            # alias that is made now is later still.
+            output = map_tensors(self._alias_with_hook, output)
         return output, bool(watched)
 
-    def _begin(self) -> Callable[[Any], None]:
+    def _pre_backward_hook(self) -> Callable[[Any], None]:
         return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
 
-    def _made_last(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _alias_with_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             tensor = _alias_of(tensor)
-            watch_gradient(tensor, self._begin())
+            add_gradient_hook(tensor, self._pre_backward_hook())
         return tensor
 
-    def _watch_leavings(self, output: Any) -> None:
-        """What forward left on its modules is as good as an output."""
+    def _watch_side_outputs(self, output: Any) -> None:
+        """What forward leaves on its modules may be used as an output is."""
         if not inside_backward():
             outputs = set(map(id, tensors_in(output)))
-            for tensor in self._leavings.tensors(self.modules(), self._first_node):
+            for tensor in self._side_outputs.tensors(self.modules(), self._first_node):
                 if id(tensor) not in outputs:
-                    watch_gradient(tensor, self._begin())
+                    add_gradient_hook(tensor, self._pre_backward_hook())
 
     def _watch_parameters(self) -> bool:
         """Of a unit without outputs to watch: a backward may come all the same, by what forward left elsewhere.
 
-        When it begins is not told, only that it reached a parameter; false if it cannot.
+        No hook runs when it begins, only when it reaches a parameter; false if it cannot.
         """
-        trained = [slot.full for slot in self.unit.slots if slot.full is not None and slot.full.requires_grad]
-        for face in trained:
-            if not hasattr(face, _WATCHED):
-                setattr(face, _WATCHED, True)
-                face.register_post_accumulate_grad_hook(partial(_gradient_came, weakref.ref(self)))
+        trained = [
+            param.unsharded
+            for param in self.unit.params
+            if param.unsharded is not None and param.unsharded.requires_grad
+        ]
+        for parameter in trained:
+            if not hasattr(parameter, _WATCHED):
+                setattr(parameter, _WATCHED, True)
+                parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self)))
         return bool(trained)
 
-    def expect_end_of_backward(self) -> None:
-        root = self._live_root()
+    def queue_end_of_backward(self) -> None:
+        root = self._root()
         if root is not None:
-            root.expect_end_of_backward()
+            root.queue_end_of_backward()
 
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:
-        self._begin_backward(Precision.POLICY)
+        root = self._root()
+        if root is not None:
+            root.before_backward(self.unit, Precision.POLICY)
 
     @traced("pre_backward")
     def pre_backward_stored(self, gradient: Any) -> None:
-        self._begin_backward(Precision.STORED)
-
-    def _begin_backward(self, precision: Precision) -> None:
-        root = self._live_root()
+        """The same after a forward in the stored dtypes."""
+        root = self._root()
         if root is not None:
-            root.before_backward(self.unit, precision)
+            root.before_backward(self.unit, Precision.STORED)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Backward of the unit is over when the gradients of all inputs are done.
 
-        Each input passes through a view of its own, whose graph node sees only this unit's share of the gradient:
+        Each input passes through an alias of its own, whose graph node sees only this unit's share of the gradient:
         an input that other modules use too must not delay the reduction.
         """
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             if not args[0].requires_grad:
                 return args, kwargs
             watched = _alias_of(args[0])
-            watch_gradient(watched, self.post_backward)
+            add_gradient_hook(watched, self.post_backward)
             return (watched,), kwargs
         watch = InputWatch(self)
         return map_tensors(watch.through, (args, kwargs))
 
     @traced("post_backward")
     def post_backward(self, *gradients: Any) -> None:
-        root = self._live_root()
+        root = self._root()
         if root is not None:
             root.after_backward(self.unit)
 
     # -- state dicts ----------------------------------------------------------------------------------------
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
-        """State dicts are taken from, and loaded into, the sharded faces."""
+        """State dicts are taken from, and loaded into, the sharded parameters."""
         self.wait_for_uploads()
         self.unit.reshard()
-        self.unit.settle()
+        self.unit.rebind_params()
 
     def post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         ShardsNote.put(state_dict, local_metadata, self.full_state_dict)
@@ -305,30 +309,27 @@ class ShardState:
 
     def wait_for_uploads(self) -> None:
         """To be called before parameters are written on the host."""
-        root = self._live_root()
+        root = self._root()
         if root is not None:
             root.wait_for_uploads()
 
     def post_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self.unit.settle()
+        self.unit.rebind_params()
 
     # -- the root -------------------------------------------------------------------------------------------
 
     @property
     def is_initialised(self) -> bool:
         """Whether a forward has found this module's root."""
-        return self._live_root() is not None
-
-    def _live_root(self) -> Root | None:
-        return None if self._root is None else self._root()
+        return self._root() is not None
 
     def root_options(self) -> Options:
         """The options that count for the whole model."""
-        root = self._live_root()
+        root = self._root()
         return self.unit.options if root is None else root.unit.options
 
     def reset(self) -> None:
-        root = self._live_root()
+        root = self._root()
         if root is None:
             self.unit.reset()
         elif root.unit is not self.unit:
@@ -338,7 +339,7 @@ class ShardState:
 
     def find_root(self, module: nn.Module) -> Root:
         """The root, which is the first module to run: then all units below it are known."""
-        return self._live_root() or self._become_root(module)
+        return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
         if len(self._modules) > 1:
@@ -346,52 +347,54 @@ class ShardState:
                 f"Modules that were sharded as a list cannot be the root: {type(module).__name__} ran first. Apply "
                 "fully_shard to a module that contains them, too, and run that one."
             )
-        names: dict[ShardState, list[str]] = {}
+        names: dict[FSDPState, list[str]] = {}
         for name, child in module.named_modules():
             if state := state_of(child):
                 names.setdefault(state, []).append(name)
         prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
         for state, paths in names.items():
-            if state._live_root() is not None:
+            if state._root() is not None:
                 refuse_second_root(", ".join(paths))
-            state.unit.name = ", ".join(without_wrappers(path).rstrip(".") or ROOT for path in paths)
-            for slot in state.unit.slots:
-                slot.name = without_wrappers(prefixes.get(slot.homes[0].module(), "")) + slot.homes[0].name
+            state.unit.name = ", ".join(_clean(f"{path}.").rstrip(".") or ROOT for path in paths)
+            for param in state.unit.params:
+                param.name = _clean(prefixes.get(param.locations[0].module(), "")) + param.locations[0].name
         self._own_root = Root([state.unit for state in names])
         for state in names:
             state._root = weakref.ref(self._own_root)
-            state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.slots)
+            state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.params)
         return self._own_root
 
-    def _look_for_unmanaged(self, module: nn.Module, root: Root) -> None:
+    def _check_unmanaged(self, module: nn.Module, root: Root) -> None:
         states = {state for child in module.modules() if (state := state_of(child))}
-        parts = [part for state in states for part in state.unit.parts]
-        homes = [home for part in parts for home in part.sharded.homes]
-        homes += [home for state in states for home in state.ignored]
-        root.unmanaged.look(module, homes, max([part.shards.world * part.replicas.world for part in parts], default=1))
+        groups = [group for state in states for group in state.unit.param_groups]
+        locations = [location for group in groups for location in group.sharded.locations]
+        locations += [location for state in states for location in state.ignored]
+        ranks = max([group.shards.world * group.replicas.world for group in groups], default=1)
+        root.unmanaged.check(module, locations, ranks)
 
-    # -- what PyTorch's pipelines ask for once their last backward is over: `fully_shard.state(stage)` ... ---------
 
-    @property
-    def _state_ctx(self) -> ShardState:
-        return self
+def _no_root() -> Root | None:
+    """Before the first forward."""
+    return None
 
-    @property
-    def all_states(self) -> list[Any]:
-        """... to close one by one; ours are closed by the call below, all at once."""
-        return []
 
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce the sums of backwards that did not synchronise, and rest."""
-        root = self._live_root()
-        if root is not None:
-            root.end_backward()
+class UnshardHandle:
+    """An all-gather that `unshard(async_op=True)` issued."""
+
+    def __init__(self, state: FSDPState):
+        self._state: FSDPState | None = state
+
+    def wait(self) -> None:
+        """Wait for the all-gather and put the unsharded parameters on the module. A second call does nothing."""
+        state, self._state = self._state, None
+        if state is not None and state.unit.param_state is not ParamState.SHARDED:
+            state.unit.unshard()
 
 
 class InputWatch:
     """Several inputs: the unit's backward is over when the gradients of all of them are done."""
 
-    def __init__(self, state: ShardState):
+    def __init__(self, state: FSDPState):
         self._state = state
         self._inputs = 0
         self._done = 0
@@ -401,13 +404,13 @@ class InputWatch:
         if not tensor.requires_grad:
             return tensor
         watched = _alias_of(tensor)
-        watch_gradient(watched, self._one_done)
+        add_gradient_hook(watched, self._one_done)
         self._inputs += 1
         return watched
 
     def _one_done(self, gradients: Any) -> None:
-        if self._backward != current_backward():  # a retained graph is run through again
-            self._backward, self._done = current_backward(), 0
+        if self._backward != current_graph_task():  # a retained graph is run through again
+            self._backward, self._done = current_graph_task(), 0
         self._done += 1
         if self._done == self._inputs:
             self._state.post_backward()
@@ -422,16 +425,16 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
-def _gradient_came(ref: weakref.ref[ShardState], face: torch.Tensor) -> None:
+def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
     """Parameters must not keep their modules' state alive."""
     state = ref()
     if state is not None:
-        state.expect_end_of_backward()
+        state.queue_end_of_backward()
 
 
-def without_wrappers(path: str) -> str:
+def _clean(prefix: str) -> str:
     """A path of modules without those that `FullyShardedDataParallel` puts between others."""
-    return f"{path}.".replace(WRAPPED, "")[:-1] if WRAPPED in f"{path}." else path
+    return clean_tensor_name(prefix, (FSDP_PREFIX,))
 
 
 def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

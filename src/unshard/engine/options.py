@@ -19,20 +19,20 @@ class Options:
     slice_after_forward: bool = False
     """Keep a slice between forward and backward: an integer `reshard_after_forward`."""
     reshard_after_backward: bool = True
-    hide_after_forward: bool = False
-    """Show the sharded faces on the modules although the unit is kept whole for its backward."""
-    hide_after_backward: bool = False
+    show_sharded_after_forward: bool = False
+    """Let the modules hold the sharded parameters although the unit is kept unsharded for its backward."""
+    show_sharded_after_backward: bool = False
     """The same where it is kept after backward."""
     unshard_in_backward: bool = True
     """False where no gradient depends on the parameters' values: an embedding."""
     synchronise: bool = True
-    """Whether backward reduces gradients, or keeps them whole on this rank."""
+    """Whether backward reduces gradients, or keeps them unsharded on this rank."""
     all_reduce: bool = True
     """Whether gradients are also reduced over replicas, or kept as partial sums."""
     reduce_unused: bool = False
     """Whether trainable parameters without gradient take part with zeros, so that ranks may use different ones."""
     reduce_buffers: int = 1
-    """How many reduce buffers may be alive at once in the whole model."""
+    """How many reduce-scatter inputs may be alive at once in the model."""
     divide_factor: float | None = None
     """What the sum of gradients is divided by, instead of the number of ranks."""
     force_sum: bool = False

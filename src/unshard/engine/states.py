@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import StateError
 
@@ -17,7 +17,7 @@ class State(Enum):
 class ParamState(State):
     SHARDED = "sharded"
     GATHERING = "gathering"
-    FULL = "full"
+    UNSHARDED = "unsharded"
     SLICED = "sliced"
 
 
@@ -39,8 +39,8 @@ class Phase(State):
 
 PARAM_MOVES = {
     ParamState.SHARDED: {ParamState.GATHERING},
-    ParamState.GATHERING: {ParamState.FULL, ParamState.SHARDED},
-    ParamState.FULL: {ParamState.SHARDED, ParamState.SLICED},
+    ParamState.GATHERING: {ParamState.UNSHARDED, ParamState.SHARDED},
+    ParamState.UNSHARDED: {ParamState.SHARDED, ParamState.SLICED},
     ParamState.SLICED: {ParamState.GATHERING, ParamState.SHARDED},
 }
 GRAD_MOVES = {
@@ -54,15 +54,12 @@ GRAD_MOVES = {
 _State = TypeVar("_State", ParamState, GradState)
 
 
-def moved(owner: object, now: _State, to: _State, moves: dict[_State, set[_State]]) -> _State:
+def checked_move(owner: object, now: _State, to: _State) -> _State:
     """`to`, if it may follow `now`. A wrong order of hooks fails here, not later as a wrong gradient."""
+    moves: Any = PARAM_MOVES if isinstance(now, ParamState) else GRAD_MOVES
     if to not in moves[now]:
-        refuse_move(owner, now, to)
+        raise StateError(
+            f"{owner} is {now.value} and cannot become {to.value}. If you call unshard() or reshard() inside forward "
+            "or backward, remove that; otherwise this is a defect of unshard, please report it."
+        )
     return to
-
-
-def refuse_move(owner: object, now: ParamState | GradState, to: ParamState | GradState) -> NoReturn:
-    raise StateError(
-        f"{owner} is {now.value} and cannot become {to.value}. If you call unshard() or reshard() inside forward "
-        "or backward, remove that; otherwise this is a defect of unshard, please report it."
-    )

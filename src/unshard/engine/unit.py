@@ -1,109 +1,127 @@
-"""A unit: the parameters that are gathered and reduced together."""
+"""A unit: the parameters that are all-gathered and reduced together."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm.interface import Transport
 from ..policies import MixedPrecisionPolicy
-from .faces import Slot
+from .dtype_rules import Precision
 from .options import Options
-from .part import Part
-from .precision import Precision
-from .states import PARAM_MOVES, ParamState, Phase, refuse_move
+from .param_group import ParamGroup
+from .params.param import ManagedParam
+from .states import ParamState, Phase, checked_move
+
+if TYPE_CHECKING:
+    from .root import Root
 
 ROOT = "(root)"
-"""The name of the unit of the outermost module, which has none of its own."""
+"""Shown as the name of the root's unit, whose path is empty."""
 
 
 class Unit:
-    """Parameters, their buffers and their state. Knows neither modules above it nor other units.
+    """Parameters, their buffers and their state. Never calls its root or another unit.
 
-    It has a part for every set of ranks that its parameters are cut over: one, unless a user sends some elsewhere.
+    It has a param group for every set of ranks that its parameters are sharded over: one, unless a user chooses other
+    meshes for some of them.
     """
 
-    def __init__(self, parts: list[Part], device: torch.device, policy: MixedPrecisionPolicy, options: Options):
+    def __init__(
+        self, param_groups: list[ParamGroup], device: torch.device, policy: MixedPrecisionPolicy, options: Options
+    ):
         self.name = ""
-        self.parts = parts
+        self.param_groups = param_groups
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
-        self.params = ParamState.SHARDED
+        self.param_state = ParamState.SHARDED
         self.precision = Precision.POLICY
+        self.root: weakref.ref[Root] | None = None
+        """Known from the first forward on."""
         self._writes_before: int | None = None
-        self._hidden = False
+        self._shows_sharded = False
+        for group in param_groups:
+            group.unit = weakref.ref(self)
 
     def __str__(self) -> str:
-        rank = self.parts[0].shards.rank if self.parts else 0
+        rank = self.param_groups[0].shards.rank if self.param_groups else 0
         return f"Unit {self.name!r} on rank {rank}"
 
     @property
-    def slots(self) -> list[Slot]:
-        return [slot for part in self.parts for slot in part.slots]
+    def params(self) -> list[ManagedParam]:
+        return [param for group in self.param_groups for param in group.params]
 
-    def gather(self) -> None:
-        """Issue the gather if the unit is at rest or sliced; its buffers are in flight until `use`."""
-        sliced = self.params is ParamState.SLICED
-        if not sliced:
-            if self.params is not ParamState.SHARDED:
-                return
-            for part in self.parts:
-                part.get_ready(self.name)
+    # -- parameters -----------------------------------------------------------------------------------------
+
+    def all_gather(self) -> None:
+        """Issue the all-gather if the unit is sharded or sliced; its buffers are in flight until `unshard`."""
+        state = self.param_state
+        if state is ParamState.SHARDED:
             self._writes_before = None
+        elif state is not ParamState.SLICED:
+            return
         started = 0
         try:
-            for part in self.parts:
-                part.start(self.name, sliced)
+            for group in self.param_groups:
+                group.all_gather(state is ParamState.SLICED)
                 started += 1
         except BaseException:
-            for part in self.parts[:started]:
-                part.abandon()
-                part.rest()
+            for group in self.param_groups[:started]:
+                group.cancel_all_gather()
+                group.reshard()
             raise
-        self._move(ParamState.GATHERING)
+        self.param_state = ParamState.GATHERING
 
-    def send(self) -> None:
-        """Let shards on the host set out for the device, because a gather will follow soon."""
-        if self.params is ParamState.SHARDED:
-            for part in self.parts:
-                part.send()
+    def upload_early(self) -> None:
+        """Copy offloaded shards to the device, because an all-gather follows soon."""
+        if self.param_state is ParamState.SHARDED:
+            for group in self.param_groups:
+                group.upload_early()
 
-    def use(self) -> None:
-        """Be whole, with the full faces on the modules."""
-        if self.params is ParamState.FULL:
-            if self._hidden:
-                self._show()
+    def unshard(self) -> None:
+        """Let the modules hold the unsharded parameters; waits for the all-gather."""
+        if self.param_state is ParamState.UNSHARDED:
+            if self._shows_sharded:
+                self._shows_sharded = False
+                for group in self.param_groups:
+                    group.show_unsharded()
             return
-        if self.params is not ParamState.GATHERING:
-            self.gather()
-        for part in self.parts:
-            part.finish()
-        self._move(ParamState.FULL)
+        if self.param_state is not ParamState.GATHERING:
+            self.all_gather()
+        for group in self.param_groups:
+            group.wait_for_all_gather()
+        self.param_state = ParamState.UNSHARDED
 
-    def hide(self) -> None:
-        """Stay whole, with the sharded faces on the modules until the next use."""
-        if self.params is ParamState.FULL:
-            self._hidden = True
-            for part in self.parts:
-                part.hide()
-
-    def _show(self) -> None:
-        self._hidden = False
-        for part in self.parts:
-            part.show()
+    def show_sharded(self) -> None:
+        """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`."""
+        if self.param_state is ParamState.UNSHARDED:
+            self._shows_sharded = True
+            for group in self.param_groups:
+                group.show_sharded()
 
     def reshard(self) -> None:
-        """Rest: the full buffer empty, the sharded faces on the modules."""
-        if self.params is ParamState.SHARDED:
+        """Empty the unsharded buffer; the modules hold the sharded parameters."""
+        state = self.param_state
+        if state is ParamState.SHARDED:
             return
-        gathering = self.params is ParamState.GATHERING
-        for part in self.parts:
-            if gathering:
-                part.abandon()
-            part.rest()
-        self._hidden = False
-        self._move(ParamState.SHARDED)
+        for group in self.param_groups:
+            if state is ParamState.GATHERING:
+                group.cancel_all_gather()
+            group.reshard()
+        self._shows_sharded = False
+        self.param_state = ParamState.SHARDED
+
+    def keep_slice(self) -> None:
+        """Keep a slice of the unsharded parameters until backward, as an integer `reshard_after_forward` asks."""
+        if self.precision is not Precision.POLICY:
+            self.reshard()  # slices exist in the policy's precision only
+            return
+        for group in self.param_groups:
+            group.keep_slice()
+        self._move(ParamState.SLICED)
 
     def precision_in(self, training: bool) -> Precision:
         """What a forward in training or evaluation mode computes in."""
@@ -111,124 +129,107 @@ class Unit:
         return Precision.STORED if full else Precision.POLICY
 
     def compute_dtype_in(self, precision: Precision) -> torch.dtype | None:
-        """What inputs have to be cast to; `None` if there is no such dtype."""
+        """The dtype that forward inputs are cast to; None: they are not (no param_dtype, or several stored dtypes)."""
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
-        stored = {slot.sharded.dtype for slot in self.slots if slot.sharded.is_floating_point()}
+        stored = {param.sharded.dtype for param in self.params if param.sharded.is_floating_point()}
         return stored.pop() if len(stored) == 1 else None
 
     def select(self, precision: Precision) -> None:
-        """Compute in `precision` from now on, which takes another gather."""
+        """Compute in `precision` from now on, which takes another all-gather."""
         if precision is self.precision:
             return
-        if self.phase is Phase.BACKWARD and self.params is not ParamState.SHARDED:
-            # Graphs of both precisions in one backward: the first one may still need what is gathered.
-            self.use()
+        if self.phase is Phase.BACKWARD and self.param_state is not ParamState.SHARDED:
+            # Marked SHARDED and not freed: a graph of the other precision may still read that buffer in this backward.
+            # The next `reshard` frees it.
+            self.unshard()
             self._move(ParamState.SHARDED)
         else:
             self.reshard()
-        for part in self.parts:
-            part.select(precision)
+        for group in self.param_groups:
+            group.select(precision)
         self.precision = precision
 
-    def slice(self) -> None:
-        """Keep a slice of the whole unit until backward, as an integer `reshard_after_forward` asks."""
-        if self.precision is not Precision.POLICY:
-            self.reshard()  # slices are made for training
-            return
-        for part in self.parts:
-            part.slice()
-        self._move(ParamState.SLICED)
+    def watch_writes(self) -> None:
+        """Notice from now on that sharded parameters are written, which makes unsharded or sliced ones stale.
 
-    def keep(self) -> None:
-        """Stay whole or sliced for a while: from now on writes to the parameters at rest make the unit stale.
-
-        Asked for only then, because counting the writes costs as much as the rest of a gather.
+        Only while the unit is kept: counting the writes costs as much as the rest of an all-gather.
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
 
     @property
     def stale(self) -> bool:
-        """Whether a parameter at rest was written while the unit was kept."""
-        held = self.params is ParamState.FULL or self.params is ParamState.SLICED
+        """Whether a sharded parameter was written while the unit was kept."""
+        held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         return held and self._writes_before is not None and self._writes_before != self._writes()
 
     def _writes(self) -> int:
-        return sum([part.sharded.writes() for part in self.parts])
+        return sum([group.sharded.writes() for group in self.param_groups])
 
-    def settle(self) -> None:
-        """Adopt parameters that were rebound from outside; only at rest."""
+    def rebind_params(self) -> None:
+        """Copy parameters that a program replaced, or gave other memory, into the shards. Only at rest."""
         self.refuse_assigned_data()
-        for part in self.parts:
-            part.settle(self.name)
+        for group in self.param_groups:
+            group.rebind_params()
 
     def refuse_assigned_data(self) -> None:
-        """Assignments to `.data` of sharded parameters that have no effect."""
-        for part in self.parts:
-            part.sharded.refuse_assigned_data(self.name)
+        """Raise if a program assigned to `.data` of a sharded parameter, which has no effect."""
+        for group in self.param_groups:
+            group.sharded.refuse_assigned_data(self.name)
 
-    def change_transport(self, change: Callable[[Part], Transport]) -> None:
-        """Send each part through another transport from now on."""
+    def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
+        """Send each param group through another transport from now on."""
         self.reshard()
-        for part in self.parts:
-            part.change_transport(self.name, change(part))
+        for group in self.param_groups:
+            group.change_transport(change(group))
+
+    @property
+    def unsharded_is_shard(self) -> bool:
+        """Whether the shards are the unsharded parameters themselves."""
+        return all(group.unsharded_is_shard for group in self.param_groups)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether autograd, or backwards that did not synchronise, left gradients that can be reduced now."""
-        for part in self.parts:
-            if part.gradients.arrived or part.gradients.waits(self.options):
+    def has_gradients_to_reduce(self) -> bool:
+        """Whether autograd, or backwards without synchronisation, left gradients that can be reduced now."""
+        for group in self.param_groups:
+            if group.gradients.any_new or group.gradients.has_sums_to_reduce(self.options):
                 return True
         return False
 
     @property
-    def gradients_arrived(self) -> bool:
-        """Whether autograd left gradients that nobody has taken."""
-        return any(part.gradients.arrived for part in self.parts)
+    def has_untaken_gradients(self) -> bool:
+        """Whether autograd left gradients that no reduction has taken."""
+        return any(group.gradients.any_new for group in self.param_groups)
 
-    @property
-    def stays_whole(self) -> bool:
-        """Whether it is whole at rest, too."""
-        return all(part.stays_whole for part in self.parts)
-
-    def reduce(self, last: bool = False) -> None:
-        for part in self.parts:
-            part.gradients.reduce(self, self.options, last)
-
-    def advance_reduce(self) -> bool:
-        """Take the next step of the reduction under way, waiting for it; true when the gradients are there."""
-        done = [part.gradients.advance(self) for part in self.parts]
-        return all(done)
-
-    def release_gradients(self) -> None:
-        """Give back the memory of gradients that `zero_grad` cleared."""
-        for part in self.parts:
-            part.gradients.release_idle()
+    def advance_reduction(self) -> bool:
+        """Take the next step of the reduction under way, waiting for it; true when no step is left."""
+        done = True
+        for group in self.param_groups:
+            done = group.gradients.advance() and done
+        return done
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Those that the sharded parameters have."""
-        for parameter in (slot.sharded for slot in self.slots):
+        """`zero_grad` for the sharded parameters."""
+        for parameter in (param.sharded for param in self.params):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def forget_sums(self) -> None:
-        """Drop what backwards that did not synchronise have summed up."""
-        for part in self.parts:
-            part.gradients.forget_sums(self)
+    def drop_unreduced(self) -> None:
+        """Drop what backwards without synchronisation have summed up."""
+        for group in self.param_groups:
+            group.gradients.drop_unreduced()
 
     def reset(self) -> None:
-        """Return to rest after a forward or backward that did not end; drops gradients not yet handed out."""
-        for part in self.parts:
-            part.gradients.drop(self)
+        """Return to rest after a forward or backward that did not end; drops gradients that no parameter has yet."""
+        for group in self.param_groups:
+            group.gradients.drop()
         self.reshard()
         self.phase = Phase.IDLE
 
     def _move(self, to: ParamState) -> None:
-        if to not in PARAM_MOVES[self.params]:
-            refuse_move(self, self.params, to)
-        self.params = to
+        self.param_state = checked_move(self, self.param_state, to)

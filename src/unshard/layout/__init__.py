@@ -1,1 +1,1 @@
-"""Which elements of which parameter lie on which rank: integers only, no torch."""
+"""Which elements of which parameter are on which rank, and where they are in a buffer: integers only, no torch."""

@@ -1,12 +1,12 @@
-"""Flat sharding: the parameters of a unit laid end to end and cut into equal pieces, wherever that falls.
+"""Flat sharding: the parameters of a unit in a row are split into equal shards, also in the middle of a parameter.
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
-    end to end   |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
+    not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
     aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank: each begins at a multiple of 16 bytes
 
-The pieces of all ranks, one after the other, *are* the unit: one collective and no copies. A rank has some elements of
-each parameter, in a row, often none.
+The shards of all ranks in a row are the unit: one collective and no copies. A rank has a contiguous range of each
+parameter, often an empty one.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from .rows import Grouping, Item, Region, Run, align
+from .collective_tensors import DtypeRun, Grouping, LayoutParam, Region, align
 
-BYTES = 16
-"""What parameters are aligned to where each is seen for itself."""
+PARAM_ALIGNMENT = 16
+"""Aligned parameters begin at multiples of so many bytes."""
 
 
 @dataclass(frozen=True)
-class FlatCut:
-    """Where one parameter lies in a flat unit, and so which of its elements a rank has.
+class FlatSharding:
+    """Where a parameter is in a flat unit, and so which of its elements a rank has.
 
-    `begin` is its first element in the unit, of which every rank has `share` elements. `stride` is how the parameter
-    lies in memory; it covers its elements without gaps.
+    `begin`: its first element in the unit; `shard_numel`: elements of the unit on each rank; `stride`: its strides,
+    without gaps between its elements.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     begin: int
-    share: int
+    shard_numel: int
     world: int
 
     def __post_init__(self) -> None:
-        if self.begin < 0 or self.begin + self.numel > self.share * self.world:
-            raise AssertionError(f"{self.shape} at {self.begin} leaves {self.world} pieces of {self.share} elements")
+        if self.begin < 0 or self.begin + self.numel > self.shard_numel * self.world:
+            raise AssertionError(
+                f"{self.shape} at {self.begin} exceeds {self.world} shards of {self.shard_numel} elements"
+            )
         reach = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
         if self.numel and reach != self.numel:
             raise AssertionError(f"{self.shape} with strides {self.stride} has gaps")
 
     @property
-    def whole(self) -> FlatCut:
-        """In a unit that is whole it lies at the same place."""
+    def unsharded(self) -> FlatSharding:
+        """In an unsharded buffer the parameter has the same offset."""
         return self
 
     @property
-    def crossed(self) -> bool:
+    def needs_copy(self) -> bool:
         return False
 
     @property
@@ -62,12 +64,12 @@ class FlatCut:
 
     def elements(self, rank: int) -> tuple[int, int]:
         """First element of the parameter that `rank` has, and how many."""
-        first = min(max(rank * self.share - self.begin, 0), self.numel)
-        last = min(max((rank + 1) * self.share - self.begin, 0), self.numel)
+        first = min(max(rank * self.shard_numel - self.begin, 0), self.numel)
+        last = min(max((rank + 1) * self.shard_numel - self.begin, 0), self.numel)
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """A row of elements; where nothing is cut, the parameter as it is."""
+        """The shard is one-dimensional; on one rank it has the shape of the parameter."""
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property
@@ -76,24 +78,29 @@ class FlatCut:
 
 
 @dataclass(frozen=True)
-class Flat:
-    """Where the parameters of a unit lie end to end; `numels` with the padding between them, in their order."""
+class FlatOffsets:
+    """The offsets of all parameters of a flat unit."""
 
     begins: tuple[int, ...]
+    """First element of each parameter."""
     numels: tuple[tuple[int, bool], ...]
-    """Number of elements, and whether that is padding."""
+    """Number of elements of each parameter and each padding between them, and whether it is padding."""
     length: int
-    """Without what is added at the end only because the ranks do not divide it."""
-    share: int
+    """Elements of the unit, without padding that makes it divisible by the ranks only."""
+    shard_numel: int
+    """Elements on each rank."""
 
     @property
     def padded(self) -> tuple[int, ...]:
         return tuple(numel for numel, _ in self.numels)
 
 
-def lay_end_to_end(numels: Sequence[int], world: int, itemsize: int, aligned: bool) -> Flat:
-    """The unit's layout; `aligned` lets each parameter begin at a multiple of 16 bytes, and the whole be divisible."""
-    step = max(BYTES // itemsize, 1) if aligned else 1
+def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool) -> FlatOffsets:
+    """The offsets of parameters of these sizes.
+
+    `aligned`: each parameter begins at a multiple of 16 bytes, and the padding at the end counts as part of the unit.
+    """
+    step = max(PARAM_ALIGNMENT // itemsize, 1) if aligned else 1
     begins: list[int] = []
     entries: list[tuple[int, bool]] = []
     end = 0
@@ -104,15 +111,15 @@ def lay_end_to_end(numels: Sequence[int], world: int, itemsize: int, aligned: bo
         begins.append(begin)
         entries.append((numel, False))
         end = begin + numel
-    share = -(-end // world)
-    if aligned and share * world > end:
-        entries.append((share * world - end, True))
-        end = share * world
-    return Flat(tuple(begins), tuple(entries), end, share)
+    shard_numel = -(-end // world)
+    if aligned and shard_numel * world > end:
+        entries.append((shard_numel * world - end, True))
+        end = shard_numel * world
+    return FlatOffsets(tuple(begins), tuple(entries), end, shard_numel)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements cover their memory without gaps or overlap, in whatever order of the dimensions."""
+    """Whether elements with these strides have no gaps and no overlap, in any order of the dims."""
     reach = 1
     for step, length in sorted((step, length) for length, step in zip(shape, stride, strict=True) if length != 1):
         if step != reach:
@@ -121,25 +128,27 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-class EndToEnd:
-    """One region for the whole unit: its cuts say where each parameter lies, whichever of them have gradients."""
+class FlatLayout:
+    """The unit is one region, whichever of its parameters a collective is asked for."""
 
-    whole_alike = True
+    same_unsharded = True
 
-    def arrange(
-        self, items: Sequence[Item], members: Sequence[int], grouping: Grouping, few: int = 0
+    def collective_regions(
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
     ) -> tuple[Region, ...]:
-        return tuple(self.spread(items, members))
+        return tuple(self.unsharded_regions(items, members))
 
-    def spread(self, items: Sequence[Item], members: Sequence[int]) -> list[Region]:
-        there = [index for index, item in enumerate(items) if item.cut.numel]
-        if not there:
+    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
+        present = [index for index, item in enumerate(items) if item.sharding.numel]
+        if not present:
             return []
-        first = items[there[0]]
-        if any(item.segment != first.segment or item.cut.share != first.cut.share for item in items):
-            raise AssertionError("parameters that are laid end to end must have one set of dtypes")
-        starts = tuple(items[index].cut.begin for index in there)
-        return [Region((Run(first.segment, tuple(there), starts, first.cut.share),), packed=False)]
+        first = items[present[0]]
+        if any(
+            item.segment != first.segment or item.sharding.shard_numel != first.sharding.shard_numel for item in items
+        ):
+            raise AssertionError("the parameters of a flat unit must have the same dtypes and the same shard size")
+        starts = tuple(items[index].sharding.begin for index in present)
+        return [Region((DtypeRun(first.segment, tuple(present), starts, first.sharding.shard_numel),), packed=False)]
 
 
-END_TO_END = EndToEnd()
+FLAT_LAYOUT = FlatLayout()

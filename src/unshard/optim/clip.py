@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, however they are distributed, with one reduction of one number."""
+"""Clips gradients by their total norm, however they are distributed, with one reduction of one number."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..engine.flat import Scalable, cut_flat, scalable_gradients
-from ..errors import ArgumentError, GradientError
+from ..engine.api import Scalable, cut_flat, scalable_gradients
+from ..errors import ArgumentError, GradientError, listed
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
-from .local import local_gradient
-from .peers import Peers, peers_of
-
-_SHOWN = 8  # gradients named in an error
+from .gradients import ReduceGroup, local_gradient, reduce_group_of
 
 
 @torch.no_grad()
@@ -39,82 +36,85 @@ def clip_grad_norm_(
     them. The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters has to call,
     also one without gradients.
 
-    Each rank counts each of its parameters whole and once. Where ranks hold different parameters (plain ones that were
-    trained apart), the p-th power of the norm is the mean over the ranks. The stages of a pipeline hold different
-    parameters on purpose: with `process_group` all ranks and `pipeline_stages` their number, it is the sum over them.
+    Each rank counts each of its parameters once, in full. Where ranks hold different plain parameters, the p-th power
+    of the norm is the mean over the ranks. The stages of a pipeline hold different parameters on purpose: with all
+    ranks in `process_group` and the number of stages in `pipeline_stages`, it is the sum over the stages.
     """
     given = _checked(parameters)
     order, limit = _checked_order(norm_type), _checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
-    _refuse_flat(given)
-    peers = peers_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
+    _refuse_flat_parameters(given)
+    ranks = reduce_group_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
     scalable = scalable_gradients(given)
-    pieces = _pieces(scalable, peers.size)
-    power = _power_of_norm(pieces, order, peers, foreach)
+    gradients = _local_gradients(scalable, ranks.size)
+    power = _power_of_norm(gradients, order, ranks, foreach)
     if pipeline_stages > 1 and not math.isinf(order):
-        power *= pipeline_stages  # as many ranks each: their mean, times their number, is their sum
+        power *= pipeline_stages  # stages have equally many ranks: the mean times their number is the sum
     double = bool(given) and all(parameter.dtype == torch.float64 for parameter in given)
     norm = (power if math.isinf(order) else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
-        _refuse(norm, order, given)
-    _scale(pieces, torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
+        _refuse_nonfinite(norm, order, given)
+    _scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
     scalable.clean()
     return norm
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Gradients' parts on this rank; `weight` makes the sum over all ranks count each whole gradient once."""
+class LocalGradient:
+    """This rank's part of one gradient, or of several that are adjacent."""
 
-    local: torch.Tensor
+    scaled: torch.Tensor
     measured: torch.Tensor
     weight: float
+    """Makes the sum over all ranks count each gradient once."""
 
 
-def _pieces(scalable: Scalable, peers: int) -> list[Piece]:
-    pieces = [Piece(each.tensor, each.tensor, _weight(each.spec, peers)) for each in scalable.stretches]
+def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
+    found = [LocalGradient(each.tensor, each.tensor, _weight(each.spec, ranks)) for each in scalable.flat_gradients]
     weights: dict[Any, float] = {}
     for parameter in scalable.others:
         gradient, local = parameter.grad, local_gradient(parameter)
         if isinstance(gradient, DTensor):
             spec = spec_of(gradient)
             if any(placement.is_partial() for placement in spec.placements):
-                pieces += _piece_of_partial(gradient, local, peers)
+                found += _partial_gradient(gradient, local, ranks)
                 continue
             key = id(spec.mesh), spec.placements
             weight = weights.get(key)
             if weight is None:
-                weight = weights[key] = _weight(spec, peers)
+                weight = weights[key] = _weight(spec, ranks)
         else:
-            weight = 1 / peers
+            weight = 1 / ranks
         if local is not None:
-            pieces.append(Piece(local, local, weight))
-    return pieces
+            found.append(LocalGradient(local, local, weight))
+    return found
 
 
-def _weight(spec: DTensorSpec, peers: int) -> float:
-    """Of `peers` ranks, each mesh's ranks hold the gradient between them, and copies where they are replicas."""
+def _weight(spec: DTensorSpec, ranks: int) -> float:
+    """Of `ranks` ranks, those of each mesh hold the gradient together, and several copies of it where it replicates."""
     mesh = spec.mesh
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
-    return mesh.size() / (peers * copies)
+    return mesh.size() / (ranks * copies)
 
 
-def _piece_of_partial(gradient: DTensor, local: torch.Tensor | None, peers: int) -> list[Piece]:
-    """What is not summed yet has no norm; it is summed to measure it, and scaled as it is."""
-    whole = [Replicate() if placement.is_partial() else placement for placement in spec_of(gradient).placements]
-    summed = gradient.redistribute(placements=whole)
-    return [] if local is None else [Piece(local, local_of(summed), _weight(spec_of(summed), peers))]
+def _partial_gradient(gradient: DTensor, local: torch.Tensor | None, ranks: int) -> list[LocalGradient]:
+    """A partial gradient has no norm yet: its sum is measured, and the partial gradient itself is scaled."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in spec_of(gradient).placements]
+    summed = gradient.redistribute(placements=placements)
+    return [] if local is None else [LocalGradient(local, local_of(summed), _weight(spec_of(summed), ranks))]
 
 
-def _power_of_norm(pieces: list[Piece], order: float, peers: Peers, foreach: bool | None) -> torch.Tensor:
+def _power_of_norm(
+    gradients: list[LocalGradient], order: float, ranks: ReduceGroup, foreach: bool | None
+) -> torch.Tensor:
     """The norm to the power of its order, or the largest element, over all ranks.
 
     In float64, because powers of large numbers overflow where the norm itself does not.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = defaultdict(list)
-    for piece in pieces:
-        buckets[piece.measured.device, piece.measured.dtype, piece.weight].append(piece.measured)
-    powers = [torch.zeros((), dtype=torch.float64, device=peers.device)]
+    for each in gradients:
+        buckets[each.measured.device, each.measured.dtype, each.weight].append(each.measured)
+    powers = [torch.zeros((), dtype=torch.float64, device=ranks.device)]
     for (_, dtype, weight), tensors in buckets.items():
         # Half precision would overflow at norms of 65504; complex numbers have norms of a type of their own.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
@@ -124,21 +124,21 @@ def _power_of_norm(pieces: list[Piece], order: float, peers: Peers, foreach: boo
             norms = list(foreach_norm(tensors, order, dtype=wide))
         stacked = torch.stack(norms).double()
         power = stacked.amax() if math.isinf(order) else stacked.pow(order).sum() * weight
-        powers.append(power.to(peers.device))
+        powers.append(power.to(ranks.device))
     if math.isinf(order):
         largest = torch.stack(powers).amax()
-        peers.largest(largest)
+        ranks.max(largest)
         return largest
     total = torch.stack(powers).sum()
-    peers.sum(total)
+    ranks.sum(total)
     return total
 
 
-def _scale(pieces: list[Piece], factor: torch.Tensor, foreach: bool | None) -> None:
-    """Multiply without looking at the factor: where it is 1, that costs less than waiting to know it."""
+def _scale(gradients: list[LocalGradient], factor: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply also where the factor is 1: to read it, the host would have to wait for the device."""
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for piece in pieces:
-        buckets[piece.local.device, piece.local.dtype].append(piece.local)
+    for each in gradients:
+        buckets[each.scaled.device, each.scaled.dtype].append(each.scaled)
     for (device, _), tensors in buckets.items():
         # Never in the gradients' dtype: in float16 the factor for a large norm is zero.
         here = factor.to(device)
@@ -149,17 +149,16 @@ def _scale(pieces: list[Piece], factor: torch.Tensor, foreach: bool | None) -> N
             foreach_mul(tensors, here)
 
 
-def _refuse(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) -> None:
+def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) -> None:
     bad = []
     for index, parameter in enumerate(parameters):
         local = local_gradient(parameter)
         if local is not None and not local.isfinite().all():
             bad.append(f"{index} of shape {tuple(parameter.shape)}")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    more = ", ..." if len(bad) > _SHOWN else ""
-    here = "all gradients here are finite, so look at the other ranks"
+    here = "all gradients on this rank are finite, so look at the other ranks"
     if bad:
-        here = f"{len(bad)} gradients here are not: of parameters {', '.join(bad[:_SHOWN])}{more}"
+        here = f"{len(bad)} gradients on this rank are not finite: of parameters {listed(bad, most=8)}"
     raise GradientError(
         f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}; {here}. Nothing "
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
@@ -167,13 +166,13 @@ def _refuse(norm: torch.Tensor, order: float, parameters: list[torch.Tensor]) ->
     )
 
 
-def _refuse_flat(parameters: list[torch.Tensor]) -> None:
+def _refuse_flat_parameters(parameters: list[torch.Tensor]) -> None:
     name = cut_flat(parameters)
     if name is not None:
         raise ArgumentError(
-            f"{name!r} is cut flat by FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell from "
-            "it what others hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, with the "
-            "outermost module; of a wrapped one it is a method."
+            f"{name!r} is a flat shard of FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell "
+            "from it what other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, "
+            "with the outermost module; a wrapped module has it as a method."
         )
 
 

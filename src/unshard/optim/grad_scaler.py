@@ -1,20 +1,20 @@
-"""Gradient scaling for float16 on which all ranks agree."""
+"""Gradient scalers for float16: all ranks skip the same steps and keep the same scale."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from ..engine.flat import cut_flat, scalable_gradients
-from ..errors import ArgumentError
+from ..engine.api import cut_flat, scalable_gradients
+from ..errors import ArgumentError, ConflictError
 from ..torch_private import OpenGradScaler, unscale_and_check
-from .local import local_gradient
-from .peers import Peers, peers_of
+from .gradients import ReduceGroup, local_gradient, reduce_group_of
 
 # Optimizers that have taken a step, so that their state exists.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -23,8 +23,8 @@ _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 class GradScaler(OpenGradScaler):
     """`torch.amp.GradScaler`, with which all ranks skip the same steps and keep the same scale.
 
-    Torch's own asks the ranks of the mesh dimensions on which the first gradient is cut, so ranks can disagree as soon
-    as gradients are distributed in several ways. This one asks, once per `unscale_`, all ranks that hold any part of
+    Torch's scaler asks the ranks of the mesh dimensions over which the first gradient is sharded, so ranks can disagree
+    if gradients are distributed in several ways. This one asks, once per `unscale_`, all ranks that hold any part of
     the optimizer's parameters. Gradients may be DTensors on any meshes and plain tensors together, in float16, and on
     the host; ranks may have none. `process_group` names the ranks instead: the stages of a pipeline share no mesh.
     `device` is the accelerator by default, or the CPU where there is none.
@@ -59,32 +59,32 @@ class GradScaler(OpenGradScaler):
         parameters = _parameters(optimizer)
         if self._process_group is None and (name := cut_flat(parameters)) is not None:
             raise ArgumentError(
-                f"{name!r} is cut flat by FullyShardedDataParallel, so a rank cannot tell from it who has to agree. "
-                "Pass process_group, or use ShardedGradScaler."
+                f"{name!r} is a flat shard of FullyShardedDataParallel, so a rank cannot tell from it which ranks have "
+                "to agree. Pass process_group, or use ShardedGradScaler."
             )
-        peers = peers_of(parameters, self._process_group, otherwise=inverse.device)
+        ranks = reduce_group_of(parameters, self._process_group, otherwise=inverse.device)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
         scalable = scalable_gradients(parameters)
-        for gradient in [*(each.tensor for each in scalable.stretches), *map(local_gradient, scalable.others)]:
+        for gradient in [*(each.tensor for each in scalable.flat_gradients), *map(local_gradient, scalable.others)]:
             if gradient is not None:
                 buckets[gradient.device][gradient.dtype].append(gradient)
-        found = {device: torch.zeros((), device=device) for device in buckets or [peers.device]}
+        found = {device: torch.zeros((), device=device) for device in buckets or [ranks.device]}
         for device, by_dtype in buckets.items():
             factor = _copied(inverse, device)
             for gradients in by_dtype.values():
                 unscale_and_check(gradients, found[device], factor)
         scalable.clean()
-        flags = [_copied(flag, peers.device) for flag in found.values()]
-        worst = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._agree(peers, worst)
-        return {device: _copied(worst, device) for device in found}
+        flags = [_copied(flag, ranks.device) for flag in found.values()]
+        any_found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        self._all_reduce(ranks, any_found)
+        return {device: _copied(any_found, device) for device in found}
 
-    def _agree(self, peers: Peers, found: torch.Tensor) -> None:
-        """Let all ranks know what any of them found."""
-        peers.largest(found)
+    def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
+        """Make `found` positive on all ranks if it is on any."""
+        ranks.max(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's, and a skipped first step of a fused optimizer leaves no state behind."""
+        """As torch's; in addition, a skipped first step of a fused optimizer makes no state."""
         if not self.is_enabled() or "closure" in kwargs or self._can_skip_by_itself(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if self.stage_of(optimizer) is OptState.READY:
@@ -97,17 +97,80 @@ class GradScaler(OpenGradScaler):
         return result
 
     def _can_skip_by_itself(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether torch's way is safe for a fused optimizer, whose kernels look at the scale and at what was found.
+        """Whether torch's way is safe for a fused optimizer, whose kernels read the scale and what was found.
 
-        Two things go wrong in it (torch 2.13): a first step that is skipped makes the state all the same, and SGD's is
-        memory that was never written; and for parameters on the host the optimizer copies both numbers from the device
-        without waiting for them.
+        It has two faults (torch 2.13): a first step that is skipped makes the state all the same, and SGD's state is
+        uninitialized memory; and for parameters on the host the optimizer copies both numbers from the device without
+        waiting for them.
         """
-        if self.stage_of(optimizer) is OptState.STEPPED or not self.leaves_scale_to(optimizer):
-            return True  # refused, or skipped by the scaler
+        if self.stage_of(optimizer) is OptState.STEPPED or not self.handles_scale(optimizer):
+            return True  # torch raises, or the scaler skips
         if optimizer not in _started:
             return False
         return all(each.grad is None or each.grad.device == self.scale_device for each in _parameters(optimizer))
+
+
+class ShardedGradScaler(GradScaler):
+    """A gradient scaler for shards that are plain tensors: all ranks of `process_group` skip the same steps.
+
+    Gradients may be in float16 and on the host, and a rank may have none. `scale` keeps the dtype of what it scales.
+    The order of the arguments is that of PyTorch's class of this name. Where there is no CUDA device, the default
+    device is the accelerator there is, or the CPU.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        if process_group is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        usable = device if device != "cuda" or torch.cuda.is_available() else None
+        super().__init__(
+            usable,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            bool(enabled),
+            process_group=process_group,
+        )
+        if self.is_enabled():
+            self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or the tensors in nested containers, multiplied by the scale, in the dtypes they have."""
+        return self._scaled(outputs) if self.is_enabled() else outputs
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As torch's. A tensor of one element may have dimensions: torch's check takes it and torch's copy does not."""
+        if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.reshape(())
+        super().update(new_scale)
+
+    def _scaled(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self._check_device(value)
+            return (value * self.scale_on(value.device)).to(value.dtype)
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            raise ArgumentError(f"outputs must be a tensor or an iterable of tensors, got {value!r}.")
+        scaled = [self._scaled(each) for each in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*scaled)
+        return type(value)(scaled) if isinstance(value, list | tuple) else iter(scaled)
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        expected = torch.device(self.device_type).type
+        if tensor.device.type not in (expected, "cpu"):
+            raise ConflictError(f"This scaler is for tensors on {expected} or the host, got one on {tensor.device}.")
+
+    def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
+        ranks.sum(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -115,5 +178,5 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`number` on the device, without waiting; a copy to the host must wait, or garbage would be read."""
+    """`number` on the device, without waiting; a copy to the host waits, or it would be read before it is written."""
     return number.to(device, non_blocking=device.type != "cpu")

@@ -1,6 +1,6 @@
-"""What helps to understand a sharded model: in which precision it computes, reduces and learns."""
+"""Reports on a sharded model: the dtypes in which it computes, reduces and updates."""
 
-from .audit import PrecisionAudit, precision_audit
-from .report import PrecisionReport, precision
+from .precision_audit import PrecisionAudit, precision_audit
+from .precision_report import PrecisionReport, precision
 
 __all__ = ["PrecisionAudit", "PrecisionReport", "precision", "precision_audit"]

@@ -1,14 +1,10 @@
-"""Every private torch API this library needs, in one place, with the reason and the versions that need it.
+"""Every private torch API that this library needs, with the reason and the torch versions that have it.
 
-Checked with torch 2.11 (CUDA) and 2.13 (CPU).
+"All versions" are the supported ones; checked with torch 2.11 (CUDA) and 2.13 (CPU).
 """
 
 from .autograd import *
 from .checkpoints import *
-from .dtensors import *
-from .groups import *
-from .meshes import *
-from .modules import *
+from .distributed import *
 from .optimizers import *
 from .tensors import *
-from .tracers import *

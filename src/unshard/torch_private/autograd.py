@@ -1,63 +1,117 @@
-"""The backward that is running, and hooks that autograd calls."""
+"""Autograd's running backward, its hooks and node numbers; function transforms, the compiler and the profiler."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
-post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-"""What users registered with `register_post_accumulate_grad_hook`, which autograd calls itself. All versions."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# -- backward and hooks ------------------------------------------------------------------------------------
 
-def keep_version(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Writes in here do not look to autograd like a change of `tensor`: its saved values come back. All versions."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
-
-
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward the calling thread is running inside, or -1. All versions."""
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs on the calling thread, or -1; there is no public way. All versions."""
 
 
 def inside_backward() -> bool:
-    return current_backward() != -1
+    return current_graph_task() != -1
 
 
-def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward is over; only valid inside one. All versions."""
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the running backward. Only valid inside a backward.
+
+    There is no public way to queue a callback. All versions.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def watch_gradient(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """Call `hook` when a gradient reaches `tensor`, which was just made and has no hooks yet; for good.
+def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
+    """Call `hook` when the gradient of `tensor` is computed. The hook cannot be removed.
 
-    What `register_hook` does without a handle to remove the hook with, which costs three times as much as the rest: two
-    of these are set per unit and step. All versions.
+    `tensor` must be new and without hooks. `register_hook` also makes a handle, which takes three times as long as the
+    rest, and there are two such hooks per unit and step. All versions.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return
-    hooks: OrderedDict[int, Any] = OrderedDict()  # a user's own `register_hook` adds to it
+    hooks: OrderedDict[int, Any] = OrderedDict()  # a user's own `register_hook` adds to this dict
     hooks[0] = hook
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
 
 
-next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of the graph will have. Backward runs what is ready by number, highest first.
+# Called for every parameter in every step, hence no Python function.
+post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
+post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks that users registered with `register_post_accumulate_grad_hook`; no public way to read. All versions."""
 
-A thread counts for itself. All versions.
+
+def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Writes inside do not raise the version counter of `tensor`.
+
+    For writes that restore the values that autograd saved. All versions.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The sequence number that the calling thread gives to the next node of the graph; no public way. All versions.
+
+Of the nodes that are ready, backward runs the one with the highest number first.
 """
 
 
-def node_number(tensor: torch.Tensor) -> int:
-    """That of the node which computed `tensor`. Leaves come before all others. All versions."""
+def sequence_nr_of(tensor: torch.Tensor) -> int:
+    """The sequence number of the node that computed `tensor`. Leaves run before all other nodes. All versions."""
     node = tensor.grad_fn
     return sys.maxsize if node is None else node._sequence_nr()
+
+
+# -- function transforms, compiler, profiler ---------------------------------------------------------------
+
+
+def without_function_transforms() -> AbstractContextManager[Any]:
+    """Tensors that are made inside are plain, even within `torch.func.grad` or `vmap`; no public way. All versions."""
+    return torch._C._DisableFuncTorch()
+
+
+frames_compiled_by: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""The compiler of the calling thread's Python frames, or None outside of compiled functions. All versions."""
+
+
+def disable_compiler(function: _Function) -> _Function:
+    """Exclude `function` from `torch.compile`: the graph breaks there and the function runs as Python.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds in every program. This function imports it at the
+    first call. All versions.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[return-value]
+
+
+def never_compiled(function: _Function) -> _Function:
+    """The same, but calls the disabled function only if the compiler is imported and compiles on this thread.
+
+    Otherwise the first call would import the compiler. Every optimizer imports it, so the import alone says little. All
+    versions.
+    """
+    disabled = disable_compiler(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" in sys.modules and (torch.compiler.is_compiling() or frames_compiled_by() is not None):
+            return disabled(*args)
+        return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler is recording; `record_function` costs time even if none is. All versions."""

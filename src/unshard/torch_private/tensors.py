@@ -1,13 +1,29 @@
-"""Tensors and their memory: one call for many of them, views, versions, storages."""
+"""Tensors and storages, DTensors without their dispatcher, `ShardedTensor`, and the dicts of modules."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-# One call for many tensors; what `torch.optim` itself is built on. Documented, but with underscores. All versions.
+# -- tensors and storages ----------------------------------------------------------------------------------
+
+# One call for many tensors; `torch.optim` is built on them. Documented, but with underscores. All versions.
 foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_div = torch._foreach_div_
@@ -15,7 +31,7 @@ foreach_zero = torch._foreach_zero_
 foreach_mul = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies tensors of one dtype, and sets a flag if any element is not finite; what torch's scaler uses."""
+"""Multiplies tensors of one dtype, and sets a flag if any element is not finite; torch's scaler uses it."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -28,32 +44,165 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 # Called for every parameter in every step, hence no Python function.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Autograd's count of writes to a tensor. All versions."""
+"""Autograd's version counter of a tensor; there is no public way. All versions."""
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, to autograd. All versions."""
+    """The tensor that `tensor` is a view of, for autograd; there is no public way. All versions."""
     return tensor._base
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors (and Python objects) share a storage; there is no public way. All versions."""
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share a storage; there is no public way. All versions."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Tells storages apart even when they are empty; Python objects of one storage come and go. All versions."""
+    """Identifies a storage, also an empty one: torch may make several Python objects for one storage. All versions."""
     return storage._cdata
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:
-    """Cut each tensor along dim 0 into `chunks` pieces, pad them with zeros, lay them side by side in `out`.
+    """Chunk each tensor along dim 0 into `chunks`, pad the chunks with zeros, and concatenate them in `out`.
 
-    `out` is (chunks, sum of piece sizes). One kernel on CUDA, where it casts only bf16 to fp32; other casts go
-    through a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All versions.
+    `out` has the shape (chunks, sum of padded chunk sizes). One kernel on CUDA, which casts only bf16 to fp32; other
+    casts go through a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All
+    versions.
     """
     dtype = tensors[0].dtype
     if dtype == out.dtype or (dtype == torch.bfloat16 and out.dtype == torch.float32):
         torch._chunk_cat(tensors, dim=0, num_chunks=chunks, out=out)
     else:
         out.copy_(torch._chunk_cat(tensors, dim=0, num_chunks=chunks))
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------
+
+# Called for every parameter in every step, hence no Python functions.
+local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor object of a DTensor; `to_local()` makes a new view under autograd. All versions."""
+spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
+"""Mesh and placements of a DTensor in one attribute; the public properties look it up twice. All versions."""
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Make `local` the local tensor of a DTensor that stays the same object; there is no public way. All versions."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """A DTensor with a contiguous global shape whose local tensor is `local` itself.
+
+    The local tensor of the public `DTensor.from_local` is a view, so the caller could not check later whether the
+    DTensor still holds the tensor it was given. All versions.
+    """
+    meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    dtensor = DTensor(_without_offset(local), spec, requires_grad=False)
+    set_local_tensor(dtensor, local)
+    return dtensor
+
+
+def make_sharded_parameter(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
+) -> nn.Parameter:
+    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, hence the second rebind. All versions."""
+    parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
+    set_local_tensor(parameter, local)
+    return parameter
+
+
+def _without_offset(local: torch.Tensor) -> torch.Tensor:
+    """A tensor like `local`, at storage offset 0, to make a DTensor with.
+
+    A DTensor keeps the storage offset of the tensor it is made with, though it has no storage, and can be neither
+    copied nor saved unless that is 0.
+    """
+    if type(local) is not torch.Tensor or local.storage_offset() == 0:
+        return local
+    return local.new_empty(()).expand(local.shape)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """A DTensor of the given spec whose local tensor is `local`; without a spec, `local`. All versions."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    """Sharding of a dimension that a later mesh dimension shards in `factor` pieces first; not public. All versions."""
+    return _StridedShard(dim, split_factor=factor)
+
+
+# -- ShardedTensor -----------------------------------------------------------------------------------------
+
+
+def make_sharded_tensor(
+    local: torch.Tensor,
+    pieces: list[tuple[list[int], list[int], int]],
+    shape: tuple[int, ...],
+    group: Any,
+) -> Any:
+    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces`: offsets, sizes and ranks of all.
+
+    Sharded state dicts of FSDP1 hold them and `torch.distributed.checkpoint` reads them; they have no public name.
+    Every rank knows all pieces, so nothing is communicated. All versions.
+    """
+    device = local.device
+    kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
+    metadata = [ShardMetadata(offsets, sizes, placement=f"rank:{rank}/{kind}") for offsets, sizes, rank in pieces]
+    own = [each for each, (_, _, rank) in zip(metadata, pieces, strict=True) if rank == dist.get_rank()]
+    mine = [ShardOfTensor(local, each) for each in own]
+    properties = TensorProperties(dtype=local.dtype)
+    about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it recommends DTensors, which the user cannot choose here
+        return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
+
+
+def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
+    """Shape, dtype and this rank's shard of a `ShardedTensor`. All versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        about, shards = tensor.metadata(), tensor.local_shards()
+    return tuple(about.size), about.tensor_properties.dtype, shards[0].tensor if shards else None
+
+
+# -- modules -----------------------------------------------------------------------------------------------
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The dict of a module's own parameters: an assignment there is far cheaper than `setattr`. All versions."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The dict of a module's own buffers, likewise. All versions."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict of a module's children; `named_children` omits the second name of a child. All versions."""
+    return module._modules
+
+
+def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Update the list of weights that a recurrent layer computes with, as its `__setattr__` does. All versions."""
+    names: Any = getattr(module, "_flat_weights_names", ())
+    weights: Any = getattr(module, "_flat_weights", [])
+    if name in names:
+        weights[names.index(name)] = weight
+
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
+"""The base class of all batch and instance norms. No public name; all versions."""
+BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""The base class of batch norms, which FSDP1 names in its defaults. No public name; all versions."""
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` was applied to this module, whose parameters are then not sharded.
+
+    It is looked up and not imported: if nothing imported it, it was not applied. All versions.
+    """
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())

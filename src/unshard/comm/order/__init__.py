@@ -1,0 +1,1 @@
+"""The check that all ranks issue the same collectives in the same order."""

@@ -1,0 +1,80 @@
+"""Predicts the next number of a sequence. Pure: what the numbers stand for is not known here."""
+
+from __future__ import annotations
+
+MEMORY = 1 << 14  # numbers that are kept at least: several iterations of a large model
+CANDIDATES = 32  # earlier occurrences among which the one with the longest equal history is taken
+
+
+class SequencePredictor:
+    """Expects the number that followed the last time the latest numbers were the same; more equal numbers count more.
+
+    So a sequence that repeats itself, with whatever period, is predicted without knowing where a period begins: steps,
+    steps with other steps in between, several models in turn. Equal sequences give equal predictions.
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._memory = memory
+        self._seen: list[int] = []
+        self._places: dict[int, list[int]] = {}
+        self._dropped = 0
+        self._next = -1  # the place of the expected number, always one that has been seen; -1: none is expected
+
+    @property
+    def position(self) -> int:
+        """How many numbers there have been."""
+        return self._dropped + len(self._seen)
+
+    def knows(self, number: int) -> bool:
+        return number in self._places
+
+    def last(self, count: int) -> list[tuple[int, int]]:
+        """Positions and numbers of the latest."""
+        recent = self._seen[-count:]
+        return list(enumerate(recent, self.position - len(recent)))
+
+    def step(self, number: int) -> bool:
+        """Add the next number; returns whether it was expected."""
+        seen, expected = self._seen, self._next
+        matches = expected >= 0 and seen[expected] == number
+        self._places.setdefault(number, []).append(len(seen))
+        seen.append(number)
+        self._next = expected + 1 if matches else self._most_similar()
+        if len(seen) > 2 * self._memory:
+            self._forget()
+        return matches
+
+    def _most_similar(self) -> int:
+        """The place after the earlier occurrence of the latest number with the longest equal history."""
+        longest, best = 0, -1
+        for place in reversed(self._places[self._seen[-1]][-1 - CANDIDATES : -1]):
+            length = self._common(place)
+            if length > longest:
+                longest, best = length, place + 1
+        return best
+
+    def _common(self, place: int) -> int:
+        """How many numbers up to `place` equal the latest ones. Slices are compared: a loop would be far slower."""
+        seen, here, now = self._seen, place + 1, len(self._seen)
+        low, high = 1, 2
+        while high <= here and seen[here - high : here - low] == seen[now - high : now - low]:
+            low, high = high, 2 * high
+        high = min(high, here + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if seen[here - middle : here - low] == seen[now - middle : now - low]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _forget(self) -> None:
+        cut = len(self._seen) - self._memory
+        del self._seen[:cut]
+        self._dropped += cut
+        self._places = {}
+        for place, number in enumerate(self._seen):
+            self._places.setdefault(number, []).append(place)
+        self._next -= cut
+        if self._next < 0:
+            self._next = self._most_similar()

@@ -1,1 +1,0 @@
-"""Our names under the places where programs written for PyTorch look for them. Names only."""

@@ -1,0 +1,187 @@
+"""The modules that replace PyTorch's in `sys.modules`, and what they give for names that unshard does not have."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import inspect
+import pkgutil
+from types import FunctionType, ModuleType
+from typing import Any, NoReturn
+
+from ..errors import UnsupportedError
+
+# The packages of PyTorch that are replaced.
+PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+# The files with our names. A module of PyTorch that is not listed uses the file of the nearest package around it.
+FILES = {
+    "torch.distributed.fsdp": "unshard.dropin.torch_fsdp",
+    "torch.distributed.fsdp.wrap": "unshard.dropin.torch_fsdp.wrap",
+    "torch.distributed.fsdp._fully_shard": "unshard.dropin.torch_fsdp._fully_shard",
+    "torch.distributed._composable.fsdp": "unshard.dropin.torch_composable_fsdp",
+}
+
+
+class StandInModule(ModuleType):
+    """Replaces one module of PyTorch: it has our names, and a `MissingName` for each other name of PyTorch's module.
+
+    Only PyTorch's own code gets PyTorch's objects for the other names: `torch.compile` compares functions with some.
+    """
+
+    _real: ModuleType
+    _ours: dict[str, Any]
+    _missing: dict[str, MissingName]
+
+    def __init__(self, real: ModuleType):
+        super().__init__(real.__name__, real.__doc__)
+        file, ours = _our_names(real)
+        vars(self).update(ours)
+        vars(self).update(_real=real, _ours=ours, _missing={})
+        self.__file__ = file
+        self.__package__ = real.__package__
+        self.__spec__ = importlib.machinery.ModuleSpec(real.__name__, None, is_package=hasattr(real, "__path__"))
+        if hasattr(real, "__path__"):
+            self.__path__ = []  # every module inside is in `sys.modules`; the import system must not find PyTorch's
+        if hasattr(real, "__all__"):
+            self.__all__ = list(real.__all__)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        real = self._real
+        if not hasattr(real, name):
+            raise AttributeError(
+                f"module {self.__name__!r} (replaced by unshard) has no attribute {name!r}, nor has PyTorch's own"
+            )
+        value = getattr(real, name)
+        return value if _caller_is_torch() or not _is_fsdp(value) else self.missing(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("__") and name not in vars(self) and hasattr(self._real, name):
+            raise UnsupportedError(
+                f"{self.__name__}.{name} cannot be assigned: unshard replaces torch.distributed.fsdp and does not have "
+                "this name, so the assignment would have no effect. Without unshard's drop-in the program changes "
+                "PyTorch's own."
+            )
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"<module {self.__name__!r}, replaced by unshard>"
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(vars(self)) - {"_real", "_ours", "_missing"})
+
+    def missing(self, name: str) -> MissingName:
+        if name not in self._missing:
+            self._missing[name] = MissingName(f"{self.__name__}.{name}", sorted(self._ours))
+        return self._missing[name]
+
+
+class MissingName:
+    """A name that PyTorch has and unshard does not.
+
+    Programs import more names than they use, so it can be imported, used in annotations and as a base class. Every
+    other use raises an error.
+    """
+
+    _path: str
+    _available: list[str]
+
+    def __init__(self, path: str, available: list[str]):
+        vars(self).update(_path=path, _available=available)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        module = self._path.rpartition(".")[0]
+        raise UnsupportedError(
+            f"{self._path} is not available: unshard replaces torch.distributed.fsdp and does not have this name. "
+            f"Available in {module}: {', '.join(self._available) or 'no names'}. Without unshard's drop-in the program "
+            "gets PyTorch's own."
+        )
+
+    __call__ = __iter__ = __len__ = __contains__ = __getitem__ = __enter__ = __exit__ = _refuse
+    __instancecheck__ = __subclasscheck__ = __setattr__ = __delattr__ = __reduce_ex__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python itself looks these up, and they are optional
+        self._refuse()
+
+    def __or__(self, other: Any) -> MissingName:
+        return self  # `X | None` in an annotation
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        """A library may define a subclass that the program never uses; creating an instance is an error."""
+
+        def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+            self._refuse()
+
+        return (type(self._path.rpartition(".")[2], (), {"__new__": __new__}),)
+
+    def __repr__(self) -> str:
+        return f"<{self._path}, which unshard does not have>"
+
+
+def build() -> dict[str, StandInModule]:
+    """A stand-in for every module of the packages, by name. Imports all of PyTorch's, so none of them imports ours."""
+    real = [module for package in PACKAGES for module in _modules(package)]
+    stand_ins = {module.__name__: StandInModule(module) for module in real}
+    for name, stand_in in stand_ins.items():
+        parent, _, last = name.rpartition(".")
+        if parent in stand_ins:
+            vars(stand_ins[parent]).setdefault(last, stand_in)
+    return stand_ins
+
+
+def in_packages(module: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in PACKAGES)
+
+
+def is_torch(module: str) -> bool:
+    return module == "torch" or module.startswith("torch.")
+
+
+def is_defined_in_packages(value: Any) -> bool:
+    """Whether `value` is a class or function of PyTorch's FSDP."""
+    return isinstance(value, type | FunctionType) and in_packages(value.__module__ or "")
+
+
+def _is_fsdp(value: Any) -> bool:
+    """Whether a global of a module of PyTorch's FSDP is part of FSDP: not a constant, not imported from elsewhere."""
+    if isinstance(value, ModuleType):
+        return in_packages(value.__name__)
+    if value is None or isinstance(value, str | int | float | bool):
+        return False
+    module = getattr(value, "__module__", None)
+    return not module or in_packages(module)
+
+
+def _modules(package: str) -> list[ModuleType]:
+    top = importlib.import_module(package)
+    found = pkgutil.walk_packages(top.__path__, f"{package}.")
+    return [top, *(importlib.import_module(each.name) for each in found)]
+
+
+def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
+    """The file with our names for a module of PyTorch, and the names.
+
+    A module that is listed in `FILES` gets `__all__` of its file. Any other gets those globals of the nearest file that
+    PyTorch's module has, too.
+    """
+    name = real.__name__
+    while name not in FILES:
+        name = name.rpartition(".")[0]
+    ours = importlib.import_module(FILES[name])
+    if name == real.__name__:
+        names = ours.__all__
+    else:
+        names = [each for each in vars(ours).keys() & vars(real).keys() if not each.startswith("__")]
+    found = {each: getattr(ours, each) for each in names}
+    return str(ours.__file__), {each: value for each, value in found.items() if not isinstance(value, ModuleType)}
+
+
+def _caller_is_torch() -> bool:
+    """Whether the code that reads an attribute of a stand-in is PyTorch's."""
+    frame: Any = inspect.currentframe()
+    return is_torch(frame.f_back.f_back.f_globals.get("__name__") or "")

@@ -1,0 +1,39 @@
+"""Our names for `torch.distributed.fsdp`, in `__all__`, and for the modules inside it that have no file here."""
+
+from ...fsdp1 import api as wrapper_api
+from ...fsdp1.api import *
+from ...fsdp1.flat_parameter import FLAT_PARAM, FlatParameter, ParamInfo, SharedParamInfo
+from ...fsdp1.groups import STRATEGIES
+from ...fsdp1.optim_legacy import OptimStateKeyType
+from ...fsdp1.state import (
+    TrainingState,
+    _get_fsdp_handles,
+    _get_fsdp_states,
+    _get_fsdp_states_with_modules,
+    _get_module_fsdp_state,
+)
+from ...fsdp1.state import _get_module_fsdp_state as _get_module_fsdp_state_if_fully_sharded_module
+from ...fsdp1.wrapper import FSDP_WRAPPED_MODULE, FullyShardedDataParallel
+from ...names import FSDP_PREFIX, clean_tensor_name
+from ...optim import ShardedGradScaler
+from . import _fully_shard
+from ._fully_shard import *
+from .wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _construct_wrap_fn,
+    _or_policy,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+    _wrap_module_cls_individually,
+)
+
+__all__ = ["FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType"]
+__all__ += _fully_shard.__all__
+__all__ += wrapper_api.__all__
+
+HYBRID_SHARDING_STRATEGIES = [each for each, traits in STRATEGIES.items() if traits.shards and traits.replicates]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
+    *(each for each, traits in STRATEGIES.items() if traits.shards and not traits.reshards_after_forward),
+)

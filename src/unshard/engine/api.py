@@ -1,0 +1,99 @@
+"""The engine's surface: all that front-ends, optimizers, tools and everything later may import from the engine.
+
+Nothing outside `engine/` imports another module of it; a test asserts that. A name that is not here is free to change.
+"""
+
+from . import observer
+from .checks.saved_shards import refuse_shards_of_another_rank
+from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
+from .gather.extension import is_extended
+from .gather.slices import Slicing
+from .hooks import FSDPState, UnshardHandle, state_of
+from .nested_tensors import tensors_in
+from .observer import Members
+from .options import Options
+from .param_group import ParamGroup
+from .params.cast_boundaries import boundary_policy, cast_boundaries
+from .params.flat_sharded import FlatShardedParams
+from .params.module_buffers import ModuleBuffers, warn_of_rounding
+from .params.offload import OffloadPlan, offload_plan_for
+from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
+from .params.writes import note_optimizer_step
+from .reduce.division import division
+from .reduce.listeners import finish_steps, listen, unlisten
+from .reduce.sharded_grad import ShardedGrad, gradient_of
+from .root import Root
+from .shard_lookup import (
+    GradRange,
+    Scalable,
+    ShardRange,
+    cut_flat,
+    grad_ranges,
+    lies_flat,
+    replaced_by_shards,
+    rest_on_the_host,
+    roots_of,
+    scalable_gradients,
+    shard_ranges_of,
+    sharded_grads_of,
+)
+from .side_stream import CopyStreams, StreamEvent
+from .states import Phase
+from .unit import Unit
+
+__all__ = [
+    # front-ends: building a unit and driving it
+    "ManagedParam",
+    "ParamLocation",
+    "location_of",
+    "unregistered_location_of",
+    "is_extended",
+    "ParamGroup",
+    "FlatShardedParams",
+    "refuse_shards_of_another_rank",
+    "Slicing",
+    "OffloadPlan",
+    "offload_plan_for",
+    "Unit",
+    "Options",
+    "FSDPState",
+    "UnshardHandle",
+    "state_of",
+    "Phase",
+    "Root",
+    "ModuleBuffers",
+    "warn_of_rounding",
+    "boundary_policy",
+    "cast_boundaries",
+    "cast_floats",
+    "tensors_in",
+    # optimizers: where parameters and gradients lie, and when gradients are ready
+    "ShardRange",
+    "GradRange",
+    "shard_ranges_of",
+    "grad_ranges",
+    "Scalable",
+    "scalable_gradients",
+    "ShardedGrad",
+    "sharded_grads_of",
+    "roots_of",
+    "gradient_of",
+    "replaced_by_shards",
+    "lies_flat",
+    "cut_flat",
+    "rest_on_the_host",
+    "CopyStreams",
+    "StreamEvent",
+    "listen",
+    "unlisten",
+    "finish_steps",
+    "note_optimizer_step",
+    # tools: what is stored, computed and reduced in which dtype
+    "Dtypes",
+    "Members",
+    "Precision",
+    "division",
+    "dtypes_for",
+    "observer",
+    "unsharded_name",
+]

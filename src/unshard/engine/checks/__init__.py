@@ -1,0 +1,1 @@
+"""What the engine refuses and explains; nothing here is on the hot path."""

@@ -1,0 +1,157 @@
+"""A user's forward that mixes dtypes: in which module, which tensors, and the field of a policy that helps.
+
+Torch's own message names neither the module nor the reason, and the reason is nearly always one field of a policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import listed
+from ...torch_private import BATCH_NORM, own_buffers, own_parameters
+from ..dtype_rules import Precision
+from ..params.param import unsharded_name
+from ..unit import ROOT, Unit
+
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)|type promoting", re.IGNORECASE)
+# What torch itself says; then some value was of another dtype even where none is in sight.
+_CERTAINLY = re.compile(
+    r"same dtype|expected scalar type|expect parameter to have scalar type|type promoting not supported|dtypes? match|"
+    r"type \(.+\) and .+ type \(.+\) should be the same",
+    re.IGNORECASE,
+)
+_SEEN = "_unshard_seen"
+_SHOWN = 12
+_CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
+
+
+@dataclass(frozen=True)
+class Place:
+    """The deepest piece of a module's own code that an error passed through, and the dtypes in sight there."""
+
+    module: nn.Module
+    name: str
+    parameters: dict[str, torch.dtype]
+    buffers: dict[str, torch.dtype]
+    values: dict[str, torch.dtype]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {*self.parameters.values(), *self.buffers.values(), *self.values.values()}
+
+
+def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
+    """Append to an error of mixed dtypes that left the forward of `top` where it happened and what to do."""
+    if not isinstance(error, RuntimeError | TypeError | ValueError) or getattr(error, _SEEN, False):
+        return
+    # The innermost unit judges: by the time the error reaches those around it, its parameters are sharded again.
+    setattr(error, _SEEN, True)
+    text = str(error)
+    if not _ABOUT_DTYPES.search(text):
+        return
+    place = _innermost(error.__traceback__, top)
+    if place is None or (len(place.dtypes) < 2 and not _CERTAINLY.search(text)):
+        return  # whatever it is about, it is not this
+    path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
+    kind = type(place.module).__name__
+    if place.module is top:
+        kind = kind.removeprefix("FSDP")  # as the user wrote it
+    where = f"{kind} {path!r}" if path else f"{kind}, the root"
+    facts = "; ".join(
+        f"{what} {_listed(dtypes)}"
+        for what, dtypes in (("parameters", place.parameters), ("buffers", place.buffers), ("values", place.values))
+        if dtypes
+    )
+    error.args = (f"{text}\n\nunshard: dtypes do not match in {where}. It has {facts}. {_remedy(unit, place)}",)
+
+
+def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
+    names = {module: name for name, module in top.named_modules()}
+    found = None
+    while trace is not None:
+        frame = trace.tb_frame
+        arguments = frame.f_code.co_varnames  # the first is the module, whatever its author calls it
+        owner = frame.f_locals.get(arguments[0]) if arguments else None
+        if isinstance(owner, nn.Module) and owner in names and frame.f_code.co_filename != _CALLS:
+            found = owner, frame.f_locals
+        trace = trace.tb_next
+    if found is None:
+        return None
+    module, values = found
+    return Place(
+        module,
+        names[module],
+        _parameters(module),
+        _dtypes(own_buffers(module).items()),
+        _dtypes(values.items()),
+    )
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.dtype]:
+    """The module's own, and if they agree those of its children that are unsharded: it may use them directly."""
+    own = _dtypes(own_parameters(module).items())
+    if len(set(own.values())) > 1:
+        return own
+    unsharded = _dtypes((name, each) for name, each in module.named_parameters() if unsharded_name(each) is not None)
+    return unsharded if len(set(unsharded.values())) > 1 else own
+
+
+def _dtypes(named: Iterable[tuple[str, Any]]) -> dict[str, torch.dtype]:
+    floats = [(name, each) for name, each in named if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    return {name: each.dtype for name, each in floats}
+
+
+def _listed(dtypes: dict[str, torch.dtype]) -> str:
+    return listed([f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in dtypes.items()], _SHOWN)
+
+
+def _remedy(unit: Unit, place: Place) -> str:
+    policy = unit.policy
+    expected = set(place.parameters.values())
+    if unit.precision is Precision.STORED:
+        return (
+            "In eval() this unit computes in the dtypes its parameters are stored in (full_precision_in_eval): cast "
+            "what forward makes to the dtype of what it meets."
+        )
+    if len(expected) > 1:
+        return (
+            "Its parameters have several dtypes: let a pattern in MixedPrecisionPolicy.overrides match all parameters "
+            'of the module ("name.*") or none. A parameter that is used outside its own module gets no casts.'
+        )
+    if expected and not expected.issuperset(place.buffers.values()):
+        kept = _one(dtype for dtype in place.buffers.values() if dtype not in expected)
+        override = f'Compute this module in {kept}: overrides={{"{place.name or "*"}.*": {kept}}}.'
+        if isinstance(place.module, BATCH_NORM):
+            return f"{override} (With buffer_dtype its statistics would add up in {_one(expected)}, and stall.)"
+        return (
+            f"Set buffer_dtype={_one(expected)} in the unit's policy, so that forward sees such buffers in the dtype "
+            f"of the parameters. Or: {override}"
+        )
+    if policy.param_dtype is None:
+        return (
+            f"The unit's policy has no param_dtype, so inputs are not cast: set param_dtype={_one(expected)}, or cast "
+            "the inputs yourself."
+        )
+    if not policy.cast_forward_inputs:
+        return (
+            "The unit's policy has cast_forward_inputs=False: set it to True, or cast the inputs to "
+            f"{policy.param_dtype} yourself."
+        )
+    other = _one(dtype for dtype in place.values.values() if dtype not in expected) if expected else "another dtype"
+    inside = f', or compute this module in {other} with overrides={{"{place.name}.*": {other}}}' if place.name else ""
+    return (
+        f"Inputs of the unit were cast to {policy.param_dtype}, so this was made or widened inside its forward: cast "
+        f"it there{inside}. If it is the output of another unit, that unit's output_dtype can be set."
+    )
+
+
+def _one(dtypes: Iterable[torch.dtype]) -> str:
+    return str(next(iter(dtypes), "..."))

@@ -1,0 +1,36 @@
+"""What a root refuses: gradients that nobody expected, parameters of two units, a root above a root."""
+
+from __future__ import annotations
+
+from ...errors import StateError
+from ..states import ParamState
+from ..unit import Unit
+
+_REMEDY = (
+    "Return the tensor that the loss is computed from, or assign it to an attribute of the module that computes it"
+)
+
+
+def refuse_gradients_of_resharded(unit: Unit) -> None:
+    """Gradients that were computed with whatever was in the memory of a unit that was not gathered."""
+    if unit.has_untaken_gradients and unit.param_state is not ParamState.UNSHARDED and not unit.unsharded_is_shard:
+        raise StateError(
+            f"Backward came into {unit} past everything its forward returned or left on its modules, so that it was "
+            f"not gathered, and its gradients cannot be trusted. {_REMEDY}; or keep the unit unsharded until backward "
+            "(reshard_after_forward=False, ShardingStrategy.SHARD_GRAD_OP)."
+        )
+
+
+def refuse_gradients_past_outputs(unit: Unit) -> None:
+    raise StateError(
+        f"{unit} has gradients of a backward that came past everything its forward returned or left on its modules, so "
+        f"that they were not reduced over the ranks. {_REMEDY}. A loss of parameters alone is computed inside forward, "
+        "or before it, or with the sharded parameters after model.reshard()."
+    )
+
+
+def refuse_second_root(name: str) -> None:
+    raise StateError(
+        f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "
+        "do not apply fully_shard above it."
+    )

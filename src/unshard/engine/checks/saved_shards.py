@@ -1,0 +1,89 @@
+"""State dicts of shards outside the model: pickled by one rank, loaded by another."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ...errors import ParameterError
+from ...torch_private import ShardedTensor
+from .caller import stack_level_of_program
+
+_NOTE = "unshard_shards"
+
+FULL_STATE_DICT = (
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True))"
+)
+"""What gives unsharded parameters."""
+
+
+class ShardsNote:
+    """Lies in the metadata of a state dict and is pickled with it, which is the moment to say what the file holds.
+
+    One for each state dict, so that one `torch.save` warns once.
+    """
+
+    _notes: weakref.WeakValueDictionary[int, ShardsNote] = weakref.WeakValueDictionary()
+
+    def __init__(self, state_dict: OrderedDict[str, Any], full: str):
+        """`full`: the call that gives unsharded parameters instead."""
+        self._of = weakref.ref(state_dict)
+        self._full = full
+
+    @classmethod
+    def put(cls, state_dict: Any, metadata: dict[str, Any], full: str) -> None:
+        """Into the metadata that a module adds to `state_dict`."""
+        if not isinstance(state_dict, OrderedDict):
+            return  # a user's own dict has no metadata
+        note = cls._notes.get(id(state_dict))
+        if note is None or note._of() is not state_dict:
+            note = cls._notes[id(state_dict)] = cls(state_dict, full)
+        metadata[_NOTE] = note
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardsNote:
+        copied = memo.get(id(self._of()))
+        return self if copied is None else ShardsNote(copied, self._full)
+
+    def __reduce__(self) -> Any:
+        state_dict = self._of()
+        if state_dict is None or any(map(_is_cut, state_dict.values())):
+            warnings.warn(
+                f"A state dict of shards is being pickled by rank {dist.get_rank()}, which holds its own shards only. "
+                "That is enough if every rank saves a file of its own and loads it into a model that is sharded over "
+                "as many ranks. For a file that one rank saves and any model loads, call "
+                f"{self._full} on all ranks, and save its result; or save shards with torch.distributed.checkpoint.",
+                stacklevel=stack_level_of_program(),
+            )
+        return OrderedDict, ()  # what a load with weights_only=True accepts
+
+
+def _is_cut(value: Any) -> bool:
+    """Whether other ranks hold other parts of it."""
+    if isinstance(value, DTensor):
+        sizes = value.device_mesh.mesh.shape
+        return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, value.placements, strict=True))
+    return isinstance(value, ShardedTensor) and dist.get_world_size() > 1
+
+
+def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full: str) -> None:
+    """A loaded DTensor has the coordinates of the rank that saved it, and torch copies its rows into anybody's."""
+    for name, value in state_dict.items():
+        if not name.startswith(prefix) or not isinstance(value, DTensor):
+            continue
+        ranks, theirs = value.device_mesh.mesh, value.device_mesh.get_coordinate()
+        mine = (ranks == dist.get_rank()).nonzero().flatten().tolist()
+        if not theirs or not mine:
+            continue  # not a rank of this mesh: torch says so
+        differ = [a != b and not each.is_replicate() for a, b, each in zip(theirs, mine, value.placements, strict=True)]
+        if any(differ):
+            raise ParameterError(
+                f"The state dict to load on rank {dist.get_rank()} holds the shards of rank {int(ranks[tuple(theirs)])}"
+                f" ({name!r}). Each rank loads what it saved itself; a file for all ranks is saved from {full}, called "
+                "on all ranks, or with torch.distributed.checkpoint."
+            )

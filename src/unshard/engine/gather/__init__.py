@@ -1,0 +1,1 @@
+"""From the shard to the unsharded parameters."""

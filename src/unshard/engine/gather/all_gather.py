@@ -1,0 +1,187 @@
+"""The plan of an all-gather: what is cast, sent and copied out. Every tensor it needs is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from ...comm.interface import Done, Label, Transport, Work
+from ...layout.collective_tensors import Region, RegionRange, lay_out
+from ...layout.rows import RowSharding
+from ...torch_private import foreach_copy
+from ..params.buffers import Buffer, UnshardedBuffer
+from ..params.shard import ShardLayout
+from .upload import HostCopy, Upload
+
+
+class AllGatherPlan:
+    """From a shard into the unsharded buffer. `outputs` and `inputs` are what the collective takes.
+
+    Large parameters are gathered straight into the unsharded buffer. Packed ones are gathered into `staging`, which is
+    emptied as soon as they are copied out. Where the dtype changes, the cast writes into this rank's own piece of the
+    output and the all-gather works in place, so that no second copy of the shard exists.
+
+    The param group runs a `plain` plan itself: take the buffers, cast, all-gather, and later `copy_out`.
+    """
+
+    def __init__(
+        self, shard: ShardLayout, buffer: UnshardedBuffer, transport: Transport, host_copy: HostCopy | None = None
+    ):
+        """`host_copy`: how an offloaded shard is reached."""
+        self._transport, self._shard, self.buffer = transport, shard, buffer
+        traits, itemsizes = transport.traits, shard.segments.itemsizes("compute")
+        packed = [region for region in shard.regions if region.packed]
+        staged = lay_out(packed, itemsizes, transport.world, traits.piece_alignment)
+        self.staging = Buffer(staged.nbytes, buffer.device, transport.pool)
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.cast_from: list[torch.Tensor] = []
+        self.cast_to: list[torch.Tensor] = []
+        self.members = [region.members for region in shard.regions]
+        """The parameters in each input."""
+        # An offloaded shard is copied into the output's place, and so is one that the transport takes from there only.
+        in_place = host_copy is not None or traits.in_place_only
+        buffer.take()
+        ranges = iter(staged.ranges)
+        for number, region in enumerate(shard.regions):
+            if region.packed:
+                self._add(number, region, self.staging, next(ranges), in_place)
+            else:
+                self._add(number, region, buffer, self._place_in_buffer(region), in_place)
+        self._leave_out_what_is_there()
+        self.copies = [self._copy_out(region, at) for region, at in zip(packed, staged.ranges, strict=True)]
+        self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
+        self.plain = self._upload is None and bool(self.outputs)
+        """Whether nothing but casts comes before the collective."""
+        self.staging.release()
+        buffer.release()
+
+    def start(self, label: Label) -> Work:
+        """Issue the all-gather. Until `copy_out` nobody may touch the buffers."""
+        if not self.outputs:
+            return self.start_with(Done, self._transport.traits.gathers_on_any_stream)
+        issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
+        return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
+
+    def start_with(self, issue: Callable[[], Work], on_side_stream: bool) -> Work:
+        """Fill the inputs, then `issue` the collective.
+
+        `on_side_stream`: it may be issued from the stream that copies an offloaded shard to the device.
+        """
+        self.buffer.take()
+        if self.copies:
+            self.staging.take()
+        if self._upload is not None:
+            if on_side_stream:
+                return self._upload.start(self.cast_to, issue)
+            self._upload.start(self.cast_to).wait()
+        elif self.cast_to:
+            foreach_copy(self.cast_to, self.cast_from)
+        return issue()
+
+    def copy_out(self) -> None:
+        """After the collective: copy packed parameters to their places."""
+        for copy in self.copies:
+            copy()
+        self.staging.release()
+
+    def upload_early(self) -> None:
+        """Copy an offloaded shard to the device before the all-gather asks for it."""
+        if self._upload is not None:
+            self._upload.start_early()
+
+    def forget_upload(self) -> None:
+        """What was copied early is out of date."""
+        if self._upload is not None:
+            self._upload.forget()
+
+    # -- making it ------------------------------------------------------------------------------------------
+
+    def _leave_out_what_is_there(self) -> None:
+        """Nothing is copied where the unsharded buffer is the shard itself."""
+        pairs = zip(self.cast_to, self.cast_from, strict=True)
+        needed = [(to, source) for to, source in pairs if to.data_ptr() != source.data_ptr()]
+        self.cast_to, self.cast_from = [to for to, _ in needed], [source for _, source in needed]
+
+    def _place_in_buffer(self, region: Region) -> RegionRange:
+        run = region.runs[0]
+        itemsize = self._shard.segments.kinds[run.segment].compute.itemsize
+        offset = self.buffer.offsets[run.members[0]] - run.starts[0] * itemsize
+        return RegionRange(offset, run.numel * itemsize, self._transport.world, (0,))
+
+    def _add(self, number: int, region: Region, buffer: Buffer, at: RegionRange, in_place: bool) -> None:
+        """Input and output of one region, and the casts into this rank's piece where the input is not the shard."""
+        kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
+        carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
+        self.outputs.append(buffer.tensor(carrier, at.offset, (at.piece * at.copies // carrier.itemsize,)))
+        if all(kind.original == kind.compute for kind in kinds) and not in_place:
+            self.inputs.append(self._shard.piece_bytes(number).view(carrier))
+            return
+        own = at.offset + self._transport.rank * at.piece
+        self.inputs.append(buffer.tensor(carrier, own, (at.piece // carrier.itemsize,)))
+        self.cast_from += self._shard.run_tensors(number)
+        self.cast_to += [
+            buffer.tensor(kind.compute, own + start, (run.numel,))
+            for run, kind, start in zip(region.runs, kinds, at.runs, strict=True)
+        ]
+
+    def _copy_out(self, region: Region, at: RegionRange) -> Callable[[], object]:
+        """What copies a packed region's columns to the parameters they become."""
+        needs_copy = any(self._shard.shardings[index].needs_copy for index in region.members)
+        if needs_copy or not self._without_gaps(region, at):
+            return self._copy_out_pieces(region, at)
+        return self._copy_out_columns(region, at)
+
+    def _sharding(self, index: int) -> RowSharding:
+        """How a parameter of a packed region is cut."""
+        sharding = self._shard.shardings[index]
+        assert isinstance(sharding, RowSharding)
+        return sharding
+
+    def _without_gaps(self, region: Region, at: RegionRange) -> bool:
+        """Whether the runs leave no gaps. They do where wide elements come after narrow ones."""
+        ends = [
+            start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
+            for run, start in zip(region.runs, at.runs, strict=True)
+        ]
+        return list(at.runs) == [0, *ends[:-1]]
+
+    def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
+        """Piece by piece, where parameters are cut along another dimension than the first, or lie with gaps."""
+        sources, targets = [], []
+        for run, start in zip(region.runs, at.runs, strict=True):
+            dtype = self._shard.segments.kinds[run.segment].compute
+            for index, first in zip(run.members, run.starts, strict=True):
+                sharding = self._sharding(index)
+                padded = (
+                    *sharding.shape[: sharding.dim],
+                    sharding.chunk * sharding.world,
+                    *sharding.shape[sharding.dim + 1 :],
+                )
+                unsharded = self.buffer.tensor(dtype, self.buffer.offsets[index], padded)
+                for rank, target in enumerate(unsharded.chunk(sharding.world, sharding.dim)):
+                    offset = at.offset + rank * at.piece + start + first * dtype.itemsize
+                    sources.append(self.staging.tensor(dtype, offset, target.shape))
+                    targets.append(target)
+        return partial(foreach_copy, targets, sources)
+
+    def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
+        """In the elements of the region or, for several dtypes, in bytes; one call."""
+        kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
+        dtype = _common_dtype(kind.compute for kind in kinds)
+        sizes, targets = [], []
+        for run, kind in zip(region.runs, kinds, strict=True):
+            for index in run.members:
+                nbytes = self._sharding(index).piece * kind.compute.itemsize
+                sizes.append(nbytes // dtype.itemsize)
+                targets.append(self.buffer.tensor(dtype, self.buffer.offsets[index], (at.copies, sizes[-1])))
+        table = self.staging.tensor(dtype, at.offset, (at.copies, at.piece // dtype.itemsize))
+        return partial(torch.split_with_sizes_copy, table[:, : sum(sizes)], sizes, dim=1, out=targets)
+
+
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype they share, or bytes."""
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else torch.uint8

@@ -1,0 +1,341 @@
+"""A param group: the parameters of a unit that are sharded over the same ranks. Nearly every unit has one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.interface import Label, Transport, Work
+from ..comm.order.polling import leak
+from ..errors import OrderError
+from ..torch_private import current_graph_task, foreach_copy
+from . import observer
+from .dtype_rules import Precision
+from .gather.all_gather import AllGatherPlan
+from .gather.slices import Slicing
+from .params.offload import OffloadPlan
+from .params.param import ManagedParam
+from .params.sharded import ShardedParams
+from .params.unsharded import UnshardedParams
+from .reduce.gradients import GroupGradients
+from .reduce.listeners import LISTENERS, finish_steps
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+ATTRIBUTE = "unshard_param_group"
+"""The attribute of a sharded parameter, and of the parameter it was made from, that refers to its group.
+
+An attribute and not a weak dictionary: torch does not convert parameters of sharded modules that have weak references.
+"""
+
+
+class GroupReference:
+    """Weak, so that deleting a model frees it at once. A copied or unpickled parameter belongs to no group."""
+
+    def __init__(self, group: ParamGroup | None = None):
+        self._group = None if group is None else weakref.ref(group)
+
+    def __call__(self) -> ParamGroup | None:
+        return None if self._group is None else self._group()
+
+    def __deepcopy__(self, memo: object) -> GroupReference:
+        return GroupReference()
+
+    def __reduce__(self) -> Any:
+        return GroupReference, ()
+
+
+def param_group_of(parameter: torch.Tensor) -> ParamGroup | None:
+    """The param group that a parameter belongs to, or was replaced by; none if it is not sharded."""
+    reference = getattr(parameter, ATTRIBUTE, None)
+    return None if reference is None else reference()
+
+
+def param_groups_of(parameters: Iterable[torch.Tensor]) -> list[ParamGroup]:
+    """The param groups of several parameters, each once, in the order of the parameters."""
+    return list(dict.fromkeys(group for each in parameters if (group := param_group_of(each)) is not None))
+
+
+def _name_of(reference: weakref.ref[ParamGroup]) -> Callable[[], str]:
+    """The name of a group's unit, asked for late: it is known from the first forward on."""
+
+    def name() -> str:
+        group = reference()
+        return "" if group is None else group.unit_name
+
+    return name
+
+
+class ParamGroup:
+    """The shard, the all-gather that unshards it, and the gradients. The unit decides when."""
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        shards: Transport,
+        replicas: Transport,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        offload: OffloadPlan,
+        slicing: Slicing | None = None,
+        number: int = 0,
+        make_sharded: Callable[[list[ManagedParam], Transport, OffloadPlan], ShardedParams] = ShardedParams,
+    ):
+        """`number`: which unit of its process group this is, on all ranks the same."""
+        self.shards, self.replicas = shards, replicas
+        """Transports over the ranks that shard, and over those that replicate."""
+        self.mesh, self.slicing = mesh, slicing
+        """The mesh of the ranks that shard, of one dimension, if any; the smaller group that keeps slices, if any."""
+        self.sharded = make_sharded(list(params), shards, offload)
+        name = _name_of(weakref.ref(self))
+        self.gradients = GroupGradients(self.sharded, shards, replicas, device, number, name)
+        self.number = number
+        self.unit: weakref.ref[Unit] | None = None
+        self._device = device
+        self._swap = self.sharded.make_swap()
+        self._precision = Precision.POLICY
+        self._unsharded: UnshardedParams | None = None
+        self._by_precision: dict[Precision, UnshardedParams] = {}
+        """What was made so far; `_unsharded` is the one of the precision in use, if it is among them."""
+        self._in_flight: tuple[AllGatherPlan, Work] | None = None
+        self._labels = {
+            Precision.POLICY: Label(lambda: f"all-gather unit {name()!r}", number),
+            Precision.STORED: Label(lambda: f"all-gather unit {name()!r} as it is stored (eval)", number),
+        }
+        self._label = self._labels[Precision.POLICY]
+        self._slices_label = Label(lambda: f"all-gather the slices of unit {name()!r}", number)
+        self._register()
+
+    def _register(self) -> None:
+        """Let the parameters know this group."""
+        reference = GroupReference(self)
+        for parameter in self.sharded.parameters():
+            setattr(parameter, ATTRIBUTE, reference)
+
+    @property
+    def unit_name(self) -> str:
+        unit = None if self.unit is None else self.unit()
+        return "" if unit is None else unit.name
+
+    @property
+    def params(self) -> list[ManagedParam]:
+        return self.sharded.params
+
+    @property
+    def held(self) -> bool:
+        """Whether memory of unsharded parameters is in use."""
+        return any(unsharded.buffer.held for unsharded in self._by_precision.values())
+
+    @property
+    def unsharded_is_shard(self) -> bool:
+        """Whether the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
+        return self._unsharded is not None and self._unsharded.is_shard
+
+    # -- all-gather -----------------------------------------------------------------------------------------
+
+    def all_gather(self, from_slices: bool) -> None:
+        """Issue the all-gather, from the shard or from the slices kept since forward. Only at rest, or sliced."""
+        if from_slices:
+            self._all_gather_slices()
+            return
+        sharded = self.sharded
+        if current_graph_task() == -1:
+            if LISTENERS:
+                finish_steps()
+            if not sharded.is_bound():
+                self.rebind_params()
+        elif not sharded.is_registered():
+            # In backward the values must be those of forward: only replaced parameter objects are taken over.
+            self.rebind_params()
+        unsharded = self._unsharded
+        if unsharded is None or not sharded.placed:
+            unsharded = self._make_unsharded()
+        plan = unsharded.plan
+        try:
+            if not plan.plain:
+                work = unsharded.start_special(self._label)
+            else:
+                plan.buffer.take()
+                if plan.copies:
+                    plan.staging.take()
+                if plan.cast_to:
+                    foreach_copy(plan.cast_to, plan.cast_from)
+                work = self.shards.all_gather(plan.outputs, plan.inputs, self._label)
+        except OrderError:
+            self._release(plan)
+            raise
+        self._in_flight = plan, work
+        if observer.current is not None:
+            observer.current.all_gathering(self.params, plan.members, plan.inputs)
+
+    def _all_gather_slices(self) -> None:
+        unsharded = self._unsharded
+        if unsharded is None or unsharded.slices is None:
+            self.all_gather(from_slices=False)  # not sliced after forward
+            return
+        plan = unsharded.slices.plan
+        try:
+            self._in_flight = plan, plan.start(self._slices_label)
+        except OrderError:
+            self._release(plan)
+            raise
+        if observer.current is not None:
+            observer.current.all_gathering(self.params, plan.members, plan.inputs)
+
+    def _release(self, plan: AllGatherPlan) -> None:
+        """Free the buffers of an all-gather that was not issued because the ranks disagree."""
+        if self.sharded.offload.copy_streams is not None:
+            self.sharded.offload.copy_streams.up.synchronize()
+        plan.staging.release()
+        plan.buffer.release()
+
+    def _make_unsharded(self) -> UnshardedParams:
+        """What is made once, at the first all-gather in a precision."""
+        if self._unsharded is None and self.sharded.find_extended():
+            self.gradients.forget_buffers()
+            self._forget_unsharded()
+        if not self.sharded.placed:
+            self.sharded.refuse_misplaced(self.unit_name)
+        if self._unsharded is None:
+            self._unsharded = UnshardedParams(
+                self.sharded, self.shards, self.mesh, self._device, self._precision, self.slicing
+            )
+            self._by_precision[self._precision] = self._unsharded
+            self._use_params_of(self._unsharded)
+        return self._unsharded
+
+    def wait_for_all_gather(self) -> None:
+        """Wait, and put the unsharded parameters on the modules."""
+        self._wait()
+        unsharded = self._unsharded
+        assert unsharded is not None
+        if not unsharded.plain:
+            unsharded.finish_special()
+            if self.sharded.extended:
+                self._refresh_unsharded()  # a gather protocol may make another unsharded parameter each time
+        if observer.current is not None:
+            observer.current.unsharded(self.params)
+        # A backward goes through what its forward used, frozen or not.
+        self._swap.show_unsharded(follow_requires_grad=current_graph_task() == -1)
+
+    def _wait(self) -> None:
+        if self._in_flight is None:
+            return
+        plan, work = self._in_flight
+        self._in_flight = None
+        try:
+            work.wait()
+        except OrderError:
+            # The collective is still under way and will never end: its buffers are left to it.
+            leak(self._unsharded, plan)
+            self._forget_unsharded()
+            raise
+        if plan.copies:
+            plan.copy_out()
+
+    def cancel_all_gather(self) -> None:
+        """Wait for an all-gather that nobody wants any more; `reshard` follows."""
+        with suppress(OrderError):  # nobody wants the values, and the next all-gather raises it
+            self._wait()
+
+    def upload_early(self) -> None:
+        """Copy an offloaded shard to the device, because an all-gather follows soon. Only at rest."""
+        if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():
+            self._unsharded.plan.upload_early()
+
+    # -- what the modules hold ------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Empty the unsharded buffer; the modules hold the sharded parameters."""
+        self._swap.show_sharded()
+        for unsharded in self._by_precision.values():
+            unsharded.buffer.release()
+            if not unsharded.plain:
+                unsharded.release_special()
+
+    def show_unsharded(self) -> None:
+        """The modules hold the unsharded parameters again."""
+        self._swap.show_unsharded()
+
+    def show_sharded(self) -> None:
+        """The modules hold the sharded parameters, while the unsharded buffer is kept."""
+        self._swap.show_sharded()
+
+    def keep_slice(self) -> None:
+        """Keep a slice, which the modules hold as DTensors; empty the unsharded buffer."""
+        unsharded = self._unsharded
+        assert unsharded is not None and unsharded.slices is not None
+        with torch.no_grad():
+            unsharded.slices.keep()
+        unsharded.buffer.release()
+        self._swap.show_sliced()
+
+    def select(self, precision: Precision) -> None:
+        """All-gather in `precision` from now on. What was gathered in another one stays until `reshard`."""
+        self._swap.show_sharded()
+        self._precision, self._label = precision, self._labels[precision]
+        self._unsharded = self._by_precision.get(precision)
+        if self._unsharded is not None:
+            self._use_params_of(self._unsharded)
+
+    def _use_params_of(self, unsharded: UnshardedParams) -> None:
+        unsharded.enter()
+        self._refresh_unsharded()
+        numbers = {param: number for number, param in enumerate(self.params)}
+        others = [each for each in self._by_precision.values() if each is not unsharded]
+        stored = self._precision is Precision.STORED
+        self.gradients.use_precision(
+            [(numbers[param], parameter) for each in others for param, parameter in each.parameters()],
+            varied=bool(others) or stored,
+            as_stored=stored and not self.sharded.shard.segments.reduces_stored_alike,
+        )
+
+    def _refresh_unsharded(self) -> None:
+        """The params were given other unsharded parameters."""
+        self._swap.refresh()
+        self.gradients.watch(self._swap.unsharded)
+
+    def _forget_unsharded(self) -> None:
+        self._unsharded, self._by_precision = None, {}
+        self.gradients.others = []
+
+    # -- changes from outside -------------------------------------------------------------------------------
+
+    def rebind_params(self) -> None:
+        """Copy parameters that a program replaced, or gave other memory, into the shard. Only at rest."""
+        if LISTENERS:
+            finish_steps()
+        if self.sharded.is_bound():
+            return
+        for unsharded in self._by_precision.values():
+            unsharded.plan.forget_upload()
+        if self.sharded.rebind(self.unit_name):
+            self._forget_unsharded()
+            self._swap = self.sharded.make_swap()  # of fewer params, if some were tied
+        self._register()
+        self._refresh_unsharded()
+        # Conversions reach into the `.grad` objects, too, so these are no longer views of the sharded gradients.
+        self.gradients.forget_buffers()
+
+    def change_transport(self, transport: Transport) -> None:
+        """Send through another transport from now on; it may need another layout. Only at rest."""
+        self.rebind_params()
+        self.gradients.forget_buffers()
+        self.shards = transport
+        self.sharded.change_transport(transport)
+        self.gradients.change_transport(transport)
+        self._forget_unsharded()
+
+    def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
+        """Reduce through another transport: over the ranks that shard or, where nothing is cut, over the replicas."""
+        self.gradients.forget_buffers()
+        if self.shards.world > 1:
+            self.gradients.change_transport(self.shards.wrapped(change))
+        else:
+            self.gradients.change_replicas(self.replicas.wrapped(change))

@@ -1,0 +1,1 @@
+"""Parameters of a unit: shards, unsharded buffers, the swap on modules, dtypes, offload."""

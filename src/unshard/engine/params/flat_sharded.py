@@ -1,0 +1,293 @@
+"""The sharded parameters of a flat unit: all parameters one after the other, cut into equal pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...comm.interface import Transport
+from ...errors import ParameterError, StateError
+from ...layout.collective_tensors import Region, UnitLayout
+from ...layout.flat import FLAT_LAYOUT
+from ..dtype_rules import Segments
+from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
+from ..reduce.unreduced import UnreducedGradients
+from .offload import OffloadPlan
+from .param import ManagedParam, ParamLocation
+from .placeholder import placeholder_for
+from .shard import Shard
+from .sharded import ShardedParams
+from .swap import FlatParamSwap, ParamSwap
+from .writes import count_writes
+
+
+@dataclass(eq=False)
+class FlatParam:
+    """All parameters of a unit as one, of one dimension: this rank's piece at rest, all elements while it computes.
+
+    Registered on a module in place of the original ones, or nowhere with `use_orig_params`.
+    """
+
+    locations: list[ParamLocation]
+    sharded: nn.Parameter
+    local: torch.Tensor
+    length: int
+    """Elements of the unit, without padding at the end."""
+    name: str = "_flat_param"
+    unsharded: torch.Tensor | None = None
+    padded: torch.Tensor | None = None
+    """The unsharded buffer, from the first all-gather on, without and with padding at the end."""
+    _of: Any = None
+    _shows_unsharded: bool = False
+
+    def show_unsharded(self, view: torch.Tensor) -> None:
+        """`view` is any parameter's place in the unsharded buffer, which has memory now."""
+        if self._of is not view:
+            storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
+            self.padded = empty.set_(storage, 0, (storage.nbytes() // view.dtype.itemsize,), (1,))
+            self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
+            self._of = view
+        assert self.unsharded is not None
+        self.sharded.data = self.unsharded
+        self._shows_unsharded = True
+
+    def show_sharded(self) -> None:
+        if self._shows_unsharded:
+            self.sharded.data = self.local
+            self._shows_unsharded = False
+
+
+class FlatShardedParams(ShardedParams):
+    """Plain tensors instead of DTensors: one flat parameter, or the original ones as rows of their elements.
+
+    The params come with their rank's elements in `local`.
+    """
+
+    layout: ClassVar[UnitLayout] = FLAT_LAYOUT
+
+    def __init__(
+        self,
+        params: list[ManagedParam],
+        transport: Transport,
+        offload: OffloadPlan,
+        *,
+        locations: list[ParamLocation],
+        length: int,
+        originals: bool,
+    ):
+        """`locations`: where the flat parameter is registered. `originals`: users see the original ones instead."""
+        self.originals = originals
+        nothing = torch.empty(0, dtype=params[0].sharded.dtype, device=offload.device)
+        needed = any(param.sharded.requires_grad for param in params)
+        self.flat = FlatParam(locations, nn.Parameter(nothing, requires_grad=needed), nothing, length)
+        self._resting: Sequence[ManagedParam | FlatParam] = params if originals else [self.flat]
+        self._bound = False
+        self._all = tuple(index for index, param in enumerate(params) if param.sharding.numel)
+        self._shown: list[tuple[tuple[int, ...], ManagedParam | FlatParam, torch.Tensor, torch.Tensor | None]] = []
+        self._placeholders: dict[ManagedParam, torch.Tensor] = {}
+        self._places: list[tuple[dict[str, Any], str, ManagedParam | FlatParam, int]] = []
+        super().__init__(params, transport, offload)
+
+    # -- where parameters lie --------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [*super().parameters(), self.flat.sharded]
+
+    @property
+    def one_parameter_each(self) -> bool:
+        return self.originals
+
+    @property
+    def locations(self) -> list[ParamLocation]:
+        return [location for each in self._resting for location in each.locations]
+
+    def is_bound(self) -> bool:
+        """Whether every parameter is the object, and lies at the address, that it was given."""
+        if not self.is_registered():
+            return False
+        return all(each.sharded.data_ptr() == address for *_, each, address in self._places)
+
+    def is_registered(self) -> bool:
+        """Whether every parameter is the object that it was, wherever it lies."""
+        return all(parameters.get(name) is each.sharded for parameters, name, each, _ in self._places)
+
+    def rebind(self, unit: str) -> bool:
+        """Take over parameters that were given other memory from outside; true if the layout changed."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for each in self._resting:
+                self._take_over(each, unit)  # type: ignore[arg-type]
+            if not self.originals:
+                for param in self.params:
+                    param.sharded = self.flat.sharded
+            self._refuse_several_dtypes(unit)
+            if self._dtypes() == self.shard.segments.originals:
+                self._bind(self.shard)
+                return False
+            self.shard = self._lay_out()
+            return True
+
+    def refuse_assigned_data(self, unit: str) -> None:
+        """It is adopted: a plain tensor lies where its data does."""
+
+    def find_extended(self) -> bool:
+        return False
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether this rank's piece is more than padding."""
+        return any(local.numel() for local in self.shard.locals)
+
+    def _dtypes(self) -> list[torch.dtype]:
+        return [param.sharded.dtype for param in self.params]
+
+    def _lay_out(self) -> Shard:
+        segments = Segments(self._dtypes(), [param.policy for param in self.params])
+        shardings, members = [param.sharding for param in self.params], range(len(self.params))
+        device = self.offload.device
+        shard = Shard(shardings, segments, self._transport, members, device, self.offload, self.layout)
+        if not self.originals:
+            dtype = segments.kinds[0].original
+            self._placeholders = {param: placeholder_for(param, dtype, device) for param in self.params}
+        self._bind(shard)
+        return shard
+
+    def _bind(self, shard: Shard) -> None:
+        """Copy what lies outside the shard into it. Parameters on another device are left."""
+        kinds, shard_numel = shard.segments.kinds[0], self.params[0].sharding.shard_numel  # type: ignore[union-attr]
+        piece = shard.flat(kinds.original, 0, shard_numel)
+        if not self._bound:
+            self._begin(shard, piece)
+        elif self.originals:
+            for param, inside in zip(self.params, shard.locals, strict=True):
+                _move_in(param.sharded, inside)
+            _move_to(self.flat.sharded, piece)
+        else:
+            _move_in(self.flat.sharded, piece)
+        self.flat.local = piece
+        for param, inside in zip(self.params, shard.locals, strict=True):
+            param.local = inside
+        for each in (*self._resting, self.flat):
+            _allow_gradients_in(each.sharded, kinds.gradient)
+        self.placed = all(each.sharded.device == shard.device for each in self._resting)
+        locations = [(each, location) for each in self._resting for location in each.locations]
+        self._places = [
+            (location.parameters, location.name, each, each.sharded.data_ptr()) for each, location in locations
+        ]
+        self._written = [tensor for each in self._resting for tensor in (each.sharded, each.local)]
+
+    def _begin(self, shard: Shard, piece: torch.Tensor) -> None:
+        """The values that the params came with, and the parameters over them."""
+        self._bound = True
+        self.flat.sharded.data = piece
+        for param, inside in zip(self.params, shard.locals, strict=True):
+            inside.copy_(param.local)
+            if self.originals:
+                param.sharded.grad = None
+                param.sharded.data = inside
+            else:
+                param.sharded = self.flat.sharded
+
+    # -- what others ask ------------------------------------------------------------------------------------
+
+    def make_swap(self) -> ParamSwap:
+        return FlatParamSwap(self.params, self.flat, self._placeholders)
+
+    def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
+        flat = None if self.originals else self.flat
+        return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat)
+
+    def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+        """All of them: the unit is cut as a whole, so ranks may even use different parameters."""
+        for index, gradient in gradients.items():
+            if gradient.requires_grad:
+                raise StateError(
+                    f"The gradient of {self.params[index].name!r} is to be differentiated again (create_graph=True); "
+                    "nothing leads back through the reduction. Call backward without a graph."
+                )
+        return self._all if gradients else ()
+
+    def show_unreduced(self, sums: UnreducedGradients) -> None:
+        """As `.grad`, in the shape of unsharded parameters: so users see them, and clear them with the others."""
+        shown: list[tuple[tuple[int, ...], ManagedParam | FlatParam, torch.Tensor, torch.Tensor | None]] = []
+        if self.originals:
+            shown = [
+                ((index,), self.params[index], each, self.params[index].unsharded_view)
+                for index, each in sums.sums().items()
+            ]
+        elif sums.sums():
+            shown = [(tuple(range(len(self.params))), self.flat, sums.flat(self.flat.length), self.flat.unsharded)]
+        for indices, holder, each, like in shown:
+            parameter = holder.sharded
+            self._shown.append((indices, holder, each, parameter.grad))
+            if like is not None:
+                parameter.data = like  # a gradient of another shape than the parameter's is refused
+                parameter.grad = None
+                parameter.grad = each
+                parameter.data = holder.local
+
+    def hide_unreduced(self) -> list[int]:
+        cleared = [
+            index for indices, holder, each, _ in self._shown if holder.sharded.grad is not each for index in indices
+        ]
+        for _, holder, each, before in self._shown:
+            # What was reduced before is added to, unless the user cleared everything.
+            holder.sharded.grad = before if holder.sharded.grad is each else None
+        self._shown = []
+        return cleared
+
+    def writes(self) -> int:
+        # Other memory is not counted: a rank without elements of the parameter could not see it, and gather alone.
+        return count_writes(self._written)
+
+    # -- refusals -------------------------------------------------------------------------------------------
+
+    def refuse_misplaced(self, unit: str) -> None:
+        wrong = [each for each in self._resting if each.sharded.device != self.offload.device]
+        listed = ", ".join(f"{each.name} on {each.sharded.device}" for each in wrong)
+        raise ParameterError(
+            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, found: "
+            f"{listed}. Parameters that are offloaded stay on the host; otherwise move the module, or pass device_id, "
+            "before it is wrapped."
+        )
+
+    def _refuse_several_dtypes(self, unit: str) -> None:
+        if len(set(self._dtypes())) > 1:
+            listed = ", ".join(f"{param.name} in {param.sharded.dtype}" for param in self.params)
+            raise ParameterError(
+                f"The parameters of unit {unit!r} become one flat parameter and must have one dtype, found: {listed}. "
+                "Convert all of them."
+            )
+
+    def _check_replacement(self, param: Any, current: Any, unit: str) -> None:
+        where = f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if current is None:
+            raise ParameterError(f"{where} was removed from its module. Remove it before it is wrapped, or freeze it.")
+        if not isinstance(current, nn.Parameter):
+            raise ParameterError(f"{where} was replaced by a {type(current).__name__}; assign an nn.Parameter.")
+        if current.shape != param.local.shape:
+            raise ParameterError(
+                f"{where} has the shape {tuple(current.shape)} now; expected {tuple(param.local.shape)}, this rank's "
+                "elements of it. To change unsharded parameters use summon_full_params."
+            )
+
+
+def _allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` have another dtype than the parameter."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        parameter.grad_dtype = dtype
+
+
+def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:
+    """Let a parameter that was given other memory lie in the shard again, with the values it has."""
+    if parameter.device == inside.device and parameter.data_ptr() != inside.data_ptr():
+        inside.copy_(parameter.detach())
+        parameter.data = inside
+
+
+def _move_to(parameter: nn.Parameter, place: torch.Tensor) -> None:
+    if parameter.data_ptr() != place.data_ptr() or parameter.dtype != place.dtype:
+        parameter.data = place

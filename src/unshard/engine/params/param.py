@@ -1,0 +1,103 @@
+"""A managed parameter, and where modules register it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layout.flat import FlatSharding
+from ...layout.rows import RowSharding
+from ...policies import MixedPrecisionPolicy
+from ...torch_private import DTensorSpec, own_parameters, set_rnn_weight
+
+
+@dataclass(frozen=True)
+class ParamLocation:
+    """One name under which a module registers a parameter. Holds no strong reference to the module."""
+
+    module: weakref.ref[nn.Module]
+    parameters: dict[str, Any]
+    name: str
+
+    @property
+    def plain(self) -> bool:
+        """Whether writing into the dict of parameters is enough.
+
+        Recurrent layers keep their weights in a list as well and update it in `__setattr__`.
+        """
+        module = self.module()
+        return module is None or type(module).__setattr__ is nn.Module.__setattr__
+
+    def put(self, parameter: nn.Parameter) -> None:
+        module = self.module()
+        if self.plain or module is None:
+            self.parameters[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+
+class UnregisteredLocation(ParamLocation):
+    """A name under which a module finds its parameter, although it does not register it: a piece of a flat one."""
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.parameters[self.name] = parameter
+        module = self.module()
+        if module is not None and not self.plain:
+            set_rnn_weight(module, self.name, parameter)
+
+
+def location_of(module: nn.Module, name: str) -> ParamLocation:
+    return ParamLocation(weakref.ref(module), own_parameters(module), name)
+
+
+def unregistered_location_of(module: nn.Module, name: str) -> ParamLocation:
+    return UnregisteredLocation(weakref.ref(module), module.__dict__, name)
+
+
+@dataclass(eq=False)
+class ManagedParam:
+    """One parameter of a unit: its names, how it is cut, and what the modules hold of it."""
+
+    name: str
+    locations: list[ParamLocation]
+    sharding: RowSharding | FlatSharding
+    origin: weakref.ref[nn.Parameter]
+    """What it was before it was sharded; tells whether two units were given the same parameter."""
+    sharded: nn.Parameter
+    """What the modules hold at rest."""
+    local: torch.Tensor
+    """The piece of the shard that `sharded` was last given. If it holds another tensor, a program has replaced it."""
+    policy: MixedPrecisionPolicy
+    tp_spec: DTensorSpec | None = None
+    """How the unsharded parameter is distributed over other ranks (tensor parallelism), if it is."""
+    partial_dims: frozenset[int] = frozenset()
+    """Dimensions of that distribution over which the reduction itself sums: the gradient may come unsummed there."""
+    unsharded: nn.Parameter | None = None
+    """What the modules hold while they compute."""
+    sliced: nn.Parameter | None = None
+    """What they hold between forward and backward under an integer `reshard_after_forward`."""
+    unsharded_view: torch.Tensor | None = None
+    """The place of `unsharded` in the unsharded buffer."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a program has registered another parameter in its place."""
+        known = (self.sharded, self.unsharded, self.sliced)
+        return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
+
+
+_UNSHARDED = "unshard_unsharded_name"
+
+
+def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
+    """Let an unsharded parameter be known as one: an optimizer must not be built of it."""
+    setattr(parameter, _UNSHARDED, name)
+
+
+def unsharded_name(parameter: Any) -> str | None:
+    """The name of an unsharded parameter; None if it is not one."""
+    return getattr(parameter, _UNSHARDED, None)

@@ -1,0 +1,251 @@
+"""The sharded parameters of a param group over its shard, and what programs do to them from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...comm.interface import Transport
+from ...errors import ParameterError
+from ...layout.collective_tensors import ROW_LAYOUT, Region, UnitLayout
+from ...torch_private import local_of, set_local_tensor, storage_key
+from ..dtype_rules import Segments
+from ..gather.extension import is_extended
+from ..reduce.sharded_grad import ShardedGrad
+from ..reduce.unreduced import UnreducedGradients
+from .offload import OffloadPlan
+from .param import ManagedParam, ParamLocation
+from .shard import META, Shard
+from .swap import ParamSwap
+from .writes import count_writes
+
+
+class ShardedParams:
+    """Keeps every sharded parameter inside the shard."""
+
+    layout: ClassVar[UnitLayout] = ROW_LAYOUT
+
+    def __init__(self, params: list[ManagedParam], transport: Transport, offload: OffloadPlan):
+        self.params = params
+        self.offload = offload
+        self.placed = False
+        """Whether every parameter lies in the shard, so that it can be gathered."""
+        self.extended: set[int] = set()
+        """Parameters that bring their own gather protocol, and so keep the memory they came with."""
+        self._transport = transport
+        self.shard = self._lay_out()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those at rest, and those they were made from, as far as they live."""
+        origins = [origin for param in self.params if (origin := param.origin()) is not None]
+        return origins + [param.sharded for param in self.params]
+
+    @property
+    def rank(self) -> int:
+        """Among those that shard."""
+        return self._transport.rank
+
+    @property
+    def one_parameter_each(self) -> bool:
+        """Whether every param has a sharded parameter of its own."""
+        return True
+
+    @property
+    def locations(self) -> list[ParamLocation]:
+        """Where parameters are registered at rest."""
+        return [location for param in self.params for location in param.locations]
+
+    def is_bound(self) -> bool:
+        """Whether every parameter is the object, and holds the tensor, that it was given."""
+        # Loops in C: asked before every all-gather.
+        if not all(map(is_, map(dict.get, self._dicts, self._names), self._given)):
+            return False
+        return all(map(is_, map(local_of, self._given), self._locals))
+
+    def is_registered(self) -> bool:
+        """Whether every parameter is the object that it was, whatever it holds."""
+        return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
+
+    def rebind(self, unit: str) -> bool:
+        """Take over parameters that were given other storage from outside; true if the layout changed.
+
+        `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
+        all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,
+        keeping the parameter objects. Another dtype needs another layout.
+        """
+        self.refuse_assigned_data(unit)
+        with torch.no_grad(), torch.inference_mode(False):
+            for param in self.params:
+                self._take_over(param, unit)
+            merged = self._merge_tied()
+            dtypes = [param.sharded.dtype for param in self.params]
+            materialised = self.shard.device == META and self._device() != META
+            if dtypes == self.shard.segments.originals and not materialised and not merged:
+                self._bind(self.shard)
+                return False
+            self.shard = self._lay_out()
+            return True
+
+    def _merge_tied(self) -> bool:
+        """One param for parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
+
+        Two params would rebind the one parameter in turns, and each time drop the gradients kept so far.
+        """
+        kept: dict[int, ManagedParam] = {}
+        for param in self.params:
+            first = kept.setdefault(id(param.sharded), param)
+            if first is not param:
+                first.locations.extend(param.locations)
+        merged = len(kept) < len(self.params)
+        if merged:
+            self.params = list(kept.values())
+        return merged
+
+    def find_extended(self) -> bool:
+        """Look for gather protocols that were patched onto shards since; true if the layout changed."""
+        if self._find_extended() == self.extended:
+            return False
+        with torch.no_grad(), torch.inference_mode(False):
+            self.shard = self._lay_out()
+        return True
+
+    def _find_extended(self) -> set[int]:
+        return {i for i, param in enumerate(self.params) if is_extended(local_of(param.sharded), param.name)}
+
+    def _misplaced(self, shard: Shard) -> list[ManagedParam]:
+        wrong = []
+        for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
+            here = param.local.device == self.offload.device if index in self.extended else param.local is inside
+            if not here or param.local.is_meta:
+                wrong.append(param)
+        return wrong
+
+    def refuse_misplaced(self, unit: str) -> None:
+        wrong = self._misplaced(self.shard)
+        listed = ", ".join(f"{param.name} on {local_of(param.sharded).device}" for param in wrong)
+        raise ParameterError(
+            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, "
+            f"found: {listed}. {self._what_to_do()}"
+        )
+
+    def _what_to_do(self) -> str:
+        if self.offload.offloaded:
+            return (
+                "Its policy keeps them on the host (CPUOffloadPolicy), and the device gets copies by itself: do not "
+                "move the model with .cuda() or .to(device), and assign tensors on the CPU only. model.to('cpu') takes "
+                "them back."
+            )
+        return (
+            "A model built on meta is materialised with model.to_empty(device=...) and then initialised, or by loading "
+            "a state dict with assign=True, before the first forward."
+        )
+
+    def change_transport(self, transport: Transport) -> None:
+        self._transport = transport
+        with torch.no_grad(), torch.inference_mode(False):
+            self.shard = self._lay_out()
+
+    def make_swap(self) -> ParamSwap:
+        """What swaps the parameters on the modules."""
+        return ParamSwap(self.params)
+
+    def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
+        """What gives reduced gradients to the sharded parameters."""
+        return ShardedGrad(shard, regions, self.params, transport, self.offload)
+
+    def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+        """The parameters that are reduced where these have gradients."""
+        return tuple(gradients)
+
+    def show_unreduced(self, sums: UnreducedGradients) -> None:
+        """Let users see gradients that were not synchronised; these are nobody's but the engine's."""
+
+    def hide_unreduced(self) -> list[int]:
+        """Undo that; the parameters whose sums a user cleared."""
+        return []
+
+    def writes(self) -> int:
+        """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
+        return count_writes(self._written)
+
+    def _lay_out(self) -> Shard:
+        shardings = [param.sharding for param in self.params]
+        segments = Segments([param.sharded.dtype for param in self.params], [param.policy for param in self.params])
+        before, self.extended = self.extended, self._find_extended()
+        members = [index for index in range(len(shardings)) if index not in self.extended]
+        shard = Shard(shardings, segments, self._transport, members, self._device(), self.offload)
+        for index in self.extended - before:
+            self._move_out(local_of(self.params[index].sharded))
+        self._bind(shard)
+        return shard
+
+    @staticmethod
+    def _move_out(local: torch.Tensor) -> None:
+        """Give a tensor that methods were patched onto memory outside the shard, keeping the object."""
+        if type(local) is torch.Tensor and not local.is_meta and local.numel():
+            local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
+
+    def _device(self) -> torch.device:
+        """Meta while nothing is materialised, so that a large model costs nothing yet."""
+        on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
+        return META if on_meta else self.offload.device
+
+    def _bind(self, shard: Shard) -> None:
+        """Copy what lies outside the shard into it. Parameters on meta or on another device are left."""
+        for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
+            outside = local_of(param.sharded)
+            if index not in self.extended and outside is not inside and outside.device == inside.device:
+                if not inside.is_meta:
+                    inside.copy_(outside)
+                set_local_tensor(param.sharded, inside)
+            param.local = local_of(param.sharded)
+        self.placed = not self._misplaced(shard)
+        names = [(location.parameters, location.name, param) for param in self.params for location in param.locations]
+        self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
+        self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
+        self._written = [tensor for param in self.params for tensor in (param.sharded, param.local)]
+        self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
+
+    def refuse_assigned_data(self, unit: str) -> None:
+        """Of `parameter.data = tensor` a DTensor takes the storage, which it does not use, and not the local tensor."""
+        for param, storage in zip(self.params, self._storages, strict=True):
+            ignored = storage_key(param.sharded.untyped_storage()) != storage and local_of(param.sharded) is param.local
+            if ignored and not param.is_replaced:
+                raise ParameterError(
+                    f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank} was assigned to by "
+                    "`.data = tensor`, which leaves the values of a DTensor as they are. Write into it, under "
+                    "torch.no_grad(): parameter.copy_(tensor) with a DTensor, parameter.to_local().copy_(tensor) with "
+                    "this rank's rows; or assign an nn.Parameter of a DTensor to the module's attribute."
+                )
+
+    def _take_over(self, param: ManagedParam, unit: str) -> None:
+        """Take over the parameter object that is registered now, under all of its names."""
+        registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
+        current = next((p for p in registered if p is not param.sharded), param.sharded)
+        self._check_replacement(param, current, unit)
+        param.sharded = current
+        for location in param.locations:
+            if location.parameters[location.name] is not current:
+                location.put(current)
+
+    def _check_replacement(self, param: ManagedParam, current: Any, unit: str) -> None:
+        where = f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if current is None:
+            raise ParameterError(f"{where} was removed from its module. Remove it before fully_shard, or freeze it.")
+        if not isinstance(current, DTensor):
+            raise ParameterError(
+                f"{where} was replaced by a {type(current).__name__} that is not a DTensor. Write into the existing "
+                "parameter, or assign one made with torch.distributed.tensor.distribute_tensor."
+            )
+        expected = param.sharding.local_shape(self._transport.rank)
+        found = tuple(local_of(current).shape)
+        if current.shape != param.sharded.shape or found != expected:
+            raise ParameterError(
+                f"{where} was replaced by one of shape {tuple(current.shape)} (local {found}); expected "
+                f"{tuple(param.sharded.shape)} (local {expected}). Shapes cannot change after fully_shard."
+            )

@@ -1,0 +1,131 @@
+"""The unsharded parameters of a param group in one precision: their buffer, and the all-gather that fills it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...comm.interface import Label, Transport, Work
+from ...errors import StateError, UnsupportedError
+from ...torch_private import as_dtensor, without_function_transforms
+from ..dtype_rules import Precision
+from ..gather.all_gather import AllGatherPlan
+from ..gather.extension import Extension, Extensions
+from ..gather.slices import Slices, Slicing
+from ..gather.upload import HostCopy
+from .buffers import UnshardedBuffer
+from .param import ManagedParam, mark_unsharded
+from .shard import Shard
+from .sharded import ShardedParams
+from .writes import Samples
+
+
+class UnshardedParams:
+    """Made at the first all-gather. The params refer to its parameters while its precision is the group's."""
+
+    def __init__(
+        self,
+        sharded: ShardedParams,
+        transport: Transport,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        precision: Precision,
+        slicing: Slicing | None,
+    ):
+        self._params = sharded.params
+        self._transport = transport
+        shard, extended = sharded.shard, sorted(sharded.extended)
+        _check(self._params, extended, slicing)
+        if precision is Precision.STORED:
+            shard, slicing = shard.stored(), None
+        members = [index for index in range(len(self._params)) if index not in sharded.extended]
+        streams = sharded.offload.copy_streams
+        with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+            self.is_shard = _can_use_shard(shard, members, device)
+            """Whether the shard is the unsharded buffer itself, and nothing is gathered."""
+            self.buffer = UnshardedBuffer(
+                shard, members, device, transport.pool, shard.memory if self.is_shard else None
+            )
+            host_copy = None if streams is None else HostCopy(streams.up, sharded.writes, Samples(shard.locals))
+            self.plan = AllGatherPlan(shard, self.buffer, transport, host_copy)
+            self.buffer.take()
+            self._made = [self._make(shard, index) for index in members]
+            self.buffer.release()
+            self._extensions: Extensions | None = None
+            if extended:
+                made = [self._extension(shard, index, mesh, device, precision) for index in extended]
+                self._extensions = Extensions(made, transport)
+                self.plan.plain = False
+            self.enter()
+            self.slices = None if slicing is None else Slices(self._params, shard, self.buffer, slicing)
+        self.plain = self._extensions is None and self.slices is None
+        """Whether nothing but the buffer has to be filled and emptied."""
+
+    def _make(self, shard: Shard, index: int) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
+        param = self._params[index]
+        view = self.buffer.parameter(shard, index)
+        parameter = nn.Parameter(as_dtensor(view, param.tp_spec), requires_grad=param.sharded.requires_grad)
+        mark_unsharded(parameter, param.name)
+        return param, view, parameter
+
+    def _extension(
+        self, shard: Shard, index: int, mesh: DeviceMesh | None, device: torch.device, precision: Precision
+    ) -> Extension:
+        param, dtype = self._params[index], shard.segments.dtypes(index).compute
+        policy = param.policy if precision is Precision.POLICY else param.policy.without_casts
+        return Extension(param, self._transport, mesh, policy, dtype, device)
+
+    def enter(self) -> None:
+        """Let the params refer to these parameters."""
+        for param, view, parameter in self._made:
+            param.unsharded_view, param.unsharded = view, parameter
+        if self._extensions is not None:
+            self._extensions.enter()
+
+    def parameters(self) -> list[tuple[ManagedParam, nn.Parameter]]:
+        extensions = [] if self._extensions is None else self._extensions.parameters()
+        return [(param, parameter) for param, _, parameter in self._made] + extensions
+
+    # -- what comes on top of a plain all-gather ------------------------------------------------------------
+
+    def start_special(self, label: Label) -> Work:
+        """Issue the all-gather of an offloaded shard, of gather protocols, or of nothing."""
+        extensions, plan = self._extensions, self.plan
+        if extensions is None:
+            return plan.start(label)
+        # Not on a side stream: users' code allocates.
+        return plan.start_with(lambda: extensions.start(plan.outputs, plan.inputs, label), on_side_stream=False)
+
+    def finish_special(self) -> None:
+        """After the all-gather."""
+        if self._extensions is not None:
+            self._extensions.finish()
+        if self.slices is not None:
+            self.slices.release()
+
+    def release_special(self) -> None:
+        """Empty everything besides the unsharded buffer."""
+        if self._extensions is not None:
+            self._extensions.release()
+        if self.slices is not None:
+            self.slices.release()
+
+
+def _can_use_shard(shard: Shard, members: list[int], device: torch.device) -> bool:
+    """Whether one rank has the whole unit, laid out as the unsharded buffer is, in the dtypes of compute."""
+    alone = not members or shard.shardings[0].world == 1
+    cast = any(kind.compute != kind.original for kind in shard.segments.kinds)
+    return alone and not cast and shard.layout.same_unsharded and shard.device == device
+
+
+def _check(params: list[ManagedParam], extended: list[int], slicing: Slicing | None) -> None:
+    for param in params:
+        if param.sharded.requires_grad and not param.sharded.is_floating_point():
+            raise StateError(f"Parameter {param.name!r} is {param.sharded.dtype} and cannot require grad.")
+    if extended and slicing is not None:
+        names = ", ".join(params[index].name for index in extended)
+        raise UnsupportedError(
+            f"Parameters with their own gather protocol ({names}) cannot be resharded to a smaller group: pass "
+            "True or False for reshard_after_forward."
+        )

@@ -1,0 +1,53 @@
+"""Counts writes to parameters at rest, so that gathered copies of them are known to be out of date.
+
+Autograd counts writes through a DTensor and through its local tensor, but not those of the `_foreach` and fused
+operations of optimizers on DTensors. Those are seen by a hook on every optimizer's step. Nor does it count writes
+through `.data`; where these matter and memory can be read at once, on the host, samples show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+
+from ...torch_private import version_of
+
+
+class _Steps:
+    taken = 0
+
+
+def note_optimizer_step() -> None:
+    _Steps.taken += 1
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> int:
+    """Grows when any of `tensors` may have been written."""
+    return _Steps.taken + sum(map(version_of, tensors))
+
+
+class Samples:
+    """A few elements of every tensor, evenly spread."""
+
+    MOST = 64
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        """`tensors` have no gaps."""
+        self._tensors = tensors
+
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
+        steps = [max(1, each.numel() // self.MOST) for each in self._tensors]
+        return [
+            each.detach().as_strided((-(-each.numel() // step),), (step,))
+            for each, step in zip(self._tensors, steps, strict=True)
+        ]
+
+    def take(self) -> list[torch.Tensor]:
+        return [each.clone() for each in self._places]
+
+    def same(self, before: list[torch.Tensor]) -> bool:
+        """Whether nothing was written to them since; NaN counts as written."""
+        return all(map(torch.equal, self._places, before))

@@ -1,0 +1,364 @@
+"""The gradients of a param group: taken from autograd, kept or reduced, given to the sharded parameters."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from operator import is_not
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...comm.interface import Label, Transport
+from ...comm.order.polling import leak
+from ...errors import OrderError, listed
+from ...torch_private import DTensorSpec
+from .. import observer
+from ..options import Options
+from ..params.param import ManagedParam
+from ..params.shard import Shard
+from ..params.sharded import ShardedParams
+from ..states import GradState, checked_move
+from .gradient_packing import Gradients
+from .reduction import Outcome, Reduction, ReductionInFlight
+from .sharded_grad import ShardedGrad, gradient_of
+from .unreduced import UnreducedGradients
+
+
+class GroupGradients:
+    """Says which parameters are reduced together, and what becomes of gradients that are not."""
+
+    def __init__(
+        self,
+        sharded: ShardedParams,
+        shards: Transport,
+        replicas: Transport,
+        device: torch.device,
+        number: int,
+        unit_name: Callable[[], str],
+    ):
+        self.state = GradState.EMPTY
+        self._sharded = sharded
+        self._transport, self._replicas = shards, replicas
+        self._device = device
+        self._number, self._unit_name = number, unit_name
+        self._reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
+        # These outlive the reductions: a rank may change its layout when others do not.
+        self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
+        self._unreduced: UnreducedGradients | None = None
+        self._in_flight: list[ReductionInFlight] = []
+        self._unsharded: list[nn.Parameter] = []
+        self._all: tuple[int, ...] = ()
+        self._special: list[int] = []
+        """Parameters whose gradients are not reduced as they come: tensor parallel ones, and those without elements."""
+        self.others: list[tuple[int, nn.Parameter]] = []
+        """Unsharded parameters of a precision that is not in use: a graph of an earlier forward may leave gradients."""
+        self._varied = False
+        """Whether gradients may come in other dtypes than the policy's."""
+        self._as_stored = False
+        """Whether they are reduced in the stored dtypes, because the unit computes in those."""
+
+    def __str__(self) -> str:
+        return f"The gradient of unit {self._unit_name()!r} on rank {self._transport.rank}"
+
+    @property
+    def _params(self) -> list[ManagedParam]:
+        return self._sharded.params
+
+    def watch(self, unsharded: list[nn.Parameter]) -> None:
+        """The unsharded parameters in use, one for each param: there autograd leaves gradients."""
+        self._unsharded, params = unsharded, self._params
+        self._all = tuple(range(len(unsharded)))
+        self._special = [i for i, param in enumerate(params) if param.tp_spec is not None or not param.sharding.numel]
+
+    def use_precision(self, others: list[tuple[int, nn.Parameter]], varied: bool, as_stored: bool) -> None:
+        self.others, self._varied, self._as_stored = others, varied, as_stored
+
+    def change_transport(self, transport: Transport) -> None:
+        self._transport = transport
+        self._labels = {}  # labels are numbered per process group
+
+    def change_replicas(self, transport: Transport) -> None:
+        self._replicas = transport
+        self._labels = {}
+
+    @property
+    def any_new(self) -> bool:
+        """Whether autograd left a gradient that was not taken yet."""
+        if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: asked in every step
+            return True
+        return self._varied and any(parameter.grad is not None for _, parameter in self.others)
+
+    def has_sums_to_reduce(self, options: Options) -> bool:
+        """Whether earlier backwards left sums that the end of this one has to reduce."""
+        kept = self.state is GradState.LOCAL and options.synchronise
+        return kept or (self._has_partial and options.synchronise and options.all_reduce)
+
+    @property
+    def _has_partial(self) -> bool:
+        """Whether partial sums exist that no reduction in flight includes."""
+        if self._replicas.world == 1:
+            return False
+        under_way = [each.reduction for each in self._in_flight]
+        return any(each.has_partial and each not in under_way for each in self._reductions.values())
+
+    # -- taking and reducing --------------------------------------------------------------------------------
+
+    def reduce(self, options: Options, last: bool) -> None:
+        """Issue the reduction of what autograd left, or keep it for a later one.
+
+        `last`: the backward is over, so sums kept by earlier backwards are reduced even if nothing was added.
+        """
+        gradients = list(map(gradient_of, self._unsharded))
+        plain = not (self._special or self._varied or self._sharded.extended or self.state is GradState.LOCAL)
+        if (
+            plain
+            and gradients
+            and options.synchronise
+            and all(map(is_not, gradients, repeat(None)))
+            and not torch.is_grad_enabled()
+        ):
+            deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
+            if self.state is GradState.REDUCING:
+                checked_move(self, self.state, GradState.REDUCING)  # raises: a reduction is in flight
+            reduction = self._reductions.get((self._all, self._as_stored)) or self._make_reduction(self._all)
+            self._in_flight.append(reduction.start(gradients, options, last))  # type: ignore[arg-type]
+            self.state = GradState.REDUCING
+            if last and options.all_reduce and self._replicas.world > 1:
+                self._resume_partial(self._all, options)
+        else:
+            self._reduce_some(options, last)
+
+    def _reduce_some(self, options: Options, last: bool) -> None:
+        """The same where gradients are missing, not synchronised, tensor-parallel, or of several precisions."""
+        gradients = self._take()
+        if options.reduce_unused and options.synchronise:
+            self._add_unused(gradients)
+        if self._sharded.extended and not self._varied:
+            self._cast_to_one_dtype(gradients)
+        if not gradients and not (last and self.has_sums_to_reduce(options)):
+            return
+        with torch.no_grad():  # a backward may build a graph
+            if self.state is GradState.LOCAL and self._unreduced is not None:
+                self._unreduced.forget(self._sharded.hide_unreduced())
+            if self.state is GradState.LOCAL or (gradients and not options.synchronise):
+                gradients = self._keep(gradients)
+            if options.synchronise:
+                self._start(self._sharded.members_to_reduce(gradients), gradients, options, last)
+            elif self._unreduced is not None:
+                self._sharded.show_unreduced(self._unreduced)
+
+    def _start(self, members: tuple[int, ...], gradients: Gradients, options: Options, last: bool) -> None:
+        state = checked_move(self, self.state, GradState.REDUCING)
+        if members:
+            reduction = self._reductions.get((members, self._as_stored)) or self._make_reduction(members)
+            self._in_flight.append(reduction.start(gradients, options, last))
+        self.state = state
+        if last and options.all_reduce:
+            self._resume_partial(members, options)
+        self._clear_unreduced()
+
+    def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
+        """Reduce over the replicas what earlier backwards reduced over the shards alone, of other parameters."""
+        mine = members, self._as_stored
+        others = [each for key, each in self._reductions.items() if key != mine and each.has_partial]
+        self._in_flight += [each.resume(options) for each in others]
+
+    def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
+        """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
+        key = members, self._as_stored
+        labels = self._labels.get(key)
+        if labels is None:
+            names, mine = [param.name for param in self._params], [self._params[index].name for index in members]
+            unit_name = self._unit_name
+            labels = self._labels[key] = (
+                Label(lambda: f"reduce-scatter {_described(unit_name(), names, mine)}", self._number),
+                Label(lambda: f"all-reduce over the replicas {_described(unit_name(), names, mine)}", self._number),
+            )
+        reduction = Reduction(
+            self._sharded, self._shard(), members, self._transport, self._replicas, self._device, labels
+        )
+        self._reductions[key] = reduction
+        return reduction
+
+    def _shard(self) -> Shard:
+        return self._sharded.shard.stored() if self._as_stored else self._sharded.shard
+
+    def _take(self) -> dict[int, torch.Tensor]:
+        """Gradients by parameter; those of the unsharded parameters are cleared."""
+        found = enumerate(map(gradient_of, self._unsharded))
+        gradients = {index: grad for index, grad in found if grad is not None}
+        for index in self._special:
+            if index in gradients:
+                param = self._params[index]
+                if not param.sharding.numel:
+                    del gradients[index]
+                elif param.tp_spec is not None:
+                    gradients[index] = local_gradient(gradients[index], param.tp_spec, param.partial_dims)
+        deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
+        if self._varied:
+            self._take_others(gradients)
+        return gradients
+
+    def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Add what graphs of the other precision left. All in the reduce dtype: to be packed they must have one."""
+        for index, parameter in self.others:
+            if (grad := parameter.grad) is not None:
+                param = self._params[index]
+                if param.tp_spec is not None:
+                    grad = local_gradient(grad, param.tp_spec, param.partial_dims)
+                if param.sharding.numel:
+                    both = index in gradients
+                    gradients[index] = self._to_reduce(index, gradients[index]) + grad if both else grad
+                parameter.grad = None
+        for index in gradients:
+            gradients[index] = self._to_reduce(index, gradients[index])
+        _sort(gradients)
+
+    def _to_reduce(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self._shard().segments.dtypes(index).reduce)
+
+    @torch.no_grad()
+    def _cast_to_one_dtype(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Gradients of equal dtypes in every segment, because they are packed together.
+
+        A gradient of a tensor with its own gather protocol travels as the others do; if it comes in the reduce dtype
+        the others take that one.
+        """
+        segments, extended = self._sharded.shard.segments, self._sharded.extended & gradients.keys()
+        precise = {segments.of[i] for i in extended if gradients[i].dtype == segments.dtypes(i).reduce}
+        for index, gradient in gradients.items():
+            kinds = segments.dtypes(index)
+            gradients[index] = gradient.to(kinds.reduce if segments.of[index] in precise else kinds.compute)
+
+    def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Zeros for trainable parameters that this rank did not use and another one may have."""
+        kept = self._unreduced.sums() if self._unreduced is not None else {}
+        for index, param in enumerate(self._params):
+            trained = param.unsharded is not None and param.unsharded.requires_grad
+            if index not in gradients and index not in kept and param.sharding.numel and trained:
+                kinds = self._sharded.shard.segments.dtypes(index)
+                dtype = kinds.reduce if self._varied else kinds.compute
+                gradients[index] = torch.zeros(param.sharding.shape, dtype=dtype, device=self._device)
+        _sort(gradients)
+
+    # -- gradients that are not reduced yet -----------------------------------------------------------------
+
+    def _keep(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if self._unreduced is None:
+            self._unreduced = UnreducedGradients(self._sharded.shard, self._device)
+        self._unreduced.add(gradients)
+        self.state = checked_move(self, self.state, GradState.LOCAL)
+        sums = self._unreduced.sums()
+        if observer.current is not None:
+            observer.current.keeping(self._params, sums)
+        return sums
+
+    def _clear_unreduced(self) -> None:
+        if self._unreduced is not None and not self._unreduced.clear():
+            self._unreduced = None  # a user holds the sums
+
+    def drop_unreduced(self) -> None:
+        """Drop what backwards without synchronisation have summed up."""
+        if self.state in (GradState.LOCAL, GradState.PARTIAL):
+            self.drop()
+
+    # -- what becomes of a reduction ------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Wait for the collectives under way and take the next step; true when nothing is left to do."""
+        if self.state is not GradState.REDUCING:
+            return True
+        if torch.is_grad_enabled():  # a backward that builds a graph; entering `no_grad` each time costs
+            with torch.no_grad():
+                return self.advance()
+        partial, under_way = False, []
+        for each in self._in_flight:
+            outcome = each.reduction.advance(each)
+            if outcome is Outcome.IN_PROGRESS:
+                under_way.append(each)
+            elif outcome is Outcome.PARTIAL:
+                partial = True
+        self._in_flight = under_way
+        if under_way:
+            return False
+        self.state = GradState.PARTIAL if partial else GradState.REDUCED
+        return True
+
+    def sharded_grads(self) -> list[ShardedGrad]:
+        """The gradients that parameters have."""
+        return [grad for reduction in self._reductions.values() for grad in reduction.attached_grads()]
+
+    def release_idle(self) -> None:
+        """Free the memory of gradients that `zero_grad` cleared."""
+        if self.state is GradState.REDUCED:
+            for reduction in self._reductions.values():
+                reduction.release_idle()
+
+    def drop(self) -> None:
+        """Drop everything that is not in any `.grad` yet."""
+        for each in self._in_flight:
+            try:
+                each.reduction.drop(each)
+            except OrderError:
+                # The collective is still under way and will never end: its buffers are left to it.
+                leak(each)
+                kept = self._reductions.items()
+                self._reductions = {key: reduction for key, reduction in kept if reduction is not each.reduction}
+        self._in_flight = []
+        for reduction in self._reductions.values():
+            reduction.release()
+        self._sharded.hide_unreduced()
+        self._clear_unreduced()
+        if self.state not in (GradState.EMPTY, GradState.REDUCED):
+            self.state = checked_move(self, self.state, GradState.EMPTY)
+        for param in self._params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for _, parameter in self.others:
+            parameter.grad = None
+
+    def forget_buffers(self) -> None:
+        """After the layout changed, or the gradients were converted, nothing made before fits."""
+        self.drop()
+        self._reductions = {}
+        self._unreduced = None
+
+
+def _described(unit_name: str, names: list[str], members: list[str]) -> str:
+    """Whose gradients are reduced, short, and different for different parameters."""
+    others = [name for name in names if name not in members]
+    unit = f"the gradients of unit {unit_name!r}"
+    if not others:
+        return unit
+    return f"{unit} without {_few(others)}" if len(others) <= len(members) else f"{unit}, only {_few(members)}"
+
+
+def _few(names: list[str]) -> str:
+    return listed(names) + (f" (checksum {zlib.crc32(repr(names).encode()):08x})" if len(names) > 3 else "")
+
+
+def local_gradient(gradient: torch.Tensor, spec: DTensorSpec, summed: frozenset[int]) -> torch.Tensor:
+    """This rank's piece of the gradient of a tensor-parallel parameter, distributed as the parameter is.
+
+    Partial placements over the mesh dimensions in `summed` may stay: the reduction that follows sums over those ranks.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient
+    pairs = zip(gradient.placements, spec.placements, strict=True)
+    wanted = tuple(g if dim in summed and g.is_partial() else p for dim, (g, p) in enumerate(pairs))
+    if gradient.placements != wanted:
+        gradient = gradient.redistribute(placements=wanted)
+    local = gradient.to_local()
+    # Collectives inside autograd may hand over a tensor that is still in flight.
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def _sort(gradients: dict[int, torch.Tensor]) -> None:
+    """The order of members must be the same on every rank."""
+    ordered = sorted(gradients.items())
+    gradients.clear()
+    gradients.update(ordered)

@@ -1,0 +1,314 @@
+"""Reduces gradients: pack and cast, reduce-scatter, all-reduce over replicas, divide, cast to the sharded gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...comm.interface import Done, Label, Transport, Work
+from ...layout.collective_tensors import Grouping, lay_out
+from ...torch_private import foreach_add, foreach_copy, foreach_div
+from .. import observer
+from ..options import Options
+from ..params.buffers import Buffer, ShardBuffer, pieces
+from ..params.param import ManagedParam
+from ..params.shard import Shard
+from ..params.sharded import ShardedParams
+from ..side_stream import SideStream, StreamEvent, reduce_stream
+from .division import Division, division
+from .gradient_packing import Gradients, Packing
+from .sharded_grad import ShardedGrad
+
+
+class Stage(Enum):
+    """What a reduction under way waits for."""
+
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    COPY_TO_HOST = "copy to the host"
+
+
+class Outcome(Enum):
+    """What became of a reduction."""
+
+    IN_PROGRESS = "in progress"
+    DELIVERED = "given to the parameters"
+    PARTIAL = "kept as a partial sum"
+
+
+@dataclass
+class ReductionInFlight:
+    """A reduction under way."""
+
+    reduction: Reduction
+    grad: ShardedGrad
+    outputs: ShardBuffer
+    division: Division
+    options: Options
+    work: Work
+    stage: Stage = Stage.REDUCE_SCATTER
+    absent: Collection[ManagedParam] = ()
+    """Parameters that took part with zeros, because a flat unit is reduced as one; they get no `.grad`."""
+    copied: StreamEvent | None = None
+    """The end of the copy to the host."""
+
+
+class Reduction:
+    """How the gradients of one set of parameters are reduced. One exists per set that ever had gradients.
+
+    The reduce-scatter writes straight into the sharded gradient where dtype and device allow it, otherwise into
+    `_reduced`, from where one call casts or copies it. `_partial` holds sums over the shards that still wait for their
+    all-reduce over the replicas.
+
+    On a device the reduce-scatter input is memory of a side stream. It is freed as soon as the reduce-scatter is
+    queued, though the device needs it for longer, so that memory of the compute stream does not come on top of it.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedParams,
+        shard: Shard,
+        members: tuple[int, ...],
+        shards: Transport,
+        replicas: Transport,
+        device: torch.device,
+        labels: tuple[Label, Label],
+    ):
+        """`labels` are those of the reduce-scatter and of the all-reduce."""
+        segments, traits = shard.segments, shards.traits
+        # Where wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
+        exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
+        grouping = Grouping.GROUPED if traits.reduces_groups and not exchanged else Grouping.BY_SEGMENT
+        # Packed by the sizes in the compute dtype, as in the all-gather: then the order is that of the shard, which
+        # flat optimizers rely on.
+        self._regions = shard.layout.collective_regions(shard.items, members, grouping, traits.unpacked_limit)
+        self._shard, self._sharded, self._params = shard, sharded, sharded.params
+        self._transport, self._replicas = shards, replicas
+        self._reduce_scatter_label, self._all_reduce_label = labels
+        kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
+        self._dtypes = frozenset(kind.reduce for kind in kinds)
+        self._cast = any(kind.reduce != kind.gradient for kind in kinds)
+        streams = sharded.offload.copy_streams
+        self._to_host = None if streams is None else streams.down
+        self._direct = self._to_host is None and not self._cast
+        self._in_place = traits.reduces_in_place and not exchanged
+        buffer_layout = lay_out(self._regions, segments.itemsizes("wire"), shards.world, traits.piece_alignment)
+        self._input = Buffer(0 if self._in_place else buffer_layout.nbytes, device, shards.pool)
+        self._packing: Packing | None = None
+        if not self._in_place:
+            self._packing = self._make_packing(pieces(self._input, buffer_layout, self._regions, segments, "wire"))
+        self._packings: WeakKeyDictionary[ShardedGrad, Packing] = WeakKeyDictionary()
+        self._input.release()
+        self._reduced = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device, shards.pool)
+        self._partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
+        self._grads: list[ShardedGrad] = []
+        self._side_stream = reduce_stream(device) if traits.waits_in_stream and not self._in_place else None
+        if self._side_stream is not None:
+            self._computed, self._packed, self._reduce_scattered = (StreamEvent(device) for _ in range(3))
+        self._divisors: tuple[object, ...] | None = None
+        self._division = Division(True, True, 1.0, 1.0)
+
+    def start(self, gradients: Gradients, options: Options, last: bool = False) -> ReductionInFlight:
+        """Pack `gradients` (by number of the parameter), drop them and issue the reduce-scatter.
+
+        `last`: no other unit's backward follows.
+        """
+        flight, watcher = self._new_flight(options), observer.current
+        # At the end nothing overlaps, so memory of the compute stream is as good.
+        if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
+            self._start_on_side_stream(flight, gradients, self._side_stream)
+            return flight
+        (flight.outputs if self._in_place else self._input).take()
+        packing = self._packing or self._packing_in(flight)
+        self._pack(flight, packing, gradients)
+        given = dict(gradients if isinstance(gradients, dict) else enumerate(gradients)) if watcher else {}
+        gradients.clear()  # before the result takes memory
+        flight.outputs.take()
+        flight.work = self._transport.reduce_scatter(
+            flight.outputs.pieces, packing.tensors, self._reduce_scatter_label, average=flight.division.scatter_average
+        )
+        if watcher is not None:
+            members = [region.members for region in self._regions]
+            watcher.reducing(self._params, members, given, packing.tensors, flight.outputs.pieces)
+        elif self._in_place and self._copies_at_once(flight):
+            self._finish(flight)  # one rank: nothing to wait for
+        return flight
+
+    def _start_on_side_stream(self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream) -> None:
+        packing = self._packing
+        assert packing is not None
+        self._computed.record()
+        with stream.after(self._computed):
+            self._input.take()
+            self._pack(flight, packing, gradients)
+            self._packed.record()
+        self._packed.wait()
+        gradients.clear()  # frees them for the compute stream; the output below may reuse them
+        flight.outputs.take()
+        self._computed.record()
+        with stream.after(self._computed):
+            flight.work = self._transport.reduce_scatter(
+                flight.outputs.pieces,
+                packing.tensors,
+                self._reduce_scatter_label,
+                average=flight.division.scatter_average,
+            )
+            flight.work.wait()
+            self._input.release()
+            if self._copies_at_once(flight):
+                self._finish(flight)
+            else:
+                flight.work = self._reduce_scattered.record()
+
+    def _pack(self, flight: ReductionInFlight, packing: Packing, gradients: Gradients) -> None:
+        absent = packing.fill(gradients)
+        if absent:
+            flight.absent = {self._params[index] for index in absent}
+        if flight.division.before != 1.0:
+            foreach_div(packing.tensors, flight.division.before)
+
+    def _make_packing(self, tensors: list[torch.Tensor]) -> Packing:
+        return Packing(tensors, self._regions, self._shard, self._transport.world)
+
+    def _packing_in(self, flight: ReductionInFlight) -> Packing:
+        """One rank: gradients are packed directly into the output."""
+        if not self._direct:
+            self._packing = self._make_packing(self._reduced.pieces)
+            return self._packing
+        grad = flight.grad
+        packing = self._packings.get(grad)
+        if packing is None:
+            packing = self._packings[grad] = grad.viewing(lambda: self._make_packing(grad.buffer.pieces))
+        return packing
+
+    def _copies_at_once(self, flight: ReductionInFlight) -> bool:
+        """Whether the copy to the host can follow the sum at once; else it follows when the next unit has computed.
+
+        Not if anything comes in between, nor to ordinary memory: this thread would wait for the copy.
+        """
+        alone = self._replicas.world == 1 and flight.options.all_reduce_hook is None
+        return alone and self._to_host is not None and flight.grad.pinned
+
+    @property
+    def has_partial(self) -> bool:
+        return self._partial.held
+
+    def resume(self, options: Options) -> ReductionInFlight:
+        """All-reduce the partial sums alone: the outputs start at zero, and `advance` adds them."""
+        flight = self._new_flight(options)
+        flight.outputs.take()
+        for flat in flight.outputs.flats:
+            flat.zero_()
+        return flight
+
+    def _new_flight(self, options: Options) -> ReductionInFlight:
+        divisors = options.divide_factor, options.force_sum, options.divide_in_halves
+        if divisors != self._divisors:
+            self._divisors = divisors
+            self._division = division(self._transport.world, self._replicas.world, self._dtypes, *divisors)
+        grad = self._idle_grad()
+        outputs = grad.buffer if self._direct else self._reduced
+        return ReductionInFlight(self, grad, outputs, self._division, options, Done())
+
+    def advance(self, flight: ReductionInFlight) -> Outcome:
+        """Wait for the collective under way and take the next step."""
+        flight.work.wait()
+        outputs, options = flight.outputs, flight.options
+        if flight.stage is Stage.COPY_TO_HOST:
+            return self._deliver_on_host(flight)
+        if flight.stage is Stage.REDUCE_SCATTER:
+            self._input.release()
+            if self._replicas.world > 1:
+                return self._reduce_over_replicas(flight)
+        if options.all_reduce_hook is not None:
+            for flat in outputs.flats:
+                options.all_reduce_hook(flat)
+        return self._finish(flight)
+
+    def _finish(self, flight: ReductionInFlight) -> Outcome:
+        """The sum is there: divide it and copy it to where gradients rest."""
+        outputs, grad = flight.outputs, flight.grad
+        if flight.division.after != 1.0:
+            foreach_div(outputs.flats, flight.division.after)
+        if self._to_host is not None:
+            return self._copy_to_host(flight, self._to_host)
+        if not self._direct:
+            grad.buffer.take()
+            foreach_copy(grad.buffer.bodies, outputs.bodies)
+            outputs.release()
+        grad.deliver(flight.absent)
+        return Outcome.DELIVERED
+
+    def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Outcome:
+        """Queue the copy on a side stream; it overlaps with the next unit."""
+        host, device = flight.grad.buffer, flight.outputs
+        if self._cast:
+            flight.copied = stream.copy(host.bodies, device.bodies)
+        else:
+            flight.copied = stream.copy([host.all_bytes], [device.all_bytes])
+        flight.work = flight.copied
+        flight.stage = Stage.COPY_TO_HOST
+        return Outcome.IN_PROGRESS
+
+    def _deliver_on_host(self, flight: ReductionInFlight) -> Outcome:
+        assert flight.copied is not None
+        flight.outputs.release()
+        flight.grad.wait_for_copy = flight.copied.synchronize
+        flight.grad.deliver(flight.absent)
+        return Outcome.DELIVERED
+
+    def _reduce_over_replicas(self, flight: ReductionInFlight) -> Outcome:
+        outputs, partial = flight.outputs, self._partial
+        if not flight.options.all_reduce:
+            if partial.held:
+                foreach_add(partial.flats, outputs.flats)
+            else:
+                partial.take()
+                foreach_copy(partial.flats, outputs.flats)
+            outputs.release()
+            return Outcome.PARTIAL
+        if partial.held:
+            foreach_add(outputs.flats, partial.flats)
+            partial.release()
+        average = flight.division.all_reduce_average
+        flight.work = self._replicas.all_reduce(outputs.flats, self._all_reduce_label, average=average)
+        flight.stage = Stage.ALL_REDUCE
+        if observer.current is not None:
+            members = [region.members for region in self._regions]
+            observer.current.all_reducing(self._params, members, outputs.pieces)
+        return Outcome.IN_PROGRESS
+
+    def drop(self, flight: ReductionInFlight) -> None:
+        """Wait and forget the result."""
+        flight.work.wait()
+        if flight.grad.idle:
+            flight.grad.buffer.release()
+
+    def release(self) -> None:
+        """Free all memory that no parameter's gradient lies in. Only if nothing is under way."""
+        for buffer in (self._input, self._reduced, self._partial):
+            buffer.release()
+
+    def _idle_grad(self) -> ShardedGrad:
+        """One that is no parameter's `.grad` and that no user holds. There is one; accumulation needs a second."""
+        for grad in self._grads:
+            if grad.idle:
+                return grad
+        # Those that only users hold stay alive through the users' references.
+        self._grads = [grad for grad in self._grads if grad.attached]
+        self._grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
+        return self._grads[-1]
+
+    def attached_grads(self) -> list[ShardedGrad]:
+        """Those that are `.grad` of parameters."""
+        return [grad for grad in self._grads if grad.attached]
+
+    def release_idle(self) -> None:
+        """Free the memory of gradients that were cleared."""
+        for grad in self._grads:
+            if grad.idle:
+                grad.buffer.release()

@@ -1,0 +1,290 @@
+"""The sharded gradient: this rank's piece of the reduced gradient, and the `.grad` objects over it, made once."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass
+from itertools import groupby, repeat
+from math import prod
+from operator import attrgetter, is_, is_not
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ...comm.interface import Transport
+from ...errors import listed
+from ...layout.collective_tensors import Region
+from ...torch_private import (
+    DTensorSpec,
+    foreach_add,
+    local_of,
+    make_dtensor,
+    post_accumulate_hooks,
+    spec_of,
+    storage_use_count,
+    version_of,
+)
+from .. import observer
+from ..params.buffers import ShardBuffer
+from ..params.offload import OffloadPlan
+from ..params.param import ManagedParam
+from ..params.shard import Shard
+
+_made = itertools.count()
+_Views = TypeVar("_Views")
+
+# Called for every parameter in every step, hence no Python function.
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class FlatGradient:
+    """Gradients side by side that are distributed alike, as one flat tensor; what lies between them is zero."""
+
+    tensor: torch.Tensor
+    spec: DTensorSpec
+
+
+class ShardedGrad:
+    """A flat buffer in the original dtypes with one `.grad` object per parameter.
+
+    Their local tensors lie at offsets of one storage that can be emptied; the DTensors around them were
+    made at offset 0, where saving and copying work.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        regions: Sequence[Region],
+        params: list[ManagedParam],
+        transport: Transport,
+        offload: OffloadPlan,
+    ):
+        segments = shard.segments
+        self.number = next(_made)
+        """In the order of creation: sums over several of them are added in the same order in every run."""
+        self.offloaded = offload.offloaded
+        """Whether it rests on the host, and a device computes."""
+        self.wait_for_copy: Callable[[], None] = _nothing
+        """Waits for the copy to the host, if one is under way."""
+        self.stepper: weakref.ref[object] | None = None
+        """What has stepped with these gradients already, before the optimizer's `step`."""
+        # On the host memory stays: taken anew it would be new to the process, page by page.
+        memory = offload.memory if offload.offloaded else None
+        self.buffer = ShardBuffer(
+            regions, segments, "gradient", transport.traits.piece_alignment, offload.device, memory=memory
+        )
+        self.pinned = offload.offloaded and self.buffer.all_bytes.is_pinned()
+        """Whether the host need not wait for copies from the device."""
+        self._params: list[ManagedParam] = []
+        self.grads: list[DTensor] = []
+        self.locals: list[torch.Tensor] = []
+        self.begins: list[int] = []
+        """The byte where each gradient begins; they are in the order in which they lie."""
+        self._flats: dict[tuple[torch.dtype, int, tuple[int, ...]], torch.Tensor] = {}
+        self._flat_gradients: list[FlatGradient] | None = None
+        self._gaps: list[torch.Tensor] | None = None
+        self.buffer.take()
+        for region, at in zip(regions, self.buffer.buffer_layout.ranges, strict=True):
+            run = region.runs[0]
+            dtype = segments.kinds[run.segment].gradient
+            for index, start in region.begins(run, transport.rank):
+                offset = at.offset + start * dtype.itemsize
+                self._add(params[index], dtype, offset, transport.rank)
+        self.buffer.release()
+        self._parameters: list[torch.Tensor] = [param.sharded for param in self._params]
+        self._idle_uses = self._uses()
+        self._known_idle = True
+
+    def _add(self, param: ManagedParam, dtype: torch.dtype, offset: int, rank: int) -> None:
+        spec = spec_of(param.sharded)
+        local = torch.empty(param.sharding.local_shape(rank), dtype=dtype, device=self.buffer.device)
+        grad = make_dtensor(local, spec.mesh, spec.placements, param.sharded.shape)
+        if local.numel():
+            moved = self.buffer.tensor(dtype, offset, local.shape)
+            local.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())
+        self._params.append(param)
+        self.grads.append(grad)
+        self.locals.append(local)
+        self.begins.append(offset)
+
+    def _uses(self) -> int:
+        """Grows by one for whoever holds a grad, its local tensor or any view of either."""
+        held = sum(map(sys.getrefcount, self.grads)) + sum(map(sys.getrefcount, self.locals))
+        return held + storage_use_count(self.buffer.storage)
+
+    @property
+    def attached(self) -> bool:
+        """Whether a grad is some parameter's `.grad`."""
+        return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: asked in every step
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`.
+
+        Once it is, it stays so until it is delivered: nobody can get hold of it.
+        """
+        if not self._known_idle:
+            self._known_idle = not self.attached and self._uses() == self._idle_uses
+        return self._known_idle
+
+    def serves(self, params: Sequence[ManagedParam]) -> bool:
+        """Whether these are gradients of some of `params`."""
+        return any(param in params for param in self._params)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def belongs_to(self, parameters: Set[int]) -> bool:
+        """Whether every grad is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
+        for parameter, grad in zip(self._parameters, self.grads, strict=True):
+            if parameter.grad is not grad or id(parameter) not in parameters:
+                return False
+        return bool(self.grads)
+
+    def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
+        """A range of it, made once, while there is memory."""
+        key = dtype, begin, shape
+        if key not in self._flats:
+            self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
+        return self._flats[key]
+
+    def viewing(self, make: Callable[[], _Views]) -> _Views:
+        """What `make` makes, which will keep views of this for as long as this lives: they are not a user's."""
+        before = self._uses()
+        views = make()
+        self._idle_uses += self._uses() - before
+        return views
+
+    def flat_gradients(self) -> list[FlatGradient]:
+        if self._flat_gradients is None:
+            self._flat_gradients = self._find_flat_gradients()
+        return self._flat_gradients
+
+    def gaps(self) -> list[torch.Tensor]:
+        """All bytes that belong to no gradient. To be asked for while there is memory."""
+        if self._gaps is None:
+            self._gaps = self.viewing(self._find_gaps)
+        return self._gaps
+
+    def _find_gaps(self) -> list[torch.Tensor]:
+        found, end = [], 0
+        for begin, local in zip([*self.begins, self.buffer.nbytes], [*self.locals, None], strict=True):
+            if begin > end:
+                found.append(self.buffer.tensor(torch.uint8, end, (begin - end,)))
+            end = begin + (0 if local is None else local.numel() * local.element_size())
+        return found
+
+    def _find_flat_gradients(self) -> list[FlatGradient]:
+        def kind(each: tuple[int, torch.Tensor, ManagedParam]) -> tuple[torch.dtype, int, object]:
+            spec = spec_of(each[2].sharded)
+            return each[1].dtype, id(spec.mesh), spec.placements
+
+        found = []
+        for (dtype, _, _), run in groupby(zip(self.begins, self.locals, self._params, strict=True), kind):
+            members = list(run)
+            first, _, param = members[0]
+            last, local, _ = members[-1]
+            numel = (last - first) // dtype.itemsize + local.numel()
+            if numel:
+                found.append(FlatGradient(self.flat(dtype, first, numel), spec_of(param.sharded)))
+        return found
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer that is still there has used the gradients already."""
+        return self.stepper is not None and self.stepper() is not None
+
+    def writes(self) -> int:
+        """Grows when the gradients are written through what parameters have as `.grad`, as far as torch counts that."""
+        return sum(map(version_of, self.grads)) + sum(map(version_of, self.locals))
+
+    def names(self) -> str:
+        """Whose gradients these are, in few words."""
+        return listed(param.name for param in self._params)
+
+    def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
+        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
+
+        `absent` are parameters that had no gradient, where all of the unit is reduced all the same. `.grad` may be
+        there before its numbers, until the backward ends, unless somebody looks at them.
+        """
+        self._known_idle = False
+        parameters, grads, locals_ = self._parameters, self.grads, self.locals
+        if absent:
+            here = [number for number, param in enumerate(self._params) if param not in absent]
+            parameters, grads = [parameters[number] for number in here], [grads[number] for number in here]
+            locals_ = [locals_[number] for number in here]
+        before = list(map(gradient_of, parameters))
+        hooks = list(map(post_accumulate_hooks, parameters))
+        added = any(map(is_not, before, repeat(None)))
+        if added or any(hooks) or observer.current is not None:
+            self.wait_for_copy()
+        if added:
+            _add(parameters, before, grads, locals_)
+        else:
+            deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
+        if not any(map(is_, before, repeat(None))):
+            self.buffer.release()  # nothing of it was handed out
+        if any(hooks):
+            for parameter, own in zip(parameters, hooks, strict=True):
+                for hook in list((own or {}).values()):
+                    hook(parameter)
+        if observer.current is not None:
+            observer.current.delivered(self._params)
+
+
+class FlatShardedGrad(ShardedGrad):
+    """Gradients as plain tensors: one of the flat parameter, or a row of elements for each parameter."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        regions: Sequence[Region],
+        params: list[ManagedParam],
+        transport: Transport,
+        offload: OffloadPlan,
+        flat: Any,
+    ):
+        self._one = flat
+        super().__init__(shard, regions, params, transport, offload)
+
+    def _add(self, param: ManagedParam, dtype: torch.dtype, offset: int, rank: int) -> None:
+        shape = param.sharding.local_shape(rank)
+        if self._one is None:
+            if prod(shape):
+                self._put(param, self.buffer.tensor(dtype, offset, shape, param.sharding.local_stride), offset)
+        elif not self.grads:
+            self._put(self._one, self.buffer.tensor(dtype, 0, self._one.local.shape), 0)
+
+    def _put(self, holder: Any, grad: torch.Tensor, offset: int) -> None:
+        self._params.append(holder)
+        self.grads.append(grad)  # type: ignore[arg-type]
+        self.locals.append(grad)
+        self.begins.append(offset)
+
+
+def _add(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    grads: list[DTensor],
+    locals_: list[torch.Tensor],
+) -> None:
+    """Add to the gradients there are; become those that are missing."""
+    existing, new = [], []
+    for parameter, gradient, grad, local in zip(parameters, gradients, grads, locals_, strict=True):
+        if gradient is None:
+            parameter.grad = grad
+        else:
+            existing.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+            new.append(local)
+    foreach_add(existing, new)

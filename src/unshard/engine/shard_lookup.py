@@ -1,0 +1,175 @@
+"""Where parameters and gradients lie: for optimizers, clip and scalers, which take many of them as one tensor.
+
+An elementwise operation on a range of the shard is the same operation on each parameter in it, as long as what lies
+between them (padding, gaps) is zero and stays so. The same range of the sharded gradient holds the gradients if these
+lie there in the same order and at the same distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+
+from ..errors import StateError
+from ..torch_private import foreach_zero, local_of
+from .param_group import ParamGroup, param_group_of, param_groups_of
+from .params.flat_sharded import FlatShardedParams
+from .params.offload import OffloadPlan
+from .params.shard import META, Shard
+from .reduce.sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
+from .root import Root
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Where a parameter lies in a shard: which one it is there, and its bytes."""
+
+    shard: Shard
+    order: int
+    begin: int
+    end: int
+    states: OffloadPlan | None
+    """Where its state rests, if that has to be brought to it for a step."""
+
+    def precedes(self, other: ShardRange) -> bool:
+        """Whether nothing but padding lies between the two."""
+        return self.shard is other.shard and self.order + 1 == other.order
+
+
+@dataclass(frozen=True)
+class GradRange:
+    """Where a gradient lies in a gradient shard."""
+
+    shard: ShardedGrad
+    order: int
+    begin: int
+
+    def precedes(self, other: GradRange) -> bool:
+        return self.shard is other.shard and self.order + 1 == other.order
+
+
+def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]:
+    """By the id of the parameter; those that do not lie in any shard right now have none."""
+    parameters = list(parameters)
+    wanted, found = set(map(id, parameters)), {}
+    for group in param_groups_of(parameters):
+        sharded, shard = group.sharded, group.sharded.shard
+        if shard.device == META or isinstance(sharded, FlatShardedParams):
+            continue
+        states = sharded.offload.states
+        states = states if states is not None and states.offloaded else None  # where the host computes, it is there
+        for order, (index, begin) in enumerate(shard.ranges()):
+            parameter, local = sharded.params[index].sharded, shard.locals[index]
+            if id(parameter) in wanted and local_of(parameter) is local:
+                found[id(parameter)] = ShardRange(shard, order, begin, begin + local.nbytes, states)
+    return found
+
+
+def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+    """Those that modules no longer have, because they were sharded: the name of each in its unit, by its id."""
+    names = {}
+    for each in parameters:
+        group = param_group_of(each)
+        for param in () if group is None else group.params:
+            # Flat units may keep the parameters they were given.
+            if param.origin() is each and param.sharded is not each:
+                names[id(each)] = param.name
+    return names
+
+
+def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
+    """The roots of the models that the parameters belong to; a model that never ran has none."""
+    return roots_of_groups(param_groups_of(parameters))
+
+
+def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
+    roots: dict[Root, None] = {}
+    for group in groups:
+        unit = None if group.unit is None else group.unit()
+        root = None if unit is None or unit.root is None else unit.root()
+        if root is not None:
+            roots[root] = None
+    return list(roots)
+
+
+def sharded_grads_of(parameters: Iterable[torch.Tensor]) -> list[ShardedGrad]:
+    """The sharded gradients that the parameters, or others of their units, have; oldest first."""
+    found = [grad for group in param_groups_of(parameters) for grad in group.gradients.sharded_grads()]
+    return sorted(found, key=attrgetter("number"))
+
+
+def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
+    """All gradients that the parameters have from the engine, by the id of the `.grad` object."""
+    found = {}
+    for grad in sharded_grads_of(parameters):
+        for order, (each, local, begin) in enumerate(zip(grad.grads, grad.locals, grad.begins, strict=True)):
+            if local_of(each) is local:
+                found[id(each)] = GradRange(grad, order, begin)
+    return found
+
+
+def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
+    """The name of one of `parameters` that belongs to a flat unit, if any does: plain tensors do not show it.
+
+    `ranks`: only of units that are cut over so many, or more.
+    """
+    for each in parameters:
+        group = param_group_of(each)
+        if group is not None and isinstance(group.sharded, FlatShardedParams) and group.shards.world >= ranks:
+            for param in group.params:
+                if param.sharded is each:
+                    return param.name
+    return None
+
+
+def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
+    """The same for one that is some elements of a unit, so that a rank does not have all of it."""
+    return lies_flat(parameters, ranks=2)
+
+
+def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them does, with a device that computes."""
+    return any(
+        group.sharded.offload.offloaded and not isinstance(group.sharded, FlatShardedParams)
+        for group in param_groups_of(parameters)
+    )
+
+
+@dataclass(frozen=True)
+class Scalable:
+    """Gradients as a few flat tensors that may be multiplied as they are, and the parameters that are not in them."""
+
+    flat_gradients: list[FlatGradient]
+    others: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+
+    def clean(self) -> None:
+        """To be called after a multiplication: zero times NaN is NaN, which every later norm would find."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gap in self.gaps:
+            by_device.setdefault(gap.device, []).append(gap)
+        for gaps in by_device.values():
+            foreach_zero(gaps)
+
+
+def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
+    """A sharded gradient is used as one tensor only if all of its gradients are those of `parameters`."""
+    given, found = set(map(id, parameters)), Scalable([], [], [])
+    for shard in sharded_grads_of(parameters):
+        if isinstance(shard, FlatShardedGrad):
+            continue  # plain tensors: the parameters are taken one by one
+        if shard.stepped and not given.isdisjoint(map(id, shard.parameters())):
+            raise StateError(
+                f"The gradients of {shard.names()} can be neither clipped nor scaled any more: an optimizer made flat "
+                "with step_in_backward=True has stepped them during backward. Leave out step_in_backward=True where "
+                "you clip or scale."
+            )
+        if shard.belongs_to(given):
+            given.difference_update(map(id, shard.parameters()))
+            found.flat_gradients.extend(shard.flat_gradients())
+            found.gaps.extend(shard.gaps())
+    found.others.extend(parameter for parameter in parameters if id(parameter) in given)
+    return found

@@ -1,0 +1,75 @@
+"""How a unit's shards are sent: a user's collectives, a group of its own for reductions, memory from a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.groups import group_of
+from ..comm.interface import Pool, Transport
+from ..comm.split import SplitTransport
+from ..comm.transports import transport_for
+from ..comm.user_collectives import AllGather, PluginTransport, ReduceScatter
+from ..errors import ConflictError
+from .param_group import ParamGroup
+from .unit import Unit
+
+MakePool = Callable[[Any, torch.device], Pool | None]
+
+
+class TransportSettings:
+    """What users have set; each change gives every part of the unit another transport."""
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+        self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+        self._separate = False
+        self._make_pool: MakePool | None = None
+
+    def like(self, other: TransportSettings) -> None:
+        """Take over the settings of the unit that this one is a copy of; it has its transports already."""
+        self.plugins, self._separate, self._make_pool = other.plugins, other._separate, other._make_pool
+
+    def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
+        """Send through a user's collectives; `None` keeps what is installed."""
+        if self._make_pool is not None:
+            raise ConflictError(
+                f"{self._unit} takes the memory of its collectives from a pool; a user's collectives bring their own."
+            )
+        if reduce_scatter is not None and any(param.policy.wire_dtype for param in self._unit.params):
+            raise ConflictError(
+                f"{self._unit} has a policy with wire_dtype, which only the library's own reduce-scatter knows. Cast "
+                "inside your collective instead, or leave wire_dtype None."
+            )
+        self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
+        self._unit.change_transport(self._transport)
+
+    def separate(self, separate: bool) -> None:
+        """Give reductions a process group of their own, or let them share the gathers' again."""
+        if separate != self._separate:
+            self._separate = separate
+            self._unit.change_transport(self._transport)
+
+    def allocate_from(self, make_pool: MakePool | None) -> None:
+        """Take the memory of collectives from a pool made for the unit's group, or from the usual allocator."""
+        if make_pool is not None and self.plugins != (None, None):
+            raise ConflictError(f"{self._unit} has a user's collectives installed, which allocate their own memory.")
+        self._make_pool = make_pool
+        self._unit.change_transport(self._transport)
+
+    def _transport(self, param_group: ParamGroup) -> Transport:
+        if param_group.mesh is None:
+            return param_group.shards
+        group, device = param_group.mesh.get_group(), self._unit.device
+        transport = transport_for(group, device)
+        if self._separate and transport.world > 1:
+            own = group_of(dist.get_process_group_ranks(group), "reductions")
+            transport = SplitTransport(transport, transport_for(own, device))
+        if self._make_pool is not None:
+            transport.pool = self._make_pool(group, device)
+        if self.plugins == (None, None):
+            return transport
+        return transport.wrapped(lambda base: PluginTransport(base, group, *self.plugins))

@@ -1,1 +1,0 @@
-"""Translate what users write into units; hold no state of their own."""

@@ -1,0 +1,1 @@
+"""`FullyShardedDataParallel` and the legacy composable call."""

@@ -1,0 +1,238 @@
+"""Applies an `auto_wrap_policy` to a model: innermost modules first, each replaced by its wrapper."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.api import cast_floats, tensors_in
+from ..errors import ArgumentError, PolicyError, listed
+from ..torch_private import own_modules
+from ..wrap import Kwargs, _Policy
+
+Policy = _Policy | Callable[..., bool]
+
+
+def auto_wrap(
+    module: nn.Module,
+    policy: Policy,
+    wrapper: Callable[..., nn.Module],
+    kwargs: Kwargs,
+    ignored_modules: AbstractSet[nn.Module] = frozenset(),
+    ignored_params: AbstractSet[nn.Parameter] = frozenset(),
+    is_wrapped: Callable[[nn.Module], bool] | None = None,
+) -> None:
+    """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`; never `module` itself.
+
+    `kwargs` are the root's arguments, without the policy. If a `mixed_precision` among them has classes to ignore
+    (batch norms, by default), their instances are wrapped by themselves without mixed precision. `ignored_modules` has
+    to contain the modules inside ignored ones too. A module with several names is wrapped once, under all of them.
+    """
+    if isinstance(policy, type):
+        name = policy.__name__
+        hint = f"To wrap the modules of that class, pass ModuleWrapPolicy({{{name}}})."
+        if issubclass(policy, _Policy):
+            hint = f"Pass an instance of it: {name}(...)."
+        raise PolicyError(f"auto_wrap_policy must be a function or a policy, got the class {name}. {hint}")
+    _check_unwrapped(module, is_wrapped or _instances_of(wrapper))
+    mixed_precision = kwargs.get("mixed_precision")
+    classes = tuple(getattr(mixed_precision, "_module_classes_to_ignore", None) or ())
+    full_precision = {
+        each for each in module.modules() if each not in ignored_modules and isinstance(each, classes)
+    } - {module}
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(module, set(ignored_modules), dict(kwargs))
+    elif callable(policy):
+        targets, _ = _choose(module, policy, ignored_modules, ignored_params, full_precision)
+        chosen = {target: dict(kwargs) for target in targets}
+    else:
+        raise PolicyError(
+            f"auto_wrap_policy must be a function or a policy such as ModuleWrapPolicy, got {policy!r}. For a set of "
+            "classes, pass ModuleWrapPolicy(classes)."
+        )
+    for each in full_precision:
+        chosen[each] = {**chosen.get(each, kwargs), "mixed_precision": None}
+        boundary = _FullPrecisionBoundary()
+        each.register_forward_pre_hook(boundary.cast_inputs, with_kwargs=True)
+        each.register_forward_hook(boundary.cast_outputs)
+    if full_precision:
+        names = ", ".join(sorted({type(each).__name__ for each in full_precision}))
+        warnings.warn(
+            f"With mixed precision, modules of these classes are wrapped by themselves and compute in full precision: "
+            f"{names}. To change that, pass MixedPrecision(_module_classes_to_ignore=...).",
+            stacklevel=2,
+        )
+    chosen.pop(module, None)
+    if isinstance(policy, _Policy):
+        _check_frozen(module, chosen, ignored_params, kwargs.get("use_orig_params", False))
+    replace_modules(module, lambda each: wrapper(each, **chosen[each]) if each in chosen else None)
+
+
+def replace_modules(root: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put `fn(each)` in the place of each module below `root`, children first, unless it is None.
+
+    Called once per module; what has several names is replaced under all of them.
+    """
+    results: dict[nn.Module, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        results[module] = module  # a cycle ends here
+        for name, child in list(own_modules(module).items()):
+            if child is None:
+                continue
+            if child not in results:
+                visit(child)
+                results[child] = fn(child) or child
+            if results[child] is not child:
+                setattr(module, name, results[child])
+
+    visit(root)
+
+
+def _choose(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    ignored_modules: AbstractSet[nn.Module],
+    ignored_params: AbstractSet[nn.Parameter],
+    full_precision: AbstractSet[nn.Module] = frozenset(),
+    with_root: bool = False,
+) -> tuple[list[nn.Module], int]:
+    """The modules that a policy function chooses, children first, and how many elements are in them.
+
+    Modules in `full_precision` are units of their own whatever the policy returns.
+    """
+    chosen: list[nn.Module] = []
+    wrapped: dict[nn.Module, int] = {}
+
+    def numel(module: nn.Module) -> int:
+        return sum(each.numel() for each in module.parameters() if each not in ignored_params)
+
+    def visit(module: nn.Module) -> int:
+        """How many elements of `module` are in units that it contains, or in its own."""
+        if module in wrapped:
+            return wrapped[module]
+        wrapped[module] = 0
+        everything = numel(module)
+        if policy(module=module, recurse=True, nonwrapped_numel=everything):
+            wrapped[module] = sum(visit(child) for child in module.children() if child not in ignored_modules)
+            allowed = module is not root or with_root
+            if allowed and policy(module=module, recurse=False, nonwrapped_numel=everything - wrapped[module]):
+                chosen.append(module)
+                wrapped[module] = everything
+        else:
+            wrapped[module] = sum(numel(each) for each in module.modules() if each in full_precision)
+        if module in full_precision:
+            wrapped[module] = everything
+        return wrapped[module]
+
+    total = visit(root)
+    return chosen, total
+
+
+# -- modules without mixed precision -------------------------------------------------------------------------------
+
+
+class _FullPrecisionBoundary:
+    """Casts inputs of a module to the dtype of its parameters, and outputs to the dtype that the inputs had."""
+
+    def __init__(self) -> None:
+        self._input_dtype: torch.dtype | None = None
+
+    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        own = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+        self._input_dtype = None
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.is_floating_point() and tensor.dtype != own:
+                self._input_dtype = tensor.dtype
+        return cast_floats((args, kwargs), own)
+
+    def cast_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(output, self._input_dtype)
+
+
+# -- checks --------------------------------------------------------------------------------------------------------
+
+
+def _instances_of(wrapper: Callable[..., nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(wrapper, type) and isinstance(module, wrapper)
+
+
+def _check_unwrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+    for name, each in root.named_modules():
+        if is_wrapped(each):
+            raise ArgumentError(
+                f"auto_wrap_policy wraps the modules inside {type(root).__name__}, but {name or 'it'!r} is wrapped "
+                "already. Wrap by hand or by policy, not both."
+            )
+
+
+def _check_frozen(
+    root: nn.Module,
+    chosen: Collection[nn.Module],
+    ignored: AbstractSet[nn.Parameter],
+    use_orig_params: bool,
+) -> None:
+    """A unit has one flat gradient, so frozen parameters beside trained ones are refused, or cost memory."""
+    taken: set[nn.Parameter] = set(ignored)
+    names = {module: name for name, module in root.named_modules()}
+    for module in reversed([each for each in root.modules() if each in chosen]):  # inner ones take theirs first
+        own = {name: each for name, each in module.named_parameters() if each not in taken}
+        taken.update(own.values())
+        frozen = [name for name, each in own.items() if not each.requires_grad]
+        if not frozen or len(frozen) == len(own):
+            continue
+        trained = [name for name in own if name not in frozen]
+        found = (
+            f"{names[module]!r} ({type(module).__name__}) becomes one unit, but has frozen parameters "
+            f"({listed(frozen)}) and others ({listed(trained)})"
+        )
+        if not use_orig_params:
+            raise ArgumentError(
+                f"{found}. Wrap them separately, pass use_orig_params=True, or freeze after wrapping all or none."
+            )
+        numel = sum(each.numel() for each in own.values())
+        needed = sum(own[name].numel() for name in trained)
+        warnings.warn(
+            f"{found}: its gradient takes memory for {numel} elements instead of {needed}. Wrap them separately.",
+            stacklevel=4,
+        )
+
+
+# -- functions of PyTorch's `wrap` module that activation checkpointing and other libraries call --------------------
+
+
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: AbstractSet[nn.Module],
+    ignored_params: AbstractSet[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap what the policy chooses, also `module` unless `only_wrap_children`; returns it and the elements wrapped."""
+    _check_unwrapped(module, _instances_of(wrapper_cls))
+    chosen, numel = _choose(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
+    replace_modules(module, lambda each: wrapper_cls(each, **kwargs) if each in chosen else None)
+    return (wrapper_cls(module, **kwargs) if module in chosen else module), numel
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
+) -> Callable[[nn.Module], nn.Module | None]:
+    """Wraps a module that is one of the targets, except the root; None for others."""
+
+    def fn(module: nn.Module) -> nn.Module | None:
+        if module in target_module_to_kwargs and module is not root_module:
+            return fsdp_fn(module, **target_module_to_kwargs[module])
+        return None
+
+    return fn
+
+
+_post_order_apply = replace_modules

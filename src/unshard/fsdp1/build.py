@@ -1,0 +1,380 @@
+"""From the arguments of the wrapper or of the legacy call to a flat unit and its state."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.agreement import require_agreement
+from ..comm.interface import Transport
+from ..engine.api import (
+    FlatShardedParams,
+    ManagedParam,
+    Options,
+    ParamGroup,
+    ParamLocation,
+    Unit,
+    location_of,
+    offload_plan_for,
+    state_of,
+    unregistered_location_of,
+)
+from ..errors import ArgumentError, PolicyError, StateError, UnsupportedError
+from ..layout.flat import FlatSharding, flat_offsets, is_dense
+from ..names import modules_until
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..torch_private import contiguous_stride, is_replicated, own_buffers, own_parameters, served_device_types
+from .api import BackwardPrefetch
+from .flat_parameter import FLAT_PARAM, Handle, flat_sharded_of
+from .precision import CastBuffers, WrapperPolicy, policy_for
+from .state import Call, WrapperState
+
+_WRAPPED_IN = "unshard_sharded_by"
+"""Attribute of an original parameter that belongs to a unit: the class of the module that was wrapped."""
+_BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
+
+
+def build_state(
+    module: nn.Module,
+    call: Call,
+    ignored: Ignored,
+    *,
+    backward_prefetch: BackwardPrefetch | None,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    device_id: int | torch.device | None,
+    sync_module_states: bool,
+    policy_class: type[WrapperPolicy] = WrapperPolicy,
+) -> WrapperState:
+    """One unit of the parameters of `module` that no other unit has. The caller attaches the state that it returns."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
+    groups, managed = call.groups, _managed_by(module, ignored)
+    device = _compute_device(device_id, groups.mesh, groups.own, managed)
+    if _initialise_from_meta(managed, device, param_init_fn):
+        managed = _managed_by(module, ignored)
+    _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params)
+    _move_buffers(managed, device)
+    if sync_module_states:
+        _broadcast(managed.tensors(), [each for each in (groups.replicas, groups.own) if each is not None], device)
+    options = groups.traits.options()
+    if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+        options.backward_prefetch = []
+    policy = policy_for(call.mixed_precision, groups.traits.shards, policy_class)
+    unit, handle = _flat_unit(module, managed, call, device, policy, options)
+    state = WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
+    state.ignored = [
+        location_of(owner, name)
+        for owner in module.modules()
+        for name, parameter in own_parameters(owner).items()
+        if parameter in ignored.parameters
+    ]
+    return state
+
+
+# -- what a unit takes of a module -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Modules, with all modules inside them, and parameters that no unit takes."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The argument that lists them, for wrapped modules inside."""
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[nn.Parameter] = frozenset()
+
+
+def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
+    """What the arguments `ignored_modules` and `ignored_states` list."""
+    if modules is not None and states is not None:
+        raise ArgumentError("Pass ignored_states or ignored_modules, not both; the former takes modules too.")
+    name, given = ("ignored_modules", modules) if modules is not None else ("ignored_states", states)
+    if given is None:
+        return Ignored()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise PolicyError(f"{name} must be a list, got {type(given).__name__}.")
+    each_given: list[Any] = list(given)
+    if name == "ignored_states" and all(isinstance(each, nn.Parameter) for each in each_given):
+        return Ignored({name: each_given}, parameters=frozenset(each_given))
+    if not all(isinstance(each, nn.Module) for each in each_given):
+        classes = ", ".join(sorted({type(each).__name__ for each in each_given}))
+        if name == "ignored_states":
+            raise ArgumentError(f"{name} takes parameters only or modules only, got {classes}.")
+        raise PolicyError(f"{name} takes modules, got {classes}.")
+    for each in each_given:
+        if state_of(each) is not None:
+            raise ArgumentError(f"{name} contains a {type(each).__name__} that is wrapped; a unit cannot be ignored.")
+        if each is root:
+            warnings.warn(
+                f"{name} contains the {type(each).__name__} that is to be wrapped: nothing of it will be sharded.",
+                stacklevel=4,
+            )
+    inside = frozenset(child for each in each_given for child in each.modules() if state_of(child) is None)
+    own = frozenset(parameter for child in inside for parameter in child.parameters(recurse=False))
+    return Ignored({name: each_given}, inside, own)
+
+
+@dataclass
+class Managed:
+    """The modules of a unit, and each distinct parameter with all its (full name, module, name in the module)."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers."""
+        buffers = [each for module in self.modules for each in own_buffers(module).values() if each is not None]
+        return [*self.parameters, *buffers]
+
+
+def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
+    """Parents before children, as in `named_parameters`; nothing of another unit or of an ignored module."""
+    found = Managed()
+
+    def stop(each: nn.Module) -> bool:
+        return each in ignored.modules or state_of(each) is not None or is_replicated(each)
+
+    for prefix, each in modules_until(module, stop):
+        found.modules.append(each)
+        for name, parameter in own_parameters(each).items():
+            if parameter is not None and parameter not in ignored.parameters:
+                found.parameters.setdefault(parameter, []).append((prefix + name, each, name))
+    return found
+
+
+def _check_parameters(
+    title: str, parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]], use_orig_params: bool
+) -> None:
+    """Refuse what one flat parameter cannot hold. It is trained or not, unless users see the original ones."""
+    named = {places[0][0]: parameter for parameter, places in parameters.items()}
+    for name, parameter in named.items():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"Parameter {name!r} of {title} is a DTensor. Use fully_shard to shard tensor-parallel parameters."
+            )
+        owner = getattr(parameter, _WRAPPED_IN, None)
+        if owner is not None:
+            raise ArgumentError(
+                f"Parameter {name!r} of {title} belongs to another wrapped module already ({owner}). Parameters "
+                "that modules share have to be in one unit: wrap a module that contains both."
+            )
+        if parameter.ndim == 0:
+            raise ArgumentError(
+                f"Parameter {name!r} of {title} is a scalar; make it a tensor of one element: "
+                "nn.Parameter(value.reshape(1))."
+            )
+        if not parameter.is_floating_point():
+            raise ArgumentError(
+                f"Parameter {name!r} of {title} is {parameter.dtype}; a flat parameter holds floating-point parameters "
+                "only. Pass it in ignored_states."
+            )
+    _require_one("dtype", {name: each.dtype for name, each in named.items()}, title, "Wrap the modules separately")
+    if not use_orig_params:
+        trained = {name: each.requires_grad for name, each in named.items()}
+        _require_one("requires_grad", trained, title, "Wrap them separately, or pass use_orig_params=True")
+
+
+def _require_one(what: str, values: dict[str, Any], title: str, remedy: str) -> None:
+    if len(set(values.values())) > 1:
+        (first, usual), *others = values.items()
+        name, other = next((name, value) for name, value in others if value != usual)
+        raise ArgumentError(
+            f"The parameters of {title} become one unit and must have the same {what}, but {first!r} has {usual} and "
+            f"{name!r} has {other}. {remedy}."
+        )
+
+
+# -- the unit --------------------------------------------------------------------------------------------------------
+
+
+def _flat_unit(
+    module: nn.Module,
+    managed: Managed,
+    call: Call,
+    device: torch.device,
+    policy: MixedPrecisionPolicy,
+    options: Options,
+) -> tuple[Unit, Handle | None]:
+    """The unit and its handle, which a unit without parameters does not have."""
+    if not managed.parameters:
+        return Unit([], device, policy, options), None
+    title, use_orig_params = type(module).__name__, call.use_orig_params
+    shards, replicas = call.groups.transports(device)
+    dtype = next(iter(managed.parameters)).dtype
+    itemsize = (policy.param_dtype or dtype).itemsize
+    flat = flat_offsets([each.numel() for each in managed.parameters], shards.world, itemsize, use_orig_params)
+    facts = [f"parameter {p[0][0]!r} of shape {tuple(each.shape)}" for each, p in managed.parameters.items()]
+    for transport in (shards, replicas):
+        require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
+    params = []
+    for (parameter, places), begin in zip(managed.parameters.items(), flat.begins, strict=True):
+        params.append(_managed_param(parameter, places, begin, flat.shard_numel, shards, policy, use_orig_params))
+        if use_orig_params:
+            setattr(parameter, _WRAPPED_IN, title)
+    offload: OffloadPolicy = OffloadPolicy()
+    if call.cpu_offload.offload_params:
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    locations: list[ParamLocation] = [] if use_orig_params else [location_of(module, FLAT_PARAM)]
+    make = partial(FlatShardedParams, locations=locations, length=flat.length, originals=use_orig_params)
+    plan = offload_plan_for(offload, device)
+    with torch.no_grad(), torch.inference_mode(False):
+        group = ParamGroup(params, shards, replicas, None, device, plan, None, shards.next_unit_number(), make)
+    group.show_sharded()
+    unit = Unit([group], device, policy, options)
+    unit.name = title
+    sharded = flat_sharded_of(unit)
+    assert sharded is not None
+    if not use_orig_params:
+        for places in managed.parameters.values():
+            for _, owner, name in places:
+                del own_parameters(owner)[name]
+        own_parameters(module)[FLAT_PARAM] = sharded.flat.sharded
+    return unit, Handle(module, sharded, flat, shards, call.groups.strategy)
+
+
+def _managed_param(
+    parameter: nn.Parameter,
+    places: list[tuple[str, nn.Module, str]],
+    begin: int,
+    shard_numel: int,
+    shards: Transport,
+    policy: MixedPrecisionPolicy,
+    use_orig_params: bool,
+) -> ManagedParam:
+    value = parameter.detach()
+    if not is_dense(value.shape, value.stride()):
+        value = value.contiguous()
+    stride = value.stride() if value.numel() else contiguous_stride(value.shape)
+    cut = FlatSharding(tuple(value.shape), tuple(stride), begin, shard_numel, shards.world)
+    first, count = cut.elements(shards.rank)
+    local = value if shards.world == 1 else value.as_strided((count,), (1,), value.storage_offset() + first)
+    make_location = location_of if use_orig_params else unregistered_location_of
+    locations = [make_location(owner, name) for _, owner, name in places]
+    return ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
+
+
+# -- before parameters are sharded: the device, values for meta tensors, values of rank 0 ----------------------------
+
+
+def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> torch.device:
+    """`device_id`, else the device of the parameters, else the accelerator if the group can communicate there."""
+    found = {each.device for each in managed.tensors() if not each.is_meta}
+    on_accelerator = {device for device in found if device.type != "cpu"}
+    if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):
+        raise StateError(
+            f"The module has parameters and buffers on several devices ({', '.join(sorted(map(str, found)))}). Move it "
+            "to one, or, where only the host and one device are among them, pass device_id."
+        )
+    if device_id is not None:
+        device = _resolve_device_id(device_id)
+        if on_accelerator and on_accelerator != {device}:
+            raise ArgumentError(
+                f"device_id is {device}, but the module is on {on_accelerator.pop()}. Pass the same device."
+            )
+        return device
+    if on_accelerator:
+        return on_accelerator.pop()
+    if mesh is not None:
+        return _current_device(mesh.device_type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in served_device_types(group):
+        return torch.device("cpu")
+    return _current_device(accelerator.type)
+
+
+def _resolve_device_id(device_id: Any) -> torch.device:
+    if type(device_id) is int:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
+    device = torch.device(device_id)
+    if str(device) == device.type != "cpu":
+        chosen = _current_device(device.type)
+        warnings.warn(f"device_id={device_id} has no index; {chosen} is used.", stacklevel=5)
+        return chosen
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _current_device(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _move_buffers(managed: Managed, device: torch.device) -> None:
+    """Buffers are not sharded, so they have to be on the compute device."""
+    for module in managed.modules:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                own_buffers(module)[name] = buffer.to(device)
+
+
+def _initialise_from_meta(managed: Managed, device: torch.device, init: Callable[[nn.Module], Any] | None) -> bool:
+    """Give modules on meta memory and values: `init`, or `to_empty` and the module's own `reset_parameters`.
+
+    False if no module is on meta.
+    """
+    on_meta = [module for module in managed.modules if _is_on_meta(module, managed.parameters)]
+    for module in on_meta:
+        if init is not None:
+            init(module)
+        else:
+            _reset_parameters(module, device)
+    return bool(on_meta)
+
+
+def _is_on_meta(module: nn.Module, managed: Collection[nn.Parameter]) -> bool:
+    parameters = [each for each in own_parameters(module).values() if each in managed]
+    buffers = [each for each in own_buffers(module).values() if each is not None]
+    return any(each.is_meta for each in (*parameters, *buffers))
+
+
+def _reset_parameters(module: nn.Module, device: torch.device) -> None:
+    name = type(module).__name__
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        warnings.warn(
+            f"{name} has parameters or buffers on meta and no reset_parameters() to give them values.", stacklevel=6
+        )
+        raise StateError(
+            f"{name} is on meta and has no reset_parameters(). Give it one that initialises its own parameters and "
+            "buffers, or pass param_init_fn."
+        )
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        reset()
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device) -> None:
+    """Send the values of each group's first rank to its other ranks, many tensors of one dtype at once."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in tensors:
+        by_dtype.setdefault(each.dtype, []).append(each.detach())
+    for group in groups:
+        if group.size() > 1:
+            for same in by_dtype.values():
+                for bucket in _buckets(same):
+                    flat = torch.cat([each.reshape(-1).to(device) for each in bucket])
+                    dist.broadcast(flat, group=group, group_src=0)
+                    for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                        each.copy_(part.view(each.shape))
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for each in tensors:
+        bucket.append(each)
+        size += each.numel() * each.element_size()
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,154 @@
+"""The older methods for optimizer state, which are deprecated in favour of `optim_state_dict`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..names import clean_tensor_name
+from .api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .optim_state import StateDict, broadcast_states, names_of, optim_state_dict, optim_state_dict_to_load, units_of
+
+
+class OptimStateKeyType(Enum):
+    """What the keys of an optimizer's state dict are: names of parameters, or their numbers."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+def _full(rank0_only: bool) -> StateDictSettings:
+    config = FullOptimStateDictConfig(rank0_only=rank0_only)
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
+
+
+def _sharded() -> StateDictSettings:
+    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+
+
+def _deprecated(name: str, optim_input: Any = None) -> None:
+    warnings.warn(
+        f"{name} is deprecated; use optim_state_dict and optim_state_dict_to_load.", FutureWarning, stacklevel=4
+    )
+    if optim_input is not None:
+        warnings.warn("optim_input is deprecated; pass optim.", FutureWarning, stacklevel=4)
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: Any = None,
+    rank0_only: bool = True,
+    group: Any = None,
+) -> StateDict:
+    """Unsharded states by the original names, on rank 0 or on all ranks."""
+    _deprecated("full_optim_state_dict", optim_input)
+    return optim_state_dict(model, optim, None, group, _full(rank0_only))
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
+    """Sharded states by the original names."""
+    _deprecated("sharded_optim_state_dict")
+    return optim_state_dict(model, optim, None, group, _sharded())
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Any = None
+) -> StateDict:
+    """This rank's shards of a full state dict, which all ranks have."""
+    _deprecated("shard_full_optim_state_dict", optim_input)
+    listed = _listed(model, optim, optim_input, full_optim_state_dict)
+    return optim_state_dict_to_load(model, listed, full_optim_state_dict, settings=_full(False))
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
+) -> StateDict:
+    """This rank's shards of a sharded state dict."""
+    _deprecated("flatten_sharded_optim_state_dict")
+    return optim_state_dict_to_load(model, optim, sharded_optim_state_dict, settings=_sharded())
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: StateDict | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Any = None,
+    group: Any = None,
+) -> StateDict:
+    """This rank's shards of a full state dict, which rank 0 has."""
+    _deprecated("scatter_full_optim_state_dict", optim_input)
+    full = broadcast_states(full_optim_state_dict, group)
+    return optim_state_dict_to_load(model, _listed(model, optim, optim_input, full), full, settings=_full(False))
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: StateDict,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: Any = None,
+) -> StateDict:
+    """The state dict for a model that is not wrapped: names as keys instead of numbers, or numbers instead of names."""
+    _deprecated("rekey_optim_state_dict", optim_input)
+    names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
+    listed = [parameter for group in _listed(model, optim, optim_input).param_groups for parameter in group["params"]]
+    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+        table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in enumerate(listed)}
+    else:
+        table = {names[id(parameter)]: number for number, parameter in enumerate(listed)}
+    return _rekeyed(optim_state_dict, lambda key: table.get(key, key))
+
+
+def _rekeyed(given: StateDict, new: Callable[[Any], Any]) -> StateDict:
+    groups = []
+    for group in given["param_groups"]:
+        params = [new(key) for key in group["params"]]
+        groups.append({**group, "params": sorted(params) if all(isinstance(p, int) for p in params) else params})
+    return {"state": {new(key): value for key, value in given["state"].items()}, "param_groups": groups}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The parameters that an optimizer would have, where none is given."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _listed(model: nn.Module, optim: Any, optim_input: Any, given: StateDict | None = None) -> Any:
+    """`optim` or, without one, the parameters that it would be built from: `optim_input`, or all of the model's.
+
+    The parameters of the model are divided into the groups of the state dict `given`, if it has several.
+    """
+    if optim is not None:
+        return optim
+    if optim_input is not None:
+        inputs = list(optim_input)
+        if all(isinstance(each, dict) for each in inputs):
+            return Listed([{"params": list(each["params"])} for each in inputs])
+        return Listed([{"params": inputs}])
+    parameters = list(model.parameters())
+    groups = [] if given is None else given["param_groups"]
+    if len(groups) < 2:
+        return Listed([{"params": parameters}])
+    names = names_of(model, units_of(model))
+    number = {name: index for index, group in enumerate(groups) for name in group["params"]}
+    divided: list[dict[str, Any]] = [{"params": []} for _ in groups]
+    for parameter in parameters:
+        mine = number.get(names[id(parameter)][0])
+        if mine is not None:
+            divided[mine]["params"].append(parameter)
+    return Listed(divided)

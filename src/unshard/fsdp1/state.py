@@ -1,0 +1,191 @@
+"""The state of a flat unit: the arguments of the call, the handle, and what the root's first forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..comm.interface import Transport
+from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, state_of
+from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
+from ..torch_private import never_compiled
+from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
+from .comm_hooks import HookedTransport, with_results_copied
+from .flat_parameter import Handle
+from .groups import Groups
+from .precision import CastBuffers
+
+
+class TrainingState(Enum):
+    """What a wrapped module is doing."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call that are needed later."""
+
+    groups: Groups
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    use_orig_params: bool
+    limit_all_gathers: bool
+
+
+class WrapperState(FSDPState):
+    """Ties a flat unit to a wrapper, or to the module that the legacy call was applied to."""
+
+    full_state_dict: ClassVar[str] = (
+        "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
+    )
+
+    def __init__(self, unit: Unit, call: Call, handle: Handle | None, buffers: CastBuffers):
+        super().__init__(unit)
+        self.call, self.handle = call, handle
+        self.own_buffers = buffers
+        self.in_summon_full_params = False
+        self.settings = default_settings()
+        self.has_comm_hook = False
+        self.is_of_wrapper = False
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"{self.unit} cannot be pickled or copied: its shards belong to one set of ranks and buffers. Save the "
+            "state_dict(), and load it into a model that is sharded anew."
+        )
+
+    def attach_wrapper(self, module: nn.Module) -> None:
+        self.is_of_wrapper = True
+        super().attach_wrapper(module)
+
+    def _attach_to_state_dicts(self, module: nn.Module) -> None:
+        """None of the engine's hooks, which save DTensors: a plain shard would be saved as if it were the parameter."""
+
+    def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a user's hook reduce and divide the gradients."""
+        self.has_comm_hook = True
+        hook = with_results_copied(hook)
+        self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
+        for group in self.unit.param_groups:
+            group.wrap_reduce_transport(lambda inner: HookedTransport(inner, state, hook))
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self.call.groups.strategy
+
+    @property
+    def process_group(self) -> Any:
+        return self.call.groups.own
+
+    @property
+    def transports(self) -> tuple[Transport, Transport]:
+        """Over the shards, and over the replicas."""
+        if self.unit.param_groups:
+            return self.unit.param_groups[0].shards, self.unit.param_groups[0].replicas
+        return self.call.groups.transports(self.unit.device)
+
+    @property
+    def training_state(self) -> TrainingState:
+        if self.in_summon_full_params:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if self.unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    def division(self) -> tuple[float, float]:
+        """What gradients are divided by before and after they are reduced."""
+        shards, replicas = self.transports
+        factors = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
+        return factors.before, factors.after
+
+    @never_compiled
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.unit.policy.full_precision_in_eval and self.is_root(module):
+            self._cast_or_restore_buffers(module)
+        return super().pre_forward(module, args, kwargs)
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether this state of `module` is the root's. Before the first forward, `module` becomes the root."""
+        return self.find_root(module).unit is self.unit
+
+    def _cast_or_restore_buffers(self, module: nn.Module) -> None:
+        stored = self.unit.precision_in(module.training) is Precision.STORED
+        for state in wrapper_states(module):
+            state.own_buffers.restore() if stored else state.own_buffers.cast()
+
+    def _become_root(self, module: nn.Module) -> Root:
+        states = wrapper_states(module)
+        _check_agreement(states)
+        root = super()._become_root(module)
+        for state in states:
+            state.own_buffers.cast()
+        return root
+
+
+def wrapper_state_of(module: nn.Module) -> WrapperState | None:
+    state = state_of(module)
+    return state if isinstance(state, WrapperState) else None
+
+
+def wrapper_states(module: nn.Module) -> list[WrapperState]:
+    """The states of `module` and of the modules below it, in the order of `modules()`."""
+    found = (wrapper_state_of(each) for each in module.modules())
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def _check_agreement(states: list[WrapperState]) -> None:
+    for what, values in (
+        ("use_orig_params", {state.call.use_orig_params for state in states if state.handle is not None}),
+        ("limit_all_gathers", {state.call.limit_all_gathers for state in states}),
+        (
+            "full precision in eval (FSDP_USE_FULL_PREC_IN_EVAL)",
+            {state.unit.policy.full_precision_in_eval for state in states},
+        ),
+    ):
+        if len(values) > 1:
+            raise ArgumentError(
+                f"Wrapped modules under one root must agree on {what}, found {sorted(values)}. Pass the same to all."
+            )
+
+
+def states_below_root(module: Any, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
+    """The states of the units of `module`, which has to be a root, wrapped or sharded by the legacy call."""
+    state = wrapper_state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ArgumentError(
+            f"{method} is for a module that was wrapped, or that unshard.composable.fully_shard was applied to; this "
+            f"{type(module).__name__} is neither."
+        )
+    if not state.is_root(module):
+        inside = type(getattr(module, "module", module)).__name__
+        raise error(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
+    return wrapper_states(module)
+
+
+# -- functions of PyTorch's `_traversal_utils` that programs call ----------------------------------------------------
+
+
+def _get_module_fsdp_state(module: Any) -> Any:
+    """A wrapper is its own state; a module that the legacy call was applied to has one; None for other modules."""
+    state = module if isinstance(module, WrapperState) else wrapper_state_of(module)
+    return module if state is not None and state.is_of_wrapper else state
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[nn.Module]]:
+    """The states of the units at and below `module`, and the modules that have them, in the order of `modules()`."""
+    found = {state: each for each in module.modules() if (state := _get_module_fsdp_state(each)) is not None}
+    return list(found), list(found.values())
+
+
+def _get_fsdp_states(module: nn.Module) -> list[Any]:
+    return _get_fsdp_states_with_modules(module)[0]
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
+    """The handles of the units that have parameters."""
+    return [state.handle for state in wrapper_states(module) if state.handle is not None]

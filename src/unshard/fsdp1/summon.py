@@ -1,0 +1,209 @@
+"""`summon_full_params`: unsharded parameters under their original names, to read and to write."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
+from ..errors import ConflictError, UnsupportedError
+from ..torch_private import own_parameters
+from .flat_parameter import FLAT_PARAM, flat_sharded_of, in_memory_order, shard_begins
+from .state import WrapperState, wrapper_state_of, wrapper_states
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """A context in which the wrapped modules below `module` hold unsharded parameters under their original names.
+
+    What is written to them is kept, unless `writeback` is False. All ranks have to enter together.
+    """
+    if writeback and rank0_only:
+        raise UnsupportedError("writeback=True with rank0_only=True: the ranks would have different parameters.")
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu without rank0_only copies the whole model to the host on every rank.", stacklevel=3
+        )
+    own = wrapper_state_of(module)
+    states = wrapper_states(module) if recurse else ([] if own is None else [own])
+    for state in states:
+        _check(state, offload_to_cpu, with_grads)
+    if own is not None:
+        own.find_root(module)
+    with ExitStack() as stack:
+        for state in states:
+            if not state.handle:  # it has no parameters, but it cleans the names of those below it
+                stack.callback(setattr, state, "in_summon_full_params", False)
+                state.in_summon_full_params = True
+        units = [
+            FullParams(state, writeback, rank0_only, offload_to_cpu, with_grads) for state in states if state.handle
+        ]
+        for each in units:
+            each.gather()
+        for each in units:
+            stack.callback(each.exit)
+            each.enter()
+        yield
+
+
+def _check(state: WrapperState, offload: bool, with_grads: bool) -> None:
+    if state.in_summon_full_params:
+        raise ConflictError(f"{state.unit} is summoned already; summon_full_params cannot be nested.")
+    if state.unit.phase is not Phase.IDLE:
+        raise ConflictError(f"{state.unit} is computing; summon_full_params is not for use inside forward or backward.")
+    if with_grads and (offload or not state.call.use_orig_params):
+        raise UnsupportedError("with_grads=True needs use_orig_params=True and no offload_to_cpu.")
+    if offload and not state.call.groups.traits.shards:
+        raise UnsupportedError("offload_to_cpu=True is not for NO_SHARD, whose parameters are not sharded.")
+
+
+class FullParams:
+    """The parameters of one unit inside `summon_full_params`."""
+
+    def __init__(self, state: WrapperState, writeback: bool, rank0_only: bool, offload: bool, with_grads: bool):
+        self._state, self._unit = state, state.unit
+        sharded = flat_sharded_of(state.unit)
+        assert sharded is not None
+        self._sharded: FlatShardedParams = sharded
+        self._writeback, self._offload, self._with_grads = writeback, offload, with_grads
+        self._rank = state.transports[0].rank
+        self._exposes = not rank0_only or self._rank == 0
+        self._precision = self._unit.precision
+
+    def gather(self) -> None:
+        """All-gather in the stored dtype, also a unit that is unsharded already: weights may have changed since."""
+        unit, dtypes = self._unit, self._sharded.shard.segments.kinds[0]
+        unit.reshard()
+        if dtypes.compute != dtypes.original:
+            unit.select(Precision.STORED)
+        unit.all_gather()
+
+    def enter(self) -> None:
+        """Register the unsharded parameters on the modules, in place of the flat parameter."""
+        self._state.in_summon_full_params = True
+        self._unit.unshard()
+        if not self._exposes:
+            self._unit.reshard()
+            return
+        for location, param in self._locations():
+            parameter = param.unsharded
+            assert parameter is not None
+            if self._offload and parameter.device.type != "cpu":
+                parameter = nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
+            _register(location, parameter)
+        if not self._state.call.use_orig_params:
+            own_parameters(self._wrapped_module()).pop(FLAT_PARAM, None)
+        if self._with_grads:
+            self._unshard_gradients()
+
+    def exit(self) -> None:
+        """Write back, and register what was registered before."""
+        if self._exposes:
+            self._write_back_and_unregister()
+        self._unit.reshard()
+        self._unit.select(self._precision)
+        self._state.in_summon_full_params = False
+
+    @torch.no_grad()
+    def _write_back_and_unregister(self) -> None:
+        flat = self._sharded.flat
+        if self._writeback:
+            for location, param in self._locations():
+                _write_back(location, param)
+            if self._with_grads:
+                self._write_back_gradients()
+        for _, param in self._locations():
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        if not self._state.call.use_orig_params:
+            for location, _ in self._locations():
+                module = location.module()
+                if module is not None:
+                    own_parameters(module).pop(location.name, None)
+            own_parameters(self._wrapped_module())[FLAT_PARAM] = flat.sharded
+        if self._writeback:
+            shard_numel = flat.local.numel()
+            assert flat.padded is not None
+            flat.local.copy_(flat.padded[self._rank * shard_numel : (self._rank + 1) * shard_numel])
+
+    def _wrapped_module(self) -> nn.Module:
+        """The module that the flat parameter is registered on."""
+        module = self._sharded.flat.locations[0].module()
+        assert module is not None
+        return module
+
+    def _locations(self) -> list[tuple[ParamLocation, ManagedParam]]:
+        return [(location, param) for param in self._sharded.params for location in param.locations]
+
+    # -- gradients ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _unshard_gradients(self) -> None:
+        """All-gather the gradients, unless no rank has any."""
+        shards, shard_numel = self._state.transports[0], self._sharded.flat.local.numel()
+        dtype, device = self._sharded.shard.segments.kinds[0].gradient, self._unit.device
+        local = torch.zeros(shard_numel, dtype=dtype, device=device)
+        any_here = False
+        for index, begin in shard_begins(self._sharded, self._rank):
+            param = self._sharded.params[index]
+            gradient = param.sharded.grad
+            if gradient is not None:
+                any_here = True
+                local[begin : begin + gradient.numel()] = in_memory_order(gradient, param)
+        any_rank = torch.tensor([int(any_here)], dtype=torch.int32, device=device)
+        shards.all_reduce([any_rank], average=False).wait()
+        if not any_rank.item():
+            return
+        unsharded = local.repeat(shards.world)
+        shards.all_gather([unsharded], [local]).wait()
+        for param in self._sharded.params:
+            cut = param.sharding
+            assert param.unsharded is not None
+            if param.sharded.requires_grad:
+                part = unsharded[cut.begin : cut.begin + cut.numel]  # type: ignore[union-attr]
+                param.unsharded.grad = part.as_strided(cut.shape, cut.stride, part.storage_offset())  # type: ignore[arg-type]
+
+    def _write_back_gradients(self) -> None:
+        for index, _ in shard_begins(self._sharded, self._rank):
+            param = self._sharded.params[index]
+            gradient, local = param.unsharded.grad if param.unsharded is not None else None, param.sharded.grad
+            if gradient is not None and local is not None:
+                first, count = param.sharding.elements(self._rank)  # type: ignore[union-attr]
+                flat = gradient.as_strided((param.sharding.numel,), (1,), gradient.storage_offset())
+                part = flat[first : first + count]
+                local.copy_(part if local.ndim == 1 and local.shape == part.shape else gradient)
+
+
+def _register(location: ParamLocation, parameter: nn.Parameter) -> None:
+    """Register it so that `named_parameters` lists it, also where the module usually has a plain attribute."""
+    module = location.module()
+    if module is not None:
+        location.put(parameter)
+        module.__dict__.pop(location.name, None)
+        location_of(module, location.name).put(parameter)
+
+
+def _write_back(location: ParamLocation, param: ManagedParam) -> None:
+    """Copy a parameter that was assigned inside the context, or got other memory, into the unsharded buffer."""
+    module = location.module()
+    current = None if module is None else own_parameters(module).get(location.name)
+    if current is None or param.unsharded_view is None:
+        return
+    if current.shape != param.unsharded_view.shape:
+        raise ConflictError(
+            f"Parameter {param.name!r} has the shape {tuple(current.shape)} now, expected "
+            f"{tuple(param.unsharded_view.shape)}."
+        )
+    if current.data_ptr() != param.unsharded_view.data_ptr() and param.sharding.numel:
+        param.unsharded_view.copy_(current.detach())

@@ -1,0 +1,436 @@
+"""`FullyShardedDataParallel`: the wrapper that PyTorch users know as FSDP1."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..engine.api import UnshardHandle
+from ..errors import ArgumentError, ConflictError, StateError, UnsupportedError
+from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX
+from . import optim_legacy
+from . import optim_state as optim_states
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    check_module,
+    checked_cpu_offload,
+    checked_mixed_precision,
+    checked_prefetch,
+)
+from .auto_wrap import Policy, auto_wrap
+from .build import build_state, resolve_ignored
+from .checkpoint_helpers import ASKED_FOR, answer
+from .clip import clip_grad_norm
+from .flat_parameter import Handle
+from .groups import resolve_groups
+from .state import (
+    Call,
+    TrainingState,
+    WrapperState,
+    _get_fsdp_handles,
+    _get_module_fsdp_state,
+    states_below_root,
+    wrapper_state_of,
+    wrapper_states,
+)
+from .state_dict import StateDictHandler, get_state_dict_type, set_state_dict_type, state_dict_type
+from .summon import summon_full_params
+
+FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module and shards its parameters over ranks, as one flat parameter.
+
+    Parameters of wrapped modules inside belong to those. Build the optimizer afterwards: `parameters()` returns one
+    flat parameter for each unit or, with `use_orig_params`, the original ones, of which each rank holds consecutive
+    elements. Inside forward and `summon_full_params` they are unsharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ):
+        """`process_group`, `device_mesh`: which ranks share the module; for hybrid strategies a pair of groups or a
+        mesh of two dimensions. `auto_wrap_policy` wraps modules inside first. `device_id`: the compute device, by
+        default the module's. `sync_module_states` broadcasts the values of rank 0. `param_init_fn` initialises modules
+        on meta. Forward prefetches one unit ahead, whatever `forward_prefetch` and `limit_all_gathers` are.
+        """
+        super().__init__()
+        check_module(module, "FullyShardedDataParallel")
+        backward_prefetch = checked_prefetch(backward_prefetch)
+        precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
+        _warn_about_containers(module)
+        groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
+        ignored = resolve_ignored(module, ignored_modules, ignored_states)
+        common: dict[str, Any] = {
+            "backward_prefetch": backward_prefetch,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+        }
+        if auto_wrap_policy is not None:
+            inside = {
+                **groups.arguments(),
+                **ignored.arguments,
+                **common,
+                "sharding_strategy": groups.strategy,
+                "cpu_offload": cpu_offload,
+                "mixed_precision": mixed_precision,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+            }
+            auto_wrap(module, auto_wrap_policy, type(self), inside, ignored.modules, ignored.parameters)
+        call = Call(groups, precision, offload, use_orig_params, limit_all_gathers)
+        state = build_state(module, call, ignored, **common)
+        setattr(self, FSDP_WRAPPED_MODULE, module)
+        state.attach_wrapper(self)
+        self._state_dict_handler = StateDictHandler(state)
+        self.register_load_state_dict_post_hook(_loaded)
+        self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+
+    # -- forward and backward -------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._state.run(self, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward accumulates unsharded gradients; the next one outside reduces them. Root only.
+
+        `FullyShardedDataParallel.no_sync(module)` is for modules that the legacy call was applied to.
+        """
+        states = states_below_root(self, "no_sync")
+        before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
+        for options, _ in before:
+            options.synchronise = options.all_reduce = False
+            if options.reshard_after_forward is False:
+                options.reshard_after_backward = False
+        try:
+            yield
+        finally:
+            for options, reshard_after_backward in before:
+                options.synchronise = options.all_reduce = True
+                options.reshard_after_backward = reshard_after_backward
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients down together so that their norm is at most `max_norm`; returns the norm. Root only.
+
+        `FullyShardedDataParallel.clip_grad_norm_(module, ...)` is for modules that the legacy call was applied to.
+        """
+        states_below_root(self, "clip_grad_norm_")
+        return clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which the wrapped modules below `module` hold unsharded parameters under their original names.
+
+        What is written to them is kept, unless `writeback` is False.
+        """
+        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    # -- the module interface --------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> WrapperState:
+        state = wrapper_state_of(self)
+        assert state is not None
+        return state
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a wrapper of activation checkpointing around it."""
+        inside: Any = self._modules[FSDP_WRAPPED_MODULE]
+        return getattr(inside, CHECKPOINT_PREFIX.rstrip("."), inside)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inside = self.__dict__.get("_modules", {}).get(FSDP_WRAPPED_MODULE)
+            if inside is None:
+                raise
+            return getattr(inside, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapped module. The first forward determines the root, or this call."""
+        return self._state.is_root(self)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The wrapped modules at and below `module`, in the order of `modules()`.
+
+        The legacy call wraps nothing: for a module that it was applied to, this lists the state, as PyTorch does.
+        """
+        found: list[Any] = []
+        for each in module.modules():
+            state = wrapper_state_of(each)
+            if state is not None and (not root_only or state.is_root(each)):
+                found.append(_get_module_fsdp_state(each))
+        return found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Call `fn` with every module inside while this unit is unsharded; what it writes is kept."""
+        if self._state.in_summon_full_params:
+            raise StateError("apply calls summon_full_params, which cannot be nested. Call apply outside of it.")
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`.to()`, `.half()` and others convert the sharded parameters."""
+        self._state.unit.reshard()
+        result = super()._apply(fn, recurse)
+        self._state.unit.rebind_params()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also those of units that are unsharded between forward and backward."""
+        super().zero_grad(set_to_none)
+        for state in wrapper_states(self):
+            state.unit.clear_gradients(set_to_none)
+
+    def __getstate__(self) -> Any:
+        return self._state.__getstate__()  # refuses before anything inside is pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(
+            "A wrapped module cannot be copied: its shards belong to one set of ranks and buffers. Copy the module "
+            "before it is wrapped and wrap both, or load the state dict of one into the other."
+        )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Inside `summon_full_params`, under the original names."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._cleaned(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._cleaned(name), buffer
+
+    def _cleaned(self, name: str) -> str:
+        return name.replace(FSDP_PREFIX, "") if self._state.in_summon_full_params else name
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook` reduce and divide the gradients of all units. Root only, once, before the first forward.
+
+        It gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
+        """
+        if not callable(hook):
+            raise ArgumentError(f"hook must be a function, got {hook!r}.")
+        states = states_below_root(self, "register_comm_hook", ConflictError)
+        for each in states:
+            if each.has_comm_hook:
+                raise ConflictError("A communication hook is registered already.")
+            if each.call.groups.replicas is not None:
+                raise ConflictError(f"{each.call.groups.strategy.name} reduces in two steps, and takes no hook.")
+        for each in states:
+            each.install_comm_hook(state, hook)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Unshard this module's own parameters; with `async_op` only issue the all-gather, and wait in the handle."""
+        unit = self._state.unit
+        unit.select(unit.precision_in(self.training))
+        unit.all_gather()
+        handle = UnshardHandle(self._state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    # -- state dicts ----------------------------------------------------------------------------------------
+
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A state dict of the type that is set. All ranks have to call, also with `rank0_only`."""
+        names = ("destination", "prefix", "keep_vars")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._state.find_root(self)
+        return self._state_dict_handler.save(
+            self, lambda: super(FullyShardedDataParallel, self).state_dict(**given), given.get("prefix", "")
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self._state_dict_handler.begin_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _fqn_modifiers(self) -> Any:
+        """What PyTorch's helpers for checkpoints ask for; also refuses what they would get wrong."""
+        inner = getattr(self._modules[FSDP_WRAPPED_MODULE], ASKED_FOR, dict)
+        return answer(self, inner, wrapped=True)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+        *,
+        for_loading: bool = False,
+    ) -> dict[str, Any]:
+        """The optimizer's state by original names, of the type that is set for the model. All ranks have to call.
+
+        `torch.distributed.checkpoint.load` fills only what is in the state dict that it is given. An optimizer that
+        has taken no step has no state; `for_loading=True` adds what its first step would create, to be filled. Neither
+        the optimizer nor the parameters change.
+        """
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` returned with any number of ranks."""
+        return optim_states.optim_state_dict_to_load(
+            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+    full_optim_state_dict = staticmethod(optim_legacy.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_legacy.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_legacy.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_legacy.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_legacy.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_legacy.rekey_optim_state_dict)
+
+    # -- attributes that programs read -----------------------------------------------------------------------
+
+    @property
+    def _handle(self) -> Handle | None:
+        return self._state.handle
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        return _get_fsdp_handles(self)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The unit's flat parameter, if it has parameters."""
+        handle = self._state.handle
+        return [] if handle is None else [handle.flat_param]
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return self.params[0] if self.params else None
+
+    @property
+    def _has_params(self) -> bool:
+        return self._state.handle is not None
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.check_is_root() if self._state.is_initialised else None
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._state.call.use_orig_params
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        return self._state.call.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        return self._state.call.cpu_offload
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        return self._state.call.groups.strategy
+
+    @property
+    def process_group(self) -> Any:
+        return self._state.call.groups.own
+
+    @property
+    def _inter_node_pg(self) -> Any:
+        return self._state.call.groups.replicas
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        return self._state.call.groups.mesh
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self._state.unit.device
+
+    @property
+    def training_state(self) -> TrainingState:
+        return self._state.training_state
+
+    def _assert_state(self, expected: TrainingState | list[TrainingState]) -> None:
+        """Raise unless the module is in one of these states."""
+        allowed = expected if isinstance(expected, list) else [expected]
+        if self.training_state not in allowed:
+            names = ", ".join(each.name for each in allowed)
+            raise ConflictError(f"{self._state.unit} is in state {self.training_state.name}, expected {names}.")
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        return self._state.division()[0]
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        return self._state.division()[1]
+
+
+def _loaded(module: Any, incompatible_keys: Any) -> None:
+    module._state_dict_handler.end_loading(incompatible_keys)
+
+
+def _warn_about_containers(module: nn.Module) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        warnings.warn(
+            f"{type(module).__name__} has no forward, so nothing all-gathers its parameters. Wrap the modules in it.",
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""`fully_shard`: from its arguments to units of the engine."""

@@ -1,0 +1,91 @@
+"""`copy.deepcopy` of a sharded model: a second model with its own shards, for example for an average of the weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.api import FSDPState, ManagedParam, ParamGroup, Unit, location_of, state_of
+from ..torch_private import local_of, make_dtensor, spec_of
+
+_IN_PROGRESS = "unshard copies a model"
+
+
+def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """A deep copy with the same values, policies and hooks. Gradients are not copied; the copy has its own root.
+
+    Called for every sharded module inside the copied one; the outermost call copies the units.
+    """
+    is_outermost = _IN_PROGRESS not in memo
+    states = _prepare(module, memo) if is_outermost else []
+    # FSDPModule.__new__ would make an instance of the original class.
+    new = object.__new__(type(module))
+    memo[id(module)] = new
+    new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    if is_outermost:
+        for state in states:
+            _copy_unit(state, memo)
+        del memo[_IN_PROGRESS]
+    return new
+
+
+def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
+    """Reshard all units, and put into the memo what deepcopy must not copy itself: states and sharded parameters."""
+    memo[_IN_PROGRESS] = True
+    states = list(dict.fromkeys(state for child in module.modules() if (state := state_of(child))))
+    for state in states:
+        state.unit.reshard()
+        state.unit.rebind_params()
+        memo[id(state)] = FSDPState.__new__(FSDPState)  # initialised in _copy_unit
+        for param in state.unit.params:
+            memo[id(param.sharded)] = _clone(param)
+    return states
+
+
+@torch.no_grad()
+def _clone(param: ManagedParam) -> nn.Parameter:
+    spec = spec_of(param.sharded)
+    dtensor = make_dtensor(param.local.clone(), spec.mesh, spec.placements, param.sharded.shape)
+    return nn.Parameter(dtensor, requires_grad=param.sharded.requires_grad)
+
+
+def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
+    """Make the unit of the copied state, with the parameters of the copied modules."""
+    old = state.unit
+    # Prefetch lists name units of the first model; the copy learns its own order.
+    options = dataclasses.replace(old.options, forward_prefetch=None, backward_prefetch=None)
+    with torch.no_grad(), torch.inference_mode(False):
+        param_groups = [_copy_param_group(old, group, memo) for group in old.param_groups]
+        unit = Unit(param_groups, old.device, old.policy, options)
+    unit.name = old.name
+    new: FSDPState = memo[id(state)]
+    new.__init__(unit)  # type: ignore[misc]
+    new.transport_settings.like(state.transport_settings)
+    new.buffer_dtypes = state.buffer_dtypes
+    new.ignored = [location_of(memo[id(location.module())], location.name) for location in state.ignored]
+    new.adopt([memo[id(module)] for module in state.modules()])
+    if state.buffers is not None:
+        new.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))
+
+
+def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
+    params = [
+        dataclasses.replace(
+            param,
+            locations=[location_of(memo[id(location.module())], location.name) for location in param.locations],
+            sharded=memo[id(param.sharded)],
+            local=local_of(memo[id(param.sharded)]),
+            unsharded=None,
+            sliced=None,
+            unsharded_view=None,
+        )
+        for param in group.params
+    ]
+    offload = group.sharded.offload
+    return ParamGroup(
+        params, group.shards, group.replicas, group.mesh, unit.device, offload, group.slicing, group.number
+    )

@@ -1,0 +1,333 @@
+"""`fully_shard`: the API that PyTorch users know as FSDP2."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.agreement import require_agreement
+from ..comm.groups import device_of
+from ..engine.api import (
+    FSDPState,
+    ManagedParam,
+    ModuleBuffers,
+    OffloadPlan,
+    Options,
+    ParamGroup,
+    Unit,
+    boundary_policy,
+    cast_boundaries,
+    location_of,
+    offload_plan_for,
+    state_of,
+    warn_of_rounding,
+)
+from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
+from ..policies import MixedPrecisionPolicy, OffloadPolicy
+from ..torch_private import is_replicated, own_parameters
+from .meshes import DataParallelMeshDims, DataParallelMeshInfo, resolve_mesh_info
+from .module import swap_class
+from .placements import ParamToShard, ShardPlacementFn, make_managed_param
+
+_log = logging.getLogger("unshard")
+_Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: _Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> _Modules:
+    """Shard the parameters of `module` that no earlier call sharded, as one unit. Changes the module and returns it.
+
+    A list of modules becomes one unit: unsharded when the first of them runs, resharded when the last one has run.
+
+    Call it bottom-up, on the blocks and then on the model, and build the optimizer afterwards: parameters become
+    DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second and
+    replicates over the first. `reshard_after_forward` frees the unsharded parameters between forward and backward;
+    `None` does so everywhere except on the root, and a number k keeps a slice of 1/k on each rank, so that backward
+    all-gathers among k neighbours only. `shard_placement_fn` may choose another dimension for a parameter, if the
+    number of shards divides its size, or another mesh (`ShardPlacementResult`). `ignored_params` are not sharded, not
+    moved, and their gradients are not reduced. Parameters that are DTensors already (tensor parallelism) keep their
+    placements and are sharded in addition; with `dp_mesh_dims` they are DTensors on `mesh` itself, of which the named
+    dimensions shard and replicate.
+    """
+    _check_modules(module)
+    mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
+    info = resolve_mesh_info(mesh, dp_mesh_dims)
+    if info.shard_mesh_dim is None and shard_placement_fn is not None:
+        raise ArgumentError("shard_placement_fn has nothing to choose: dp_mesh_dims names no dimension that shards.")
+    options = _options(reshard_after_forward, info, dp_mesh_dims)
+    slices = reshard_after_forward if options.slice_after_forward else None
+    device = device_of(info.mesh)
+    offload = offload_plan_for(offload_policy, device)
+
+    outermost = _outermost(module)
+    title = ", ".join(type(each).__name__ for each in outermost)
+    prefixes = _prefixes(outermost)
+    modules = _managed_modules(outermost)
+    ignored = _checked_ignored(ignored_params)
+    params = _params_to_shard(modules, prefixes, ignored, info)
+    for param in params:
+        param.choose_placement(shard_placement_fn)
+    facts = _facts(title, params, mp_policy)
+    for transport in info.transports(device):
+        require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
+
+    param_groups = _make_param_groups(params, dp_mesh_dims, mp_policy, device, offload, slices)
+    boundary = boundary_policy([param for group in param_groups for param in group.params], mp_policy)
+    unit = Unit(param_groups, device, boundary, options)
+    unit.name = title
+    _move_buffers(modules, device)
+    state = _attach(unit, outermost, {each: prefixes[each] for each in modules}, mp_policy)
+    state.ignored = [
+        location_of(owner, name)
+        for owner in modules
+        for name, parameter in own_parameters(owner).items()
+        if parameter in ignored
+    ]
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+def _check_modules(module: Any) -> None:
+    if not isinstance(module, list | tuple):
+        module = [module]
+    elif not module:
+        raise ArgumentError("fully_shard got an empty list of modules.")
+    for each in module:
+        _check_module(each)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}.")
+    name = type(module).__name__
+    if state_of(module) is not None:
+        raise AppliedTwiceError(f"fully_shard was already applied to this {name}; apply it once per module.")
+    no_forward = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward in no_forward:
+        raise ArgumentError(
+            f"fully_shard cannot be applied to a {name}: it has no forward, so its parameters would never be "
+            "unsharded. Apply it to each of its modules."
+        )
+    for child_name, child in module.named_modules():
+        state = state_of(child)
+        if state is not None and state.is_initialised:
+            raise StateError(
+                f"fully_shard was applied to {name} after {child_name!r} inside it ran a forward. Shard bottom-up, "
+                "the whole model before its first forward."
+            )
+
+
+def _checked_type(name: str, value: Any, expected: type, example: str = "") -> Any:
+    if value is None:
+        return expected()
+    if not isinstance(value, expected):
+        found = f"{type(value).__module__}.{type(value).__name__}"
+        such = f", such as unshard.{example}" if example else ""
+        raise ArgumentError(f"{name} must be an unshard.{expected.__name__}{such}; got a {found}: {value!r}.")
+    return value
+
+
+def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
+    """Parameters of other units may be among them: programs pass the same set to every call."""
+    given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
+    for each in given:
+        if not isinstance(each, nn.Parameter):
+            raise ArgumentError(
+                f"ignored_params must be a set of parameters, found a {type(each).__name__}: {each!r:.80}"
+            )
+    return given
+
+
+def _options(reshard: Any, info: DataParallelMeshInfo, dims: DataParallelMeshDims | None) -> Options:
+    if reshard is None or isinstance(reshard, bool):
+        return Options(reshard)
+    if not isinstance(reshard, int):
+        raise ArgumentError(f"reshard_after_forward must be True, False, None or an integer, got {reshard!r}.")
+    if dims is not None:
+        raise UnsupportedError("An integer reshard_after_forward cannot be combined with dp_mesh_dims.")
+    _check_slices(reshard, info)
+    if reshard == 1:
+        _warn_about_one()
+        return Options(False)
+    return Options(True) if reshard == info.shard_mesh_size else Options(True, slice_after_forward=True)
+
+
+def _check_slices(slices: int, info: DataParallelMeshInfo) -> None:
+    if not 1 <= slices <= info.shard_mesh_size or info.shard_mesh_size % slices:
+        raise ArgumentError(
+            f"reshard_after_forward={slices}: the number of slices must divide the number of shards, which is "
+            f"{info.shard_mesh_size}."
+        )
+
+
+@cache
+def _warn_about_one() -> None:
+    _log.warning("reshard_after_forward=1 does not reshard after forward, like False; pass False instead.")
+
+
+# -- modules and parameters of the unit --------------------------------------------------------------------
+
+
+def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The given modules without those inside others of them."""
+    given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
+    inside = {child for each in given for child in each.modules() if child is not each}
+    return [each for each in given if each not in inside]
+
+
+def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
+    """The prefix of names in each module; with several outermost modules it begins with their position."""
+    prefixes: dict[nn.Module, str] = {}
+    for number, each in enumerate(outermost):
+        for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):
+            prefixes[child] = f"{name}." if name else ""
+    return prefixes
+
+
+def _managed_modules(outermost: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules whose own parameters and buffers belong to this call, children first.
+
+    Modules of other calls, replicated modules and everything inside these do not.
+    """
+    managed: dict[nn.Module, None] = {}
+    for each in outermost:
+        _add_managed(each, managed)
+    return list(managed)
+
+
+def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
+    if state_of(module) is None and not is_replicated(module) and module not in managed:
+        for child in module.children():
+            _add_managed(child, managed)
+        managed[module] = None
+
+
+def _params_to_shard(
+    modules: list[nn.Module], prefixes: dict[nn.Module, str], ignored: set[nn.Parameter], info: DataParallelMeshInfo
+) -> list[ParamToShard]:
+    """Each distinct parameter with all names under which it is registered."""
+    found: dict[nn.Parameter, ParamToShard] = {}
+    for module in modules:
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and parameter not in ignored:
+                param = found.setdefault(parameter, ParamToShard(parameter, [], [], info))
+                param.names.append(prefixes[module] + name)
+                param.locations.append(location_of(module, name))
+    return list(found.values())
+
+
+def _facts(title: str, params: list[ParamToShard], policy: MixedPrecisionPolicy) -> list[str]:
+    """What must be equal on all ranks."""
+    return [
+        f"module {title}",
+        *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
+        *(
+            f"parameter {param.name!r} of shape {tuple(param.parameter.shape)}, {param.parameter.dtype}, "
+            f"sharded along dim {param.dim}"
+            for param in params
+        ),
+    ]
+
+
+# -- the unit ----------------------------------------------------------------------------------------------
+
+
+def _make_param_groups(
+    params: list[ParamToShard],
+    dims: DataParallelMeshDims | None,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+    offload: OffloadPlan,
+    slices: int | None,
+) -> list[ParamGroup]:
+    """A group for the parameters of each set of ranks."""
+    by_ranks: dict[Any, list[ParamToShard]] = {}
+    for param in params:
+        info = param.mesh_info
+        by_ranks.setdefault((info.shard_process_group, info.replicate_process_group), []).append(param)
+    param_groups = []
+    with torch.no_grad(), torch.inference_mode(False):
+        for members in by_ranks.values():
+            info = members[0].mesh_info
+            shards, replicas = info.transports(device)
+            managed = [make_managed_param(each, dims, shards.rank, offload.device, policy) for each in members]
+            slicing = None
+            if slices is not None:
+                _check_sliceable(managed)
+                _check_slices(slices, info)
+                slicing = info.slices_after_forward(slices, device)
+            number = shards.next_unit_number()
+            param_groups.append(
+                ParamGroup(managed, shards, replicas, info.shard_mesh, device, offload, slicing, number)
+            )
+    return param_groups
+
+
+def _check_sliceable(params: list[ManagedParam]) -> None:
+    for param in params:
+        if param.sharding.needs_copy or param.tp_spec is not None:
+            found = (
+                f"is sharded along dimension {param.sharding.dim}"
+                if param.sharding.needs_copy
+                else "is a DTensor already"
+            )
+            raise UnsupportedError(
+                f"Parameter {param.name!r} {found}; an integer reshard_after_forward is only supported for plain "
+                "parameters that are sharded along dimension 0. Pass True or False."
+            )
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    for module in modules:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
+def _attach(
+    unit: Unit, outermost: list[nn.Module], prefixes: dict[nn.Module, str], policy: MixedPrecisionPolicy
+) -> FSDPState:
+    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes`: of the managed modules."""
+    for param in unit.params:
+        for location in param.locations:
+            location.put(param.sharded)
+    state = FSDPState(unit)
+    state.buffer_dtypes = {
+        (number, name): buffer.dtype
+        for number, each in enumerate(outermost)
+        for name, buffer in each.named_buffers(remove_duplicate=False)
+    }
+    boundaries = cast_boundaries(outermost, unit.params, policy)
+    for inner, own_policy in boundaries:
+        state.attach_cast_boundary(inner, own_policy)
+    if policy.buffer_dtype is not None and unit.policy is policy:
+        overridden = {child for inner, _ in boundaries for child in inner.modules()}
+        named = [(prefix, each) for each, prefix in prefixes.items() if each not in overridden]
+        warn_of_rounding(named, policy, unit.name)
+        state.cast_buffers(ModuleBuffers(named, policy, unit.name))
+    for each in outermost:
+        swap_class(each)
+        state.attach(each)
+    return state

@@ -1,0 +1,310 @@
+"""`FSDPModule`, the base class that `fully_shard` adds to the class of each module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.memory import pool_of_group, symmetric_pool
+from ..comm.user_collectives import AllGather, ReduceScatter
+from ..engine.api import FSDPState, Unit, UnshardHandle, state_of
+from ..errors import ArgumentError, PolicyError, UnsupportedError
+from .copying import copy_sharded
+
+_FSDP_CLASSES: dict[type, type] = {}
+
+
+class FSDPModule:
+    """Methods of a sharded module, whose class is `FSDP<Original>`, derived from this and the original class."""
+
+    # Generation loops of other libraries read these to keep the ranks in step; PyTorch's compiler reads them, too.
+    _is_fsdp_managed_module = True
+    _fsdp_use_orig_params = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the original class: a slice of a sharded Sequential is a Sequential."""
+        original = cls.__mro__[2]
+        instance = original.__new__(original, *args, **kwargs)
+        if not _SkipInit.active:
+            instance.__init__(*args, **kwargs)
+        return instance
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own parameters, not its children's.
+
+        With `async_op` the all-gather is only issued; `wait()` of the handle, or the module's forward, waits for it.
+        """
+        state = _state(self)
+        state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
+        state.unit.all_gather()
+        state.unit.watch_writes()
+        handle = UnshardHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; the module has the sharded ones again."""
+        _state(self).unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Reshard the model and drop the state of an unfinished iteration. Only on the root.
+
+        Not needed after an exception, from which the model recovers by itself. This also drops gradients that were
+        accumulated without synchronisation.
+        """
+        _state(self).reset()
+
+    # -- options of the following forwards and backwards ----------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
+        self._set("synchronise", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """With replicas: whether backward also all-reduces over them, or only reduce-scatters and accumulates."""
+        self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's gradients by `factor` instead of by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
+        self._set("divide_factor", float(factor), recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Only sum in this module's collectives, and divide the sharded gradients afterwards."""
+        self._set("force_sum", _bool("enable", enable), recurse=False)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook` with this module's reduced gradients as a flat tensor, before they are divided and cast.
+
+        The hook may change the tensor in place. With `stream` it runs there, which a mesh of replicas does not allow.
+        """
+        if stream is not None and any(group.replicas.world > 1 for group in _state(self).unit.param_groups):
+            raise ArgumentError("The argument stream cannot be combined with a mesh of replicas. Leave it out.")
+        self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """All-gather this module's parameters with `comm` instead of the process group."""
+        if not isinstance(comm, AllGather):
+            raise ArgumentError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
+        _state(self).transport_settings.install(comm, None)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter this module's gradients with `comm` instead of the process group."""
+        if not isinstance(comm, ReduceScatter):
+            raise ArgumentError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
+        _state(self).transport_settings.install(None, comm)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the unsharded parameters. Overrides the argument and the rule for the root."""
+        self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
+        self._set("slice_after_forward", False, recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the unsharded parameters."""
+        self._set("reshard_after_backward", _bool("reshard_after_backward", reshard_after_backward), recurse)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward unshards this module. False only if no gradient needs its weights, as in an embedding."""
+        self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next forward waits for `event`, for example the end of an optimizer step on another stream."""
+        _state(self).root_options().post_optim_event = event
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: more backwards follow in this iteration (pipeline schedules)."""
+        _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
+
+    def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for trainable parameters without gradient, so that ranks may use different parameters."""
+        self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may run at once. The largest value in the model counts, at its first forward."""
+        if isinstance(buffers, bool) or not isinstance(buffers, int):
+            raise PolicyError(f"buffers must be an int, got {buffers!r}.")
+        if buffers < 1:
+            raise ArgumentError(f"buffers must be at least 1, got {buffers}.")
+        self._set("reduce_buffers", buffers, recurse)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Prefetch these modules in forward when this one is unsharded, instead of the next in the learned order."""
+        _state(self).unit.options.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Prefetch these modules in backward when this one is unsharded, instead of the one before it in forward."""
+        _state(self).unit.options.backward_prefetch = _units_of(modules)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group of its own, so that reductions do not queue behind all-gathers.
+
+        All ranks must call it together: it makes a process group, once for each set of ranks.
+        """
+        _bool("enable", enable)
+        for state in self._states(recurse):
+            state.transport_settings.separate(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Allocate the buffers of this module's collectives with the backend's allocator, if it has one (NCCL)."""
+        _state(self).transport_settings.allocate_from(pool_of_group if _bool("enable", enable) else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Allocate the buffers of this module's collectives in torch's symmetric memory. CUDA only."""
+        _state(self).transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect: all-gathers are always asynchronous. For programs that call it."""
+        _bool("async_op", async_op)
+
+    def _get_fsdp_state(self) -> FSDPState:
+        return _state(self)
+
+    def _states(self, recurse: bool) -> list[FSDPState]:
+        assert isinstance(self, nn.Module)
+        found = (state_of(module) for module in (self.modules() if recurse else (self,)))
+        return list(dict.fromkeys(state for state in found if state is not None))
+
+    def _set(self, option: str, value: Any, recurse: bool) -> None:
+        for state in self._states(recurse):
+            setattr(state.unit.options, option, value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also of unsharded parameters and those that are accumulated without synchronisation.
+
+        An optimizer's `zero_grad` does not see the latter.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            state.unit.drop_unreduced()
+            state.unit.clear_gradients(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`.to()`, `.half()` and `to_empty()` convert the sharded parameters."""
+        state = _state(self)
+        state.unit.reshard()
+        state.unit.refuse_assigned_data()  # after a conversion nothing tells
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        state.unit.rebind_params()
+        return result
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedError(
+            f"{_state(self).unit} cannot be pickled: its shards belong to one set of ranks. Save its state_dict() and "
+            "load that into another sharded model; copy.deepcopy copies the model in this process."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A second sharded model with the same values."""
+        assert isinstance(self, nn.Module)
+        return copy_sharded(self, memo)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Unshard and reshard the module around a method other than forward: `model.generate`, `model.encode`."""
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentError(f"{type(module).__name__} has no method {method_name!r} to register.")
+    # A bound method as attribute of the module would be a reference cycle and keep the module alive.
+    function = getattr(method, "__func__", method)
+    is_bound, owner = function is not method, weakref.ref(module)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = owner()
+        assert here is not None
+        call = functools.partial(function, here) if is_bound else function
+        return state.run(here, call, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+class _SkipInit:
+    active = 0
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, constructing a module through its `FSDP<Original>` class does not call `__init__`."""
+    _SkipInit.active += 1
+    try:
+        yield
+    finally:
+        _SkipInit.active -= 1
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """The `FSDP<Original>` class of each original class."""
+    return _FSDP_CLASSES
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots in one process (the stages of a pipeline) share their communication streams.
+
+    No effect: collectives are issued from the compute stream and queued by the process group.
+    """
+    for module in modules:
+        _state_of_argument(module)
+
+
+def _state_of_argument(module: Any) -> FSDPState:
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ArgumentError(f"Expected a module that fully_shard was applied to, got {type(module).__name__}.")
+    return state
+
+
+def _units_of(modules: list[Any]) -> list[weakref.ref[Unit]]:
+    return [weakref.ref(_state_of_argument(module).unit) for module in modules]
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None) -> Any:
+    if stream is None:
+        return hook
+
+    def run_on_stream(tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(tensor)
+        current.wait_stream(stream)
+
+    return run_on_stream
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def _state(module: Any) -> FSDPState:
+    state = state_of(module)
+    assert state is not None, "FSDPModule without state"
+    return state
+
+
+def swap_class(module: nn.Module) -> None:
+    """Change the class of `module` to its `FSDP<Original>` class, of which there is one per original class."""
+    cls = type(module)
+    if cls not in _FSDP_CLASSES:
+        _FSDP_CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _FSDP_CLASSES[cls]

@@ -1,0 +1,225 @@
+"""Which parameters share a tensor of a collective, and where they lie in a buffer.
+
+A buffer holds the parameters of a unit in *regions*; a collective carries one tensor per region. A large parameter has
+a region of its own: the padded shards of all ranks, in the order of the ranks, are the parameter, so an all-gather into
+the region needs no copy afterwards. Small parameters, unless there are few of them, share a *packed* region, in which
+all shards of one rank are next to each other:
+
+    world 2, weight (3, 2) and bias (3,): chunks of 2 rows, padded shards of 4 and 2 elements
+
+    own regions   weight [r0 r0 r0 r0 | r1 r1 .. ..]        bias [r0 r0 | r1 ..]
+    packed        [w w w w b b | w w .. .. b ..]            (rank 0 | rank 1; dots are padding, always zero)
+
+The same regions are used for buffers of one rank (shard, sharded gradient), which hold one piece per region, and for
+buffers of all ranks (unsharded buffer, reduce-scatter input), which hold a piece per region and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+ALIGNMENT = 256
+"""Regions begin at multiples of so many bytes, as allocations do: vectorised kernels and NCCL are faster then."""
+PACK_BELOW = 64 * 1024
+"""Below so many bytes, one more tensor in a grouped collective costs more host time than a copy on the device."""
+GROUP_LIMIT = 16
+"""With more tensors than this in a grouped collective, further parameters are packed, unless a copy costs too much."""
+NEVER_PACK_FROM = 4 * 1024 * 1024
+"""From so many bytes on, a copy costs too much."""
+
+
+def align(offset: int, alignment: int) -> int:
+    """The next multiple of `alignment`."""
+    return -(-offset // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class DtypeRun:
+    """Parameters of one segment (one set of dtypes) next to each other in a region, `numel` elements on every rank.
+
+    `starts`: the first element of each parameter, counted from the begin of a rank's piece if the region is packed,
+    else from the begin of the region.
+    """
+
+    segment: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one tensor of a collective carries.
+
+    Packed, it holds the shards of several parameters, rank by rank. Not packed, the pieces of all ranks in a row are
+    the content: one parameter, or the parameters of a flat unit.
+    """
+
+    runs: tuple[DtypeRun, ...]
+    packed: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The indices of all its parameters."""
+        return tuple(index for run in self.runs for index in run.members)
+
+    def begins(self, run: DtypeRun, rank: int) -> Iterator[tuple[int, int]]:
+        """The index of each parameter of `run`, and the first element of its shard in the piece of `rank`."""
+        for index, start in zip(run.members, run.starts, strict=True):
+            yield index, start if self.packed else min(max(start - rank * run.numel, 0), run.numel)
+
+
+class Grouping(Enum):
+    """How many tensors a collective can carry."""
+
+    GROUPED = "a region per large parameter, one packed region per segment"
+    BY_SEGMENT = "one packed region per segment"
+    ONE_REGION = "one packed region for all parameters, sent as bytes if dtypes differ"
+
+
+@dataclass(frozen=True)
+class LayoutParam:
+    """What a layout knows of a parameter: how it is sharded, the index of its segment, the bytes of an element."""
+
+    sharding: Any
+    segment: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.sharding.numel * self.itemsize
+
+
+class UnitLayout(Protocol):
+    """How the parameters of a unit are divided into regions."""
+
+    same_unsharded: bool
+    """Whether on one rank the shard has the layout of the unsharded buffer, so that one can be used as the other."""
+
+    def collective_regions(
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
+    ) -> tuple[Region, ...]:
+        """The regions of a collective that carries the parameters `members`. Parameters without elements have none.
+
+        Up to `unpacked_limit` small parameters are not packed if the collective can carry several tensors.
+        """
+
+    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
+        """The regions of an unsharded buffer, in which every parameter is contiguous."""
+
+
+class RowLayout:
+    """Each parameter is sharded on its own."""
+
+    same_unsharded = False
+
+    def collective_regions(
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
+    ) -> tuple[Region, ...]:
+        members = [index for index in members if items[index].sharding.numel]
+        alone = _not_packed(items, members, unpacked_limit)
+        by_segment: dict[int, list[int]] = {}
+        # Large parameters come first in every grouping, so that buffers of different groupings have the same order.
+        # Vectors come last: optimizers treat biases and norms differently from matrices, and flat optimizers need
+        # parameters that are treated alike next to each other.
+        for index in sorted(members, key=lambda index: (index not in alone, len(items[index].sharding.shape) < 2)):
+            by_segment.setdefault(items[index].segment, []).append(index)
+        # Wide elements come first: every run then begins at a multiple of its element size without padding.
+        segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
+        if grouping is Grouping.ONE_REGION:
+            runs = tuple(_run(items, segment) for segment in segments)
+            return (Region(runs, packed=True),) if runs else ()
+        if grouping is Grouping.BY_SEGMENT:
+            alone = set()
+        regions = []
+        for segment in segments:  # a segment is a contiguous range of every buffer
+            regions += [Region((_run(items, [index]),), packed=False) for index in segment if index in alone]
+            packed = [index for index in segment if index not in alone]
+            if packed:
+                regions.append(Region((_run(items, packed),), packed=True))
+        return tuple(regions)
+
+    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
+        return [Region((_run(items, [index]),), packed=False) for index in members if items[index].sharding.numel]
+
+
+ROW_LAYOUT = RowLayout()
+
+
+def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], unpacked_limit: int) -> set[int]:
+    """The parameters that have regions of their own."""
+    possible = [index for index in members if not items[index].sharding.needs_copy]
+    large = [index for index in possible if items[index].nbytes >= PACK_BELOW]
+    if len(possible) - len(large) <= unpacked_limit and len(possible) <= GROUP_LIMIT:
+        return set(possible)
+    large.sort(key=lambda index: -items[index].nbytes)
+    room = max(GROUP_LIMIT - len({items[i].segment for i in members}), 1)
+    return {index for number, index in enumerate(large) if number < room or items[index].nbytes >= NEVER_PACK_FROM}
+
+
+def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:
+    starts, total = [], 0
+    for index in members:
+        starts.append(total)
+        total += items[index].sharding.piece
+    return DtypeRun(items[members[0]].segment, tuple(members), tuple(starts), total)
+
+
+@dataclass(frozen=True)
+class RegionRange:
+    """Where a region is in a buffer, in bytes.
+
+    `piece`: bytes of one rank's piece; `copies`: number of pieces; `runs`: offsets of the runs in a piece.
+    """
+
+    offset: int
+    piece: int
+    copies: int
+    runs: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.piece * self.copies
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Where all regions are in one buffer, and its size. Regions are aligned and do not overlap."""
+
+    ranges: tuple[RegionRange, ...]
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for at in self.ranges:
+            if at.offset < end or at.offset % ALIGNMENT:
+                raise AssertionError(
+                    f"region at {at.offset} overlaps the one that ends at {end}, or is not aligned to {ALIGNMENT}"
+                )
+            end = at.end
+        if self.nbytes < end:
+            raise AssertionError(f"{self.nbytes} bytes cannot hold regions that end at {end}")
+
+
+def lay_out(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1) -> BufferLayout:
+    """Where regions are in a buffer in which elements of segment `s` have `itemsizes[s]` bytes.
+
+    `copies` is 1 for a shard and the number of ranks for an unsharded buffer. The pieces of a packed region are padded
+    to a multiple of `piece_alignment` bytes. Others are not: padding between them would divide the parameter.
+    """
+    ranges: list[RegionRange] = []
+    for region in regions:
+        starts, piece = [], 0
+        for run in region.runs:
+            piece = align(piece, itemsizes[run.segment])
+            starts.append(piece)
+            piece += run.numel * itemsizes[run.segment]
+        if region.packed:
+            widest = max(itemsizes[run.segment] for run in region.runs)
+            piece = align(piece, max(piece_alignment, widest))
+        offset = align(ranges[-1].end, ALIGNMENT) if ranges else 0
+        ranges.append(RegionRange(offset, piece, copies, tuple(starts)))
+    return BufferLayout(tuple(ranges), ranges[-1].end if ranges else 0)

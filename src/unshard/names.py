@@ -1,0 +1,43 @@
+"""Names of modules and parameters without the parts that wrappers add, and the walk over the modules of one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+FSDP_PREFIX = "_fsdp_wrapped_module."
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+COMPILE_PREFIX = "_orig_mod."
+ALL_PREFIXES = (CHECKPOINT_PREFIX, COMPILE_PREFIX, FSDP_PREFIX)
+
+
+def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPOINT_PREFIX)) -> str:
+    """The name without these prefixes, wherever they are in it.
+
+    By default the name that a parameter or buffer has in a state dict: `FullyShardedDataParallel` and activation
+    checkpointing add nothing to it, `torch.compile` does.
+    """
+    for prefix in prefixes:
+        name = name.replace(prefix, "")
+    return name
+
+
+def modules_until(
+    top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """`top` and the modules below it, parents first, each once, with the prefix that its names have in `top`.
+
+    A module for which `stop` is true is left out, together with everything that only it contains.
+    """
+    return _visit(top, stop, prefix, set())
+
+
+def _visit(
+    module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    if module not in seen and not stop(module):
+        seen.add(module)
+        yield prefix, module
+        for name, child in module.named_children():
+            yield from _visit(child, stop, f"{prefix}{name}.", seen)

@@ -1,0 +1,104 @@
+"""Gradients that are clipped or scaled: this rank's part of each, and the process group that has to agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..comm.groups import covering_group, device_of, ranks_of, widest_of
+from ..comm.scalars import largest_over, sum_over
+from ..errors import ArgumentError
+from ..torch_private import local_of, served_device_types, spec_of
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient as a plain dense tensor: a write to it changes the gradient.
+
+    None if there is no gradient, or if none of its elements is on this rank.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor):
+        gradient = local_of(gradient)
+    elif gradient.is_sparse:
+        # Entries of one row add up: only their sum can be measured, and it may overflow where they did not.
+        if not gradient.is_coalesced():
+            parameter.grad = gradient = gradient.coalesce()
+        gradient = gradient.values()
+    return gradient if gradient.numel() else None
+
+
+@dataclass(frozen=True)
+class ReduceGroup:
+    """The ranks that hold any part of some parameters. None stands for this process alone."""
+
+    group: Any
+    device: torch.device
+    """Where the group can reduce; gradients may be on another device, the host."""
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def sum(self, number: torch.Tensor) -> None:
+        if self.group is not None:
+            sum_over(self.group, number)
+
+    def max(self, number: torch.Tensor) -> None:
+        if self.group is not None:
+            largest_over(self.group, number)
+
+
+def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device) -> ReduceGroup:
+    """The group of all ranks of the parameters' meshes; `group` if a user gave one. `otherwise`: the device if none.
+
+    Parameters count whether or not they have gradients: a rank without gradients joins the reduction, too.
+    """
+    meshes = _meshes(parameters)
+    if group is not None:
+        _check_group(group, meshes)
+        return ReduceGroup(group, device_of(widest_of(meshes)) if meshes else _served_device(group, parameters))
+    if meshes:
+        return ReduceGroup(covering_group(meshes), device_of(widest_of(meshes)))
+    return ReduceGroup(None, otherwise)
+
+
+def _meshes(parameters: Sequence[torch.Tensor]) -> list[DeviceMesh]:
+    """Each mesh once, without those that this rank is not on."""
+    meshes = [spec_of(parameter).mesh for parameter in parameters if isinstance(parameter, DTensor)]
+    distinct = {id(mesh): mesh for mesh in meshes}  # comparing meshes costs more
+    return [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]
+
+
+def _check_group(group: Any, meshes: list[DeviceMesh]) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(
+            f"process_group must be a process group that rank {dist.get_rank()} belongs to, got {group!r}."
+        )
+    if group.size() == dist.get_world_size():
+        return
+    members = frozenset(dist.get_process_group_ranks(group))
+    for mesh in meshes:
+        if not ranks_of(mesh) <= members:
+            raise ArgumentError(
+                f"process_group has the ranks {sorted(members)}, and parameters on rank {dist.get_rank()} are sharded "
+                f"over the ranks {sorted(ranks_of(mesh))}. Pass a group that contains these, or None to have it found."
+            )
+
+
+def _served_device(group: Any, parameters: Sequence[torch.Tensor]) -> torch.device:
+    """A device that the group can reduce on: the parameters' own, if the group supports it or does not say."""
+    types = served_device_types(group)
+    for parameter in parameters:
+        if parameter.device.type in types or not types:
+            return parameter.device
+    if "cpu" in types or not types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())

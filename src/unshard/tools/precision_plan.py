@@ -1,0 +1,330 @@
+"""The dtypes that every parameter, gradient, input, output and buffer of a sharded model will have, by its units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.api import (
+    Dtypes,
+    FSDPState,
+    ManagedParam,
+    Precision,
+    cast_boundaries,
+    dtypes_for,
+    state_of,
+    unsharded_name,
+)
+from ..errors import ArgumentError
+from ..policies import MixedPrecisionPolicy
+from ..torch_private import is_replicated, own_buffers, own_parameters
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One parameter of a unit."""
+
+    param: ManagedParam
+    name: str
+    """As in `named_parameters()` of the model."""
+    aliases: tuple[str, ...]
+    """All of its names relative to the unit, which the patterns of the policy match."""
+    parameter: Any
+    dtypes: Dtypes
+    extended: bool
+    """Whether the tensor has its own all-gather (`fsdp_pre_all_gather`)."""
+    state: tuple[torch.dtype, ...] | None
+    """The dtypes of the optimizer's state; None if there is none yet."""
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad
+
+    def compute_dtype(self, precision: Precision) -> torch.dtype:
+        return self.dtypes.original if precision is Precision.STORED else self.dtypes.compute
+
+
+@dataclass(frozen=True)
+class Row:
+    """The parameters of one unit that have the same dtypes at every stage. `None`: there is no such stage."""
+
+    unit: str
+    names: tuple[str, ...]
+    elements: int
+    trainable: bool
+    stored: torch.dtype
+    gathered: torch.dtype | None
+    computed: torch.dtype
+    wire: torch.dtype | None
+    reduced: torch.dtype | None
+    kept: torch.dtype | None
+    """Gradients accumulated over backwards without synchronisation."""
+    grad: torch.dtype | None
+    """`.grad`, where gradients of backwards with synchronisation accumulate."""
+    updated: torch.dtype | None
+    state: tuple[torch.dtype, ...]
+    """What the optimizer keeps; before its first step, what it is expected to keep."""
+    state_exists: bool
+
+    @property
+    def parameters(self) -> int:
+        return len(self.names)
+
+    @property
+    def cells(self) -> tuple[Any, ...]:
+        """What the table shows, except the unit."""
+        fields = self.__dict__.items()
+        return (self.parameters, *(value for name, value in fields if name not in ("unit", "names")))
+
+
+@dataclass(frozen=True)
+class CastBoundary:
+    """Casts of inputs and outputs, of a unit or of modules inside it whose dtypes are overridden."""
+
+    modules: tuple[str, ...]
+    """Relative to the unit; empty for the unit itself."""
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+    in_eval: bool
+    """Whether they are cast in `eval()` mode, too."""
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    name: str
+    alias: str
+    """Its name relative to the unit, which the patterns of the policy match."""
+    module: nn.Module
+    was: torch.dtype | None
+    """Its dtype when the module was sharded."""
+    stored: torch.dtype
+    seen: torch.dtype
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    name: str
+    state: FSDPState
+    params: tuple[ParamPlan, ...]
+    rows: tuple[Row, ...]
+    cast_boundaries: tuple[CastBoundary, ...]
+    buffers: tuple[BufferPlan, ...]
+    module_policies: dict[nn.Module, MixedPrecisionPolicy]
+    """The modules inside the unit that cast, with the policies that they cast by."""
+    ranks: int
+    """The number of ranks over which gradients are reduced."""
+    replicated: bool
+    """Whether they are all-reduced over replicas, too."""
+    outermost: bool
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return self.state.unit.policy
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    units: tuple[UnitPlan, ...]
+    unmanaged: tuple[tuple[str, Any], ...]
+    """Trainable parameters that are in no unit."""
+    parameter_ids: frozenset[int]
+    """The ids of all parameters that an optimizer of the model should hold."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for unit in self.units for row in unit.rows]
+
+
+def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
+    """The plan of every unit in `model`, without a step, an allocation or a collective."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"Expected a sharded model, got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"Expected one torch.optim.Optimizer, got {type(optimizer).__name__}. For several optimizers call it "
+            "once for each."
+        )
+    paths: dict[FSDPState, list[str]] = {}
+    for name, module in model.named_modules():
+        if state := state_of(module):
+            paths.setdefault(state, []).append(name)
+    if not paths:
+        raise ArgumentError(
+            f"{type(model).__name__} contains no module that fully_shard was applied to, so there is no precision of "
+            "units to report. Shard it first: fully_shard(model, mp_policy=...)."
+        )
+    prefixes = _prefixes(model)
+    outer = set(_outermost(model))
+    units = tuple(_unit_plan(state, ", ".join(names), prefixes, optimizer, outer) for state, names in paths.items())
+    ids = {id(each.parameter) for unit in units for each in unit.params}
+    ids |= {id(each) for each in model.parameters() if unsharded_name(each) is None}
+    return ModelPlan(units, tuple(_unmanaged(model, units)), frozenset(ids))
+
+
+def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
+    """The modules whose parameters and buffers belong to a unit, with the prefix of their names.
+
+    The number is that of the sharded module, if the unit has several.
+    """
+    for number, top in enumerate(state.modules()):
+        prefixes = _prefixes(top)
+        for module in _below(top, state):
+            yield number, prefixes[module], module
+
+
+def _below(module: nn.Module, state: FSDPState) -> Iterator[nn.Module]:
+    if state_of(module) in (None, state) and not is_replicated(module):
+        yield module
+        for child in module.children():
+            yield from _below(child, state)
+
+
+def _prefixes(top: nn.Module) -> dict[nn.Module, str]:
+    return {module: f"{name}." if name else "" for name, module in top.named_modules()}
+
+
+def _outermost(module: nn.Module) -> Iterator[FSDPState]:
+    state = state_of(module)
+    if state is not None:
+        yield state
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _unit_plan(
+    state: FSDPState, name: str, prefixes: dict[nn.Module, str], optimizer: Any, outer: set[FSDPState]
+) -> UnitPlan:
+    unit = state.unit
+    params = tuple(_params(state, prefixes, optimizer))
+    module_policies = dict(cast_boundaries(state.modules(), unit.params, unit.policy))
+    return UnitPlan(
+        name,
+        state,
+        params,
+        tuple(_rows(name, params)),
+        tuple(_boundaries_of(state, module_policies)),
+        tuple(_buffers(state, prefixes)),
+        module_policies,
+        max((group.shards.world * group.replicas.world for group in unit.param_groups), default=1),
+        any(group.replicas.world > 1 for group in unit.param_groups),
+        state in outer,
+    )
+
+
+def _params(state: FSDPState, prefixes: dict[nn.Module, str], optimizer: Any) -> Iterator[ParamPlan]:
+    inside = {module: prefix for _, prefix, module in owned_modules(state)}
+    for group in state.unit.param_groups:
+        for index, param in enumerate(group.params):
+            locations = [(location.module(), location.name) for location in param.locations]
+            known = [(prefixes.get(module, "") + name) for module, name in locations if module is not None]
+            aliases = tuple(inside.get(module, "") + name for module, name in locations if module is not None)
+            parameter = _sharded_parameter(param)
+            yield ParamPlan(
+                param,
+                known[0] if known else param.name,
+                aliases,
+                parameter,
+                dtypes_for(parameter.dtype, param.policy),
+                index in group.sharded.extended,
+                state_dtypes(optimizer, parameter),
+            )
+
+
+def _sharded_parameter(param: ManagedParam) -> Any:
+    """The registered parameter, unless that is an unsharded one or none."""
+    registered = param.locations[0].parameters.get(param.locations[0].name)
+    unsharded = registered is param.unsharded or registered is param.sliced
+    return registered if isinstance(registered, nn.Parameter) and not unsharded else param.sharded
+
+
+def _rows(unit: str, params: tuple[ParamPlan, ...]) -> Iterator[Row]:
+    equal: dict[Any, list[ParamPlan]] = {}
+    for each in params:
+        equal.setdefault((each.dtypes, each.extended, each.trainable, each.state), []).append(each)
+    for (dtypes, extended, trainable, state), group in equal.items():
+        updated = trainable and dtypes.original.is_floating_point
+        yield Row(
+            unit=unit,
+            names=tuple(each.name for each in group),
+            elements=sum(each.parameter.numel() for each in group),
+            trainable=trainable,
+            stored=dtypes.original,
+            gathered=None if extended else dtypes.compute,
+            computed=dtypes.compute,
+            wire=dtypes.wire if updated else None,
+            reduced=dtypes.reduce if updated else None,
+            kept=dtypes.reduce if updated else None,
+            grad=dtypes.original if updated else None,
+            updated=dtypes.original if updated else None,
+            state=(state if state is not None else (dtypes.original,)) if updated else (),
+            state_exists=state is not None,
+        )
+
+
+def _boundaries_of(state: FSDPState, module_policies: dict[nn.Module, MixedPrecisionPolicy]) -> Iterator[CastBoundary]:
+    unit, policy = state.unit, state.unit.policy
+    inputs = policy.param_dtype if state.casts_inputs else None
+    yield CastBoundary((), inputs, policy.output_dtype, not policy.full_precision_in_eval)
+    inside = {module: prefix.removesuffix(".") for _, prefix, module in owned_modules(state)}
+    equal: dict[MixedPrecisionPolicy, list[str]] = {}
+    for module, own in module_policies.items():
+        equal.setdefault(own, []).append(inside.get(module, type(module).__name__))
+    for own, names in equal.items():
+        inputs = own.param_dtype if own.cast_forward_inputs else None
+        yield CastBoundary(tuple(names), inputs, own.output_dtype, not unit.policy.full_precision_in_eval)
+
+
+def _buffers(state: FSDPState, prefixes: dict[nn.Module, str]) -> Iterator[BufferPlan]:
+    policy = state.unit.policy
+    for number, prefix, module in owned_modules(state):
+        for name, buffer in own_buffers(module).items():
+            if buffer is None or not (buffer.is_floating_point() or buffer.is_complex()):
+                continue
+            alias = prefix + name
+            cast = buffer.is_floating_point() and state.buffers is not None and state.buffers.covers(module, name)
+            seen = policy.buffer_dtype if cast and policy.buffer_dtype is not None else buffer.dtype
+            was = state.buffer_dtypes.get((number, alias))
+            yield BufferPlan(prefixes.get(module, "") + name, alias, module, was, buffer.dtype, seen)
+
+
+def _unmanaged(model: nn.Module, units: tuple[UnitPlan, ...]) -> Iterator[tuple[str, Any]]:
+    params = [each.param for unit in units for each in unit.params]
+    locations = {(id(location.parameters), location.name) for param in params for location in param.locations}
+    known = {id(each) for param in params for each in (param.sharded, param.unsharded, param.sliced)}
+    replicated = {inner for module in model.modules() if is_replicated(module) for inner in module.modules()}
+    seen: set[int] = set()
+    for prefix, module in ((prefix, module) for module, prefix in _prefixes(model).items()):
+        for name, parameter in own_parameters(module).items():
+            if parameter is None or not parameter.requires_grad or module in replicated:
+                continue
+            if (id(own_parameters(module)), name) not in locations and id(parameter) not in known | seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+
+
+# -- optimizer state ----------------------------------------------------------------------------------------------
+
+
+def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors with a value per element: not the count of steps."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        per_element = isinstance(value, torch.Tensor) and (value.ndim or not parameter.ndim) and name != "step"
+        if per_element and value.is_floating_point():
+            yield name, value
+
+
+def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | None:
+    """The dtypes of what the optimizer keeps for a parameter; None if it keeps nothing yet."""
+    if optimizer is None or not optimizer.state.get(parameter):
+        return None
+    found = {value.dtype for _, value in state_tensors(optimizer, parameter)}
+    return tuple(sorted(found, key=str))
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,417 @@
+"""The dtypes in which a sharded model will compute, reduce and update, and what is surprising about them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..engine.api import unsharded_name
+from ..policies import MixedPrecisionPolicy, matches
+from ..torch_private import BATCH_NORM
+from .formatting import NOTHING, quoted, shared_title, short, shorts, table, unit_title, unit_titles
+from .precision_plan import (
+    CastBoundary,
+    ModelPlan,
+    ParamPlan,
+    Row,
+    UnitPlan,
+    owned_modules,
+    parameters_of,
+    plan_of,
+    state_tensors,
+)
+
+_STAGES = ("stored", "gathered", "computed", "wire", "reduced", "sums kept", ".grad", "updated", "optimizer state")
+_HEAD = ("unit", "parameters", "elements", *_STAGES)
+_BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "seen by forward", "in eval()")
+NOT_CAST = "not cast"
+_MANY_RANKS = 8
+"""A bf16 number has 8 significant bits: a sum over more ranks than this rounds nearly every summand."""
+_POSITION_TABLES = ("*inv_freq*", "*freqs*")
+"""Names of buffers with a value per position: in 16 bits, distant positions have equal values."""
+_DEFAULT_KEEP_BUFFERS = next(f.default for f in fields(MixedPrecisionPolicy) if f.name == "keep_buffers")
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """`str(report)` is the text. `rows`: one per unit and set of dtypes. `surprises`: what is probably not intended."""
+
+    plan: ModelPlan
+    surprises: list[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.plan.rows
+
+    def __str__(self) -> str:
+        units, rows = self.plan.units, self.rows
+        count, elements = sum(row.parameters for row in rows), sum(row.elements for row in rows)
+        ranks = max(unit.ranks for unit in units)
+        lines = [
+            f"Precision of {_count(len(units), 'unit')}, {_count(count, 'parameter')}, {elements:,} elements; "
+            f"gradients are reduced over {_count(ranks, 'rank')}.",
+            "",
+            *table(_HEAD, [line for group in _equal_units(units) for line in _parameter_lines(group)], numbers=(1, 2)),
+            "",
+            *table(_BOUNDARIES, [line for group in _equal_units(units) for line in _boundary_lines(group)]),
+        ]
+        if len(_equal_units(units)) < len(units):
+            lines += ["", "On lines of several units, numbers are those of each unit."]
+        if any(row.state and not row.state_exists for row in rows):
+            lines += ["", "* expected after the first step of the optimizer"]
+        return "\n".join(lines + ["", *surprise_lines(self.surprises)])
+
+
+def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
+    """Report the dtypes of every stage of a sharded `model`, and what is surprising about them.
+
+    Works before the first step, and on the meta device. The report is printed on rank 0 only, to `file` or to standard
+    output, and returned on every rank. With `optimizer` it covers the optimizer's state, too.
+    """
+    plan = plan_of(model, optimizer)
+    report = PrecisionReport(plan, surprises_of(plan, optimizer))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(report, file=file or sys.stdout)
+    return report
+
+
+def surprise_lines(found: list[str]) -> list[str]:
+    return ["Surprises:", *(f"- {each}" for each in found)] if found else ["No surprises."]
+
+
+def _equal_units(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
+    """Lists of units that have the same lines, in the order of the first of each."""
+    equal: dict[Any, list[UnitPlan]] = {}
+    for unit in units:
+        buffers = tuple(sorted((short(each.stored), short(each.seen)) for each in unit.buffers))
+        lines = (tuple(row.cells for row in unit.rows), unit.cast_boundaries, buffers)
+        equal.setdefault(lines, []).append(unit)
+    return list(equal.values())
+
+
+def _parameter_lines(group: list[UnitPlan]) -> list[list[str]]:
+    rows = group[0].rows
+    label = shared_title([unit.name for unit in group])
+    if not rows:
+        return [[label, "0", "0", *[NOTHING] * (len(_HEAD) - 3)]]
+    return [[label if number == 0 else "", *_cells(row)] for number, row in enumerate(rows)]
+
+
+def _cells(row: Row) -> list[str]:
+    state = shorts(row.state) + ("" if row.state_exists or not row.state else "*")
+    return [
+        f"{row.parameters:,}",
+        f"{row.elements:,}",
+        short(row.stored),
+        short(row.gathered, "own protocol"),
+        short(row.computed),
+        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
+        short(row.updated, "frozen"),
+        state,
+    ]
+
+
+def _boundary_lines(group: list[UnitPlan]) -> list[list[str]]:
+    first, lines = group[0], []
+    for boundary in first.cast_boundaries:
+        label, pairs = "  " + ", ".join(boundary.modules), []
+        if not boundary.modules:  # the unit itself
+            label = shared_title([unit.name for unit in group])
+            pairs = sorted({(short(each.stored), short(each.seen)) for each in first.buffers})
+        stored, seen = ("+".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True)) if pairs else ("", "")
+        lines.append([label, *_casts(boundary), stored or NOTHING, seen or NOTHING, _in_eval(first, boundary)])
+    return lines
+
+
+def _casts(boundary: CastBoundary) -> tuple[str, str]:
+    return short(boundary.inputs, NOT_CAST), short(boundary.outputs, NOT_CAST)
+
+
+def _in_eval(unit: UnitPlan, boundary: CastBoundary) -> str:
+    if boundary.in_eval:
+        return "the same"
+    stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
+    return "no casts" if boundary.modules else f"as stored ({stored})"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+# -- surprises --------------------------------------------------------------------------------------------------
+
+
+def surprises_of(plan: ModelPlan, optimizer: Any = None) -> list[str]:
+    """What a plan holds that is probably not intended: sentences with the names and the remedy."""
+    found: list[Iterator[str]] = [_stored_in_16_bits(plan), _stored_in_fp64(plan)]
+    if optimizer is not None:
+        found += [_narrow_state(plan, optimizer), _parameters_of_others(plan, optimizer)]
+    found += [_unmanaged(plan), _reductions(plan), _fp16(plan), _buffers(plan), _statistics(plan), _outputs(plan)]
+    found += [_unmatched_patterns(plan.units), _modules_without_casts(plan.units), _some_in_eval(plan.units)]
+    return [sentence for each in found for sentence in each]
+
+
+def _is_16_bit(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize <= 2
+
+
+def _trainable(plan: ModelPlan, wanted: Callable[[ParamPlan], bool]) -> list[ParamPlan]:
+    return [each for unit in plan.units for each in unit.params if each.trainable and wanted(each)]
+
+
+def _names(params: Iterable[ParamPlan]) -> str:
+    names = [each.name for each in params]
+    return ("parameter " if len(names) == 1 else "parameters ") + quoted(names)
+
+
+def _units(units: Iterable[UnitPlan]) -> str:
+    return unit_titles([unit.name for unit in units])
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _stored_in_16_bits(plan: ModelPlan) -> Iterator[str]:
+    stored = _trainable(plan, lambda each: _is_16_bit(each.dtypes.original))
+    if stored:
+        dtypes = shorts(each.dtypes.original for each in stored)
+        narrow = stored[0].dtypes.original
+        yield _sentence(
+            f"{_names(stored)}: stored in {dtypes}, so the optimizer updates in 16 bits and small updates are lost; "
+            f"keep them in fp32 and set param_dtype={narrow} to compute in {short(narrow)}."
+        )
+
+
+def _stored_in_fp64(plan: ModelPlan) -> Iterator[str]:
+    double = (torch.float64, torch.complex128)
+    names = [each.name for unit in plan.units for each in unit.params if each.dtypes.original in double]
+    names += [name for name, parameter in plan.unmanaged if parameter.dtype in double]
+    buffers = [buffer.name for unit in plan.units for buffer in unit.buffers if buffer.stored in double]
+    for kind, found in (("parameters", names), ("buffers", buffers)):
+        if found:
+            yield _sentence(
+                f"{kind} {quoted(found)}: stored in fp64, which costs twice the memory and spreads to what is computed "
+                "with them; build them with dtype=torch.float32, from Python numbers or torch tensors."
+            )
+
+
+def _narrow_state(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
+    narrow: dict[tuple[str, torch.dtype], list[ParamPlan]] = {}
+    for each in _trainable(plan, lambda each: not _is_16_bit(each.dtypes.original)):
+        for name, tensor in state_tensors(optimizer, each.parameter):
+            if tensor.dtype.itemsize < 4:
+                narrow.setdefault((name, tensor.dtype), []).append(each)
+    for (name, dtype), params in narrow.items():
+        yield (
+            f"{type(optimizer).__name__} keeps {name!r} of {_names(params)} in {short(dtype)}, narrower than fp32: "
+            "averages over many steps stop moving; keep its state in fp32."
+        )
+
+
+def _parameters_of_others(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
+    params = [each for unit in plan.units for each in unit.params]
+    before = {id(origin): each.name for each in params if (origin := each.param.origin()) is not None}
+    others = [each for each in parameters_of(optimizer) if id(each) not in plan.parameter_ids and each.requires_grad]
+    known = [before.get(id(each)) or unsharded_name(each) for each in others]
+    if not others:
+        return
+    names = [name for name in known if name]
+    which = f" ({quoted(names)} as they were before sharding, or unsharded)" if names else ""
+    yield (
+        f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's{which}, so its steps do "
+        "not change the model: build the optimizer after fully_shard, while no parameters are unsharded."
+    )
+
+
+def _unmanaged(plan: ModelPlan) -> Iterator[str]:
+    if plan.unmanaged:
+        names = quoted([name for name, _ in plan.unmanaged])
+        yield (
+            f"Parameters {names}: in no unit (ignored, or added after sharding), so their gradients are not reduced "
+            "and the ranks drift apart; leave them out of ignored_params, add them before fully_shard, or reduce "
+            "their gradients yourself."
+        )
+
+
+def _reductions(plan: ModelPlan) -> Iterator[str]:
+    rounded = _trainable(plan, lambda each: each.dtypes.reduce.itemsize < each.dtypes.compute.itemsize)
+    if rounded:
+        dtypes = rounded[0].dtypes
+        yield _sentence(
+            f"{_names(rounded)}: gradients come in {short(dtypes.compute)} and are reduced in {short(dtypes.reduce)}, "
+            f"which rounds them; set reduce_dtype={dtypes.compute}, or leave it None."
+        )
+    sent = _trainable(
+        plan,
+        lambda each: each.dtypes.wire.itemsize < min(each.dtypes.compute.itemsize, each.dtypes.reduce.itemsize),
+    )
+    if sent:
+        dtypes = sent[0].dtypes
+        yield _sentence(
+            f"{_names(sent)}: gradients come in {short(dtypes.compute)} and wire_dtype rounds them to "
+            f"{short(dtypes.wire)}; nothing is lost only where the wire is as wide as param_dtype, so leave wire_dtype "
+            "None or compute in it."
+        )
+    many = [unit for unit in plan.units if unit.ranks > _MANY_RANKS and _reduces_in_16_bits(unit)]
+    if many:
+        yield _sentence(
+            f"{_units(many)}: gradients are added up in 16 bits over {max(unit.ranks for unit in many)} ranks, "
+            "which rounds most summands; set reduce_dtype=torch.float32, with wire_dtype=torch.bfloat16 if "
+            "the bytes matter."
+        )
+
+
+def _reduces_in_16_bits(unit: UnitPlan) -> bool:
+    return any(each.trainable and _is_16_bit(each.dtypes.reduce) for each in unit.params)
+
+
+def _fp16(plan: ModelPlan) -> Iterator[str]:
+    half = torch.float16
+    users = [
+        unit
+        for unit in plan.units
+        if any(half in (each.dtypes.compute, each.dtypes.reduce) and each.trainable for each in unit.params)
+    ]
+    if users:
+        yield _sentence(
+            f"{_units(users)}: computed or reduced in fp16, where gradients below 6e-8 vanish and sums above 65504 "
+            "overflow; train with unshard.optim.GradScaler, or use torch.bfloat16."
+        )
+
+
+def _buffers(plan: ModelPlan) -> Iterator[str]:
+    every = [each for unit in plan.units for each in unit.buffers]
+    tables = [each for each in every if any(matches(each.alias, pattern) for pattern in _POSITION_TABLES)]
+    rounded = [e for e in every if e.was is not None and _rounds(e.was, e.stored)]
+    stored = [each for each in tables if _is_16_bit(each.stored) and each not in rounded]
+    seen = [each for each in tables if _is_16_bit(each.seen) and each not in rounded + stored]
+    if rounded:
+        was, now = shorts(each.was for each in rounded if each.was), shorts(each.stored for each in rounded)
+        yield (
+            f"Buffers {quoted([each.name for each in rounded])}: {was} when they were sharded and {now} now, so a "
+            ".to() or .half() of the model rounded them; set param_dtype in the policy instead of converting the "
+            "model, and compute the buffers anew."
+        )
+    if stored:
+        yield (
+            f"Buffers {quoted([each.name for each in stored])}: stored in {shorts(each.stored for each in stored)}, in "
+            "which distant positions have equal values; compute them in fp32, after the last conversion of the model."
+        )
+    if seen:
+        yield (
+            f"Buffers {quoted([each.name for each in seen])}: forward sees them in "
+            f"{shorts(each.seen for each in seen)} because of buffer_dtype, and distant positions have equal values; "
+            "name them in keep_buffers."
+        )
+
+
+def _rounds(was: torch.dtype, now: torch.dtype) -> bool:
+    return was != now and now.itemsize <= was.itemsize
+
+
+def _statistics(plan: ModelPlan) -> Iterator[str]:
+    narrow = [
+        buffer
+        for unit in plan.units
+        for buffer in unit.buffers
+        if isinstance(buffer.module, BATCH_NORM) and buffer.seen.itemsize < buffer.stored.itemsize
+    ]
+    if narrow:
+        yield (
+            f"Statistics {quoted([buffer.name for buffer in narrow])} add up in {shorts(b.seen for b in narrow)} "
+            "(buffer_dtype), where small changes vanish; compute these norms as they are stored, with overrides."
+        )
+
+
+def _outputs(plan: ModelPlan) -> Iterator[str]:
+    for unit in plan.units:
+        policy = unit.policy
+        stored = {each.dtypes.original for each in unit.params if each.dtypes.original.is_floating_point}
+        computed = {policy.param_dtype} if policy.param_dtype is not None else stored
+        returned = {policy.output_dtype} if policy.output_dtype is not None else computed
+        if unit.outermost and returned and all(_is_16_bit(dtype) for dtype in returned):
+            dtypes = shorts(dtype for dtype in returned if dtype is not None)
+            yield (
+                f"Unit {unit_title(unit.name)!r}: the model returns {dtypes}, so a loss of its output is computed in "
+                "16 bits; set output_dtype=torch.float32 in its policy, or call .float() on the output."
+            )
+
+
+def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
+    """Units with the same patterns count as one: a model is often sharded with one policy for all units."""
+    overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
+    keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
+    for unit in units:
+        overriding.setdefault(tuple(override[0] for override in unit.policy.overrides), []).append(unit)
+        if unit.policy.keep_buffers != _DEFAULT_KEEP_BUFFERS:
+            keeping.setdefault(tuple(unit.policy.keep_buffers), []).append(unit)
+    for patterns, users in overriding.items():
+        names = [alias for unit in users for each in unit.params for alias in each.aliases]
+        yield from _matching_nothing("overrides", patterns, users, "parameter", names)
+    for patterns, users in keeping.items():
+        if patterns and all(unit.policy.buffer_dtype is None for unit in users):
+            yield (
+                f"Patterns {quoted(patterns)} in keep_buffers of {_units(users)} have no effect: buffers are seen as "
+                "they are stored; set buffer_dtype, or take them out."
+            )
+        names = [buffer.alias for unit in users for buffer in unit.buffers]
+        yield from _matching_nothing("keep_buffers", patterns, users, "floating-point buffer", names)
+
+
+def _matching_nothing(
+    field: str, patterns: tuple[str, ...], users: list[UnitPlan], thing: str, names: list[str]
+) -> Iterator[str]:
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            yield (
+                f"Pattern {pattern!r} in {field} matches no {thing} of {_units(users)}: names are those inside the "
+                "module that was sharded, without its own path, and units inside it have policies of their own; "
+                "correct the pattern or take it out."
+            )
+
+
+def _modules_without_casts(units: tuple[UnitPlan, ...]) -> Iterator[str]:
+    """Overrides that match some parameters of a module and not all: its inputs and outputs are not cast then."""
+    found: dict[tuple[str, tuple[str, ...], str], list[UnitPlan]] = {}
+    for unit in units:
+        inside = {module: prefix for _, prefix, module in owned_modules(unit.state)}
+        for module, params in _overridden_without_casts(unit).items():
+            path, names = inside.get(module, "").removesuffix("."), tuple(each.aliases[0] for each in params)
+            found.setdefault((path, names, shorts(each.dtypes.compute for each in params)), []).append(unit)
+    for (path, names, dtype), users in found.items():
+        module_name = f"module {path!r}" if path else "the sharded module itself"
+        yield _sentence(
+            f"{_units(users)}: an override puts {quoted(names)} in {dtype}, but not all parameters of {module_name}, "
+            "so its inputs and outputs are not cast; match all of them "
+            f"({path + '.*' if path else '*'!r}), or cast in its forward."
+        )
+
+
+def _overridden_without_casts(unit: UnitPlan) -> dict[nn.Module, list[ParamPlan]]:
+    covered = {inner for module in unit.module_policies for inner in module.modules()}
+    found: dict[nn.Module, list[ParamPlan]] = {}
+    for each in unit.params:
+        own = each.param.policy
+        if own is not unit.policy and own.param_dtype != unit.policy.param_dtype:
+            for location in each.param.locations:
+                module = location.module()
+                if module is not None and module not in covered:
+                    found.setdefault(module, []).append(each)
+    return found
+
+
+def _some_in_eval(units: tuple[UnitPlan, ...]) -> Iterator[str]:
+    cast = [unit for unit in units if any(e.dtypes.compute != e.dtypes.original for e in unit.params)]
+    in_full = [unit for unit in cast if unit.policy.full_precision_in_eval]
+    if in_full and len(in_full) < len(cast):
+        yield _sentence(
+            f"{_units(in_full)}: computed as stored in eval() (full_precision_in_eval), but the other units are not, "
+            "so the dtypes of inputs and parameters may differ; set it in all policies, or in none."
+        )

@@ -1,0 +1,111 @@
+"""Process groups and device meshes: collectives without Python's checks, backends, stores, meshes made of others."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+from torch.distributed.device_mesh import DeviceMesh
+
+# -- collectives -------------------------------------------------------------------------------------------
+
+
+def all_gather_single(group: Any, output: torch.Tensor, input: torch.Tensor, options: AllgatherOptions) -> Any:
+    """All-gather of one tensor as a method of the group; `torch.distributed`'s function adds checks in Python.
+
+    All versions; 2.13 renames it `all_gather_single` and keeps this name.
+    """
+    return group._allgather_base(output, input, options)
+
+
+def reduce_scatter_single(group: Any, output: torch.Tensor, input: torch.Tensor, options: ReduceScatterOptions) -> Any:
+    """Reduce-scatter of one tensor, likewise. All versions; 2.13 renames it and keeps this name."""
+    return group._reduce_scatter_base(output, input, options)
+
+
+def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
+    """`torch.distributed`'s function, which 2.13 renames: it warns of the older name."""
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
+
+
+# -- backends and stores -----------------------------------------------------------------------------------
+
+
+def backend_allocator(group: Any, device: torch.device) -> Any:
+    """The backend's allocator of its own memory, or None; there is no public way. All versions."""
+    if device.type != "cuda":
+        return None
+    backend = group._get_backend(device)
+    return backend.mem_allocator if backend.supports_tensor_alloc(device) else None
+
+
+def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
+    """Torch's pool of symmetric memory; its module has no public name. All versions."""
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    return _symmetric_memory.get_mem_pool(device)
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """Name of the backend of `group` for `device`; the group's own name if the group is written in Python.
+
+    `dist.get_backend` answers for the group's default device only. All versions.
+    """
+    try:
+        return group._get_backend(device).name().lower()
+    except (RuntimeError, AttributeError):
+        return group.name().lower()
+
+
+def served_device_types(group: Any) -> list[str]:
+    """The device types that `group` has a backend for; there is no public way. All versions."""
+    return [device.type for device in group._device_types]
+
+
+def job_store() -> dist.Store:
+    """The store of the default process group, on a connection of its own: on a shared one, others would wait for us.
+
+    There is no public way to the store. All versions.
+    """
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """The timeout of the collectives of `group` on `device`; there is no public way. All versions."""
+    return group._get_backend(device).options._timeout
+
+
+# -- meshes ------------------------------------------------------------------------------------------------
+
+# Equal meshes are one object while any parameter uses it: comparing as many equal meshes as there are parameters takes
+# milliseconds in every step. The key holds the meshes and these hold their roots, so no id is reused meanwhile.
+_concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dimensions of all `meshes`, which are slices of one mesh; no public way. All versions."""
+    if len(meshes) == 1:
+        return meshes[0]
+    key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
+    mesh = _concatenated.get(key)
+    if mesh is None:
+        mesh = _concatenated[key] = DeviceMesh._concatenate(meshes)
+    return mesh
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All dimensions of `mesh` as one dimension called `name`; no public way. All versions."""
+    return mesh._flatten(name)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` is a slice of, or itself; no public way. All versions."""
+    return mesh._get_root_mesh()

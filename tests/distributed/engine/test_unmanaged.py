@@ -1,0 +1,111 @@
+"""Parameters that came to a model after it was sharded, or that were shared with a module outside it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from bed import world
+from bed.stack import Stack, batch, sharded
+from torch import nn
+
+from unshard import FullyShardedDataParallel as FSDP
+from unshard import fully_shard
+
+UNMANAGED = r"No unit manages these parameters: {}\. .*each of the 2 ranks trains its own"
+
+
+def add_layer(model: nn.Module) -> str:
+    model.extra = nn.Linear(2, 2, bias=False)
+    return r"extra\.weight"
+
+
+def add_to_a_list(model: nn.Module) -> str:
+    model.blocks.append(nn.Linear(2, 2, bias=False))
+    return rf"blocks\.{len(model.blocks) - 1}\.weight"
+
+
+def add_parameter(model: nn.Module) -> str:
+    model.blocks[0].register_parameter("gain", nn.Parameter(torch.ones(2)))
+    return r"blocks\.0\.gain"
+
+
+def replace_layer(model: nn.Module) -> str:
+    model.head = nn.Linear(model.head.in_features, model.head.out_features)
+    return r"head\.weight, head\.bias"
+
+
+@pytest.mark.parametrize("add", [add_layer, add_to_a_list, add_parameter, replace_layer])
+@pytest.mark.parametrize("trained", [False, True], ids=["before", "trained"])
+@world(2)
+def test_what_came_after_sharding_is_named_once(add: object, trained: bool) -> None:
+    model = sharded(Stack(1))
+    if trained:
+        model(batch()).sum().backward()
+    model.forward = lambda x: x * model.head.weight.sum()  # not through the list, which grows
+    names = add(model)
+    with torch.no_grad():
+        model(batch())  # nothing is trained here
+    with pytest.warns(UserWarning, match=UNMANAGED.format(names)) as caught:
+        model(batch())
+    assert [each.filename for each in caught] == [__file__]
+    model(batch())
+    model.other = nn.Linear(1, 1, bias=False)
+    with pytest.warns(UserWarning, match=UNMANAGED.format(r"other\.weight")):
+        model(batch())
+
+
+@world(2)
+def test_nothing_is_said_of_what_is_known_or_not_trained() -> None:
+    """Ignored parameters, also of a copy and under other objects; frozen ones; a layer that is sharded itself."""
+    model = Stack(1)
+    fully_shard(model.blocks[0])
+    fully_shard(model, ignored_params={model.head.bias})
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each.head.bias = nn.Parameter(torch.zeros_like(each.head.bias))
+        each.frozen = nn.Linear(2, 2).requires_grad_(False)
+        each.own = fully_shard(nn.Linear(2, 2))
+        each(batch()).sum().backward()
+
+
+@world(1)
+def test_one_rank_has_nothing_to_reduce() -> None:
+    model = sharded(Stack(1))
+    add_layer(model)
+    model(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(2)
+def test_what_came_after_wrapping(originals: bool) -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    inner = FSDP(layer[1], use_orig_params=originals)
+    layer[1] = inner
+    model = FSDP(layer, use_orig_params=originals, ignored_modules=[layer[2]])
+    model(torch.ones(1, 2)).sum().backward()
+    inner.module.extra = nn.Linear(2, 2, bias=False)
+    with pytest.warns(UserWarning, match=r"No unit manages these parameters: .*extra\.weight\."):
+        model(torch.ones(1, 2))
+
+
+@world(1, 2)
+def test_weights_that_are_shared_with_a_module_outside() -> None:
+    embedding, head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    head.weight = embedding.weight
+    fully_shard(head)
+    with pytest.warns(UserWarning, match=r"'weight' of Unit '\(root\)'.*'weight' of a Embedding that no unit holds"):
+        head(torch.ones(1, 3))
+    head(torch.ones(1, 3))
+
+
+@world(2)
+def test_an_original_parameter_that_no_module_has_is_nobodys_loss() -> None:
+    model = nn.Linear(3, 4)
+    before = list(model.parameters())
+    fully_shard(model)(torch.ones(1, 3))
+    frozen, head = nn.Embedding(4, 3).requires_grad_(False), nn.Linear(3, 4, bias=False)
+    head.weight = frozen.weight
+    fully_shard(head)(torch.ones(1, 3))
+    assert len(before) == 2
