@@ -78,20 +78,22 @@ def replace_modules(root: nn.Module, fn: Callable[[nn.Module], nn.Module | None]
 
     Called once per module; what has several names is replaced under all of them.
     """
-    results: dict[nn.Module, nn.Module] = {}
+    _replace_below(root, fn, {})
 
-    def visit(module: nn.Module) -> None:
-        results[module] = module  # a cycle ends here
-        for name, child in list(own_modules(module).items()):
-            if child is None:
-                continue
-            if child not in results:
-                visit(child)
-                results[child] = fn(child) or child
-            if results[child] is not child:
-                setattr(module, name, results[child])
 
-    visit(root)
+def _replace_below(
+    module: nn.Module, fn: Callable[[nn.Module], nn.Module | None], results: dict[nn.Module, nn.Module]
+) -> None:
+    """No inner function: one that calls itself is a reference cycle, which would keep the modules alive."""
+    results[module] = module  # a cycle ends here
+    for name, child in list(own_modules(module).items()):
+        if child is None:
+            continue
+        if child not in results:
+            _replace_below(child, fn, results)
+            results[child] = fn(child) or child
+        if results[child] is not child:
+            setattr(module, name, results[child])
 
 
 def _choose(
@@ -106,32 +108,52 @@ def _choose(
 
     Modules in `full_precision` are units of their own whatever the policy returns.
     """
-    chosen: list[nn.Module] = []
-    wrapped: dict[nn.Module, int] = {}
+    choice = _Choice(root, policy, ignored_modules, ignored_params, full_precision, with_root)
+    total = choice.visit(root)
+    return choice.chosen, total
 
-    def numel(module: nn.Module) -> int:
-        return sum(each.numel() for each in module.parameters() if each not in ignored_params)
 
-    def visit(module: nn.Module) -> int:
+class _Choice:
+    """A walk over the modules. Not an inner function: one that calls itself would keep the modules alive."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        policy: Callable[..., bool],
+        ignored_modules: AbstractSet[nn.Module],
+        ignored_params: AbstractSet[nn.Parameter],
+        full_precision: AbstractSet[nn.Module],
+        with_root: bool,
+    ):
+        self._root, self._policy, self._with_root = root, policy, with_root
+        self._ignored_modules, self._ignored_params = ignored_modules, ignored_params
+        self._full_precision = full_precision
+        self.chosen: list[nn.Module] = []
+        self._wrapped: dict[nn.Module, int] = {}
+
+    def _numel(self, module: nn.Module) -> int:
+        return sum(each.numel() for each in module.parameters() if each not in self._ignored_params)
+
+    def visit(self, module: nn.Module) -> int:
         """How many elements of `module` are in units that it contains, or in its own."""
+        wrapped = self._wrapped
         if module in wrapped:
             return wrapped[module]
         wrapped[module] = 0
-        everything = numel(module)
-        if policy(module=module, recurse=True, nonwrapped_numel=everything):
-            wrapped[module] = sum(visit(child) for child in module.children() if child not in ignored_modules)
-            allowed = module is not root or with_root
-            if allowed and policy(module=module, recurse=False, nonwrapped_numel=everything - wrapped[module]):
-                chosen.append(module)
+        everything = self._numel(module)
+        if self._policy(module=module, recurse=True, nonwrapped_numel=everything):
+            children = [child for child in module.children() if child not in self._ignored_modules]
+            wrapped[module] = sum([self.visit(child) for child in children])
+            allowed = module is not self._root or self._with_root
+            unwrapped = everything - wrapped[module]
+            if allowed and self._policy(module=module, recurse=False, nonwrapped_numel=unwrapped):
+                self.chosen.append(module)
                 wrapped[module] = everything
         else:
-            wrapped[module] = sum(numel(each) for each in module.modules() if each in full_precision)
-        if module in full_precision:
+            wrapped[module] = sum(self._numel(each) for each in module.modules() if each in self._full_precision)
+        if module in self._full_precision:
             wrapped[module] = everything
         return wrapped[module]
-
-    total = visit(root)
-    return chosen, total
 
 
 # -- modules without mixed precision -------------------------------------------------------------------------------

@@ -53,9 +53,10 @@ def set_state_dict_type(
 ) -> StateDictSettings:
     """Set the type for all wrapped modules below `module`; returns the previous settings."""
     warnings.warn(
-        "set_state_dict_type and state_dict_type are deprecated, as in PyTorch. get_state_dict and set_state_dict of "
-        "torch.distributed.checkpoint.state_dict take the model after unshard.dropin.install(); without that, use "
-        "these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
+        # PyTorch's helpers for checkpoints ignore a warning that begins so.
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. get_state_dict and "
+        "set_state_dict of torch.distributed.checkpoint.state_dict take the model after unshard.dropin.install(); "
+        "without that, use these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
         FutureWarning,
         stacklevel=3,
     )

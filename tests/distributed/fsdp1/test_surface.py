@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import weakref
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from unshard import FlatParameter, MixedPrecision, ShardingStrategy
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.fsdp1.state import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
+from unshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 S = ShardingStrategy
 half = torch.float16
@@ -472,10 +474,26 @@ def test_a_model_is_freed_at_once(originals: bool) -> None:
         gc.enable()
 
 
+@world(2)
+def test_a_model_that_a_policy_wrapped_is_freed_at_once() -> None:
+    """Nor does the walk over its modules."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        sized = functools.partial(size_based_auto_wrap_policy, min_num_params=5)
+        other = FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), auto_wrap_policy=sized)
+        gone = [weakref.ref(each) for root in (model, other) for each in root.modules()]
+        del model, other
+        assert len(gone) == 12 and not any(each() is not None for each in gone)
+    finally:
+        gc.enable()
+
+
 @flat_or_originals
 @world(2)
 def test_memory_at_rest_and_unsharded(originals: bool) -> None:
-    """ME-30, ME-31: a shard at rest; full buffers empty; veils and views take nothing."""
+    """ME-30, ME-31: a shard at rest; unsharded buffers empty; placeholders and views take nothing."""
     model = small(originals)
     model(torch.ones(1, 2)).sum().backward()
     for handle in _get_fsdp_handles(model):

@@ -218,9 +218,10 @@ class ShardedParams:
             if ignored and not param.is_replaced:
                 raise ParameterError(
                     f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank} was assigned to by "
-                    "`.data = tensor`, which leaves the values of a DTensor as they are. Write into it, under "
-                    "torch.no_grad(): parameter.copy_(tensor) with a DTensor, parameter.to_local().copy_(tensor) with "
-                    "this rank's rows; or assign an nn.Parameter of a DTensor to the module's attribute."
+                    "`.data = tensor`, which leaves the values of a DTensor as they are. To go on, assign an "
+                    "nn.Parameter of a DTensor to the module's attribute. To write values, use "
+                    "parameter.copy_(tensor) with a DTensor, or parameter.to_local().copy_(tensor) with this rank's "
+                    "rows, under torch.no_grad()."
                 )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
