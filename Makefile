@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-one test-other test-all bench lint format types clean
 
 help:
-	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (under two minutes)"
+	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (about two minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-all run the slow ones, too"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
@@ -39,7 +39,7 @@ demo: $(INSTALLED)
 
 # Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
 test: $(INSTALLED)
-	@echo "two runs at once; each tells when it is done, after nine minutes or so on two cores"
+	@echo "two runs at once; each tells when it is done, after ten minutes or so on two cores"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
 
 # One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.

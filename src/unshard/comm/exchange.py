@@ -9,7 +9,7 @@ import torch
 
 
 class _Exchange:
-    """An exchange of pieces under way. The first wait adds them up."""
+    """An exchange of pieces in flight. The first wait adds them up."""
 
     _work: Any
 

@@ -13,7 +13,7 @@ import torch
 
 
 class Work(Protocol):
-    """A collective under way. Its tensors may be neither read, written nor freed before `wait` has returned.
+    """A collective in flight. Its tensors may be neither read, written nor freed before `wait` has returned.
 
     A transport's own works also take `wait(timeout)`, which raises RuntimeError when the time is over, and tell by
     `is_completed()` whether that was the collective's own error instead.

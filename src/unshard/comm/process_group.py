@@ -174,7 +174,7 @@ def _grouping(group: Any, backend: str) -> tuple[bool, bool]:
     if backend == "nccl":
         return True, True
     if backend == "gloo":
-        # Its coalesced all-gather corrupts the heap when two are under way, and numbers when dtypes differ (torch 2.13,
+        # Its coalesced all-gather corrupts the heap when two are in flight, and numbers when dtypes differ (torch 2.13,
         # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works.
         return False, True
     written_in_python = type(group).__mro__[: type(group).__mro__.index(dist.ProcessGroup)]

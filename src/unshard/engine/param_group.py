@@ -232,7 +232,7 @@ class ParamGroup:
         try:
             work.wait()
         except OrderError:
-            # The collective is still under way and will never end: its buffers are left to it.
+            # The collective is still in flight and will never end: its buffers are left to it.
             leak(self._unsharded, plan)
             self._forget_unsharded()
             raise

@@ -60,7 +60,7 @@ class Root:
     # -- forward --------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`, with the all-gather of the next one already under way."""
+        """Unshard `unit`, with the all-gather of the next one already issued."""
         recomputing = current_graph_task() != -1
         if recomputing:
             if not self.in_backward:

@@ -205,7 +205,7 @@ class Unit:
         return any(group.gradients.any_new for group in self.param_groups)
 
     def advance_reduction(self) -> bool:
-        """Take the next step of the reduction under way, waiting for it; true when no step is left."""
+        """Take the next step of the reduction in flight, waiting for it; true when no step is left."""
         done = True
         for group in self.param_groups:
             done = group.gradients.advance() and done

@@ -186,7 +186,7 @@ def check_writes(how: str) -> None:
 
 
 @world(2)
-def test_copies_that_set_out_early_are_not_made_again() -> None:
+def test_early_copies_are_not_made_again() -> None:
     each, copies = case("transformer"), []
     counts = []
     with late_host(), mock.patch.object(Upload, "_copy", noting(copies, Upload._copy)):
@@ -252,7 +252,7 @@ def test_units_that_are_still_unsharded_are_gathered_again() -> None:
 
 @pytest.mark.parametrize(("missing", "frozen", "expected"), [("", "", 2), ("norm", "", 1), ("", "blocks.0", 2)])
 @world(2)
-def test_what_sets_out_early(missing: str, frozen: str, expected: int) -> None:
+def test_which_units_are_copied_early(missing: str, frozen: str, expected: int) -> None:
     """A unit all of whose parameters the optimizer has stepped, if they learn at all."""
     each, sent = case("transformer"), []
     with late_host(), mock.patch.object(Upload, "_copy_early", noting(sent, Upload._copy_early)):

@@ -21,7 +21,7 @@ from ..interface import Works
 if TYPE_CHECKING:
     from .check import Order
 
-_SHORT_TIMEOUT = timedelta(seconds=0.2)  # once the order is broken: most collectives under way have completed
+_SHORT_TIMEOUT = timedelta(seconds=0.2)  # once the order is broken: most collectives in flight have completed
 
 
 class PollingWork:

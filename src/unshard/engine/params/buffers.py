@@ -41,7 +41,7 @@ class Buffer:
             self._held = True
 
     def release(self) -> None:
-        """Give the memory back. Only when no collective on it is under way."""
+        """Give the memory back. Only when no collective on it is in flight."""
         if self._held and not self._stays:
             self.storage.resize_(0)
             self._held = False

@@ -269,7 +269,7 @@ class GroupGradients:
     # -- what becomes of a reduction ------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Wait for the collectives under way and take the next step; true when nothing is left to do."""
+        """Wait for the collectives in flight and take the next step; true when nothing is left to do."""
         if self.state is not GradState.REDUCING:
             return True
         if torch.is_grad_enabled():  # a backward that builds a graph; entering `no_grad` each time costs
@@ -304,7 +304,7 @@ class GroupGradients:
             try:
                 each.reduction.drop(each)
             except OrderError:
-                # The collective is still under way and will never end: its buffers are left to it.
+                # The collective is still in flight and will never end: its buffers are left to it.
                 leak(each)
                 kept = self._reductions.items()
                 self._reductions = {key: reduction for key, reduction in kept if reduction is not each.reduction}

@@ -13,7 +13,7 @@ class Listener(Protocol):
     def gradients_ready(self, grads: Sequence[ShardedGrad]) -> None:
         """These gradients are `.grad` now, and this backward adds nothing to them.
 
-        Their copy to the host may be under way: `ShardedGrad.wait_for_copy`. Called inside backward, in its thread.
+        Their copy to the host may be in flight: `ShardedGrad.wait_for_copy`. Called inside backward, in its thread.
         """
 
     def finish_steps(self) -> None:

@@ -25,7 +25,7 @@ from .sharded_grad import ShardedGrad
 
 
 class Stage(Enum):
-    """What a reduction under way waits for."""
+    """What a reduction in flight waits for."""
 
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 @dataclass
 class ReductionInFlight:
-    """A reduction under way."""
+    """A reduction in flight."""
 
     reduction: Reduction
     grad: ShardedGrad
@@ -215,7 +215,7 @@ class Reduction:
         return ReductionInFlight(self, grad, outputs, self._division, options, Done())
 
     def advance(self, flight: ReductionInFlight) -> Outcome:
-        """Wait for the collective under way and take the next step."""
+        """Wait for the collective in flight and take the next step."""
         flight.work.wait()
         outputs, options = flight.outputs, flight.options
         if flight.stage is Stage.COPY_TO_HOST:
@@ -289,7 +289,7 @@ class Reduction:
             flight.grad.buffer.release()
 
     def release(self) -> None:
-        """Free all memory that no parameter's gradient lies in. Only if nothing is under way."""
+        """Free all memory that no parameter's gradient lies in. Only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self._partial):
             buffer.release()
 

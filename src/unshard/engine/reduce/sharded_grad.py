@@ -75,7 +75,7 @@ class ShardedGrad:
         self.offloaded = offload.offloaded
         """Whether it rests on the host, and a device computes."""
         self.wait_for_copy: Callable[[], None] = _nothing
-        """Waits for the copy to the host, if one is under way."""
+        """Waits for the copy to the host, if one is in flight."""
         self.stepper: weakref.ref[object] | None = None
         """What has stepped with these gradients already, before the optimizer's `step`."""
         # On the host memory stays: taken anew it would be new to the process, page by page.
