@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-one test-other test-all bench lint format types clean
 
 help:
-	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (about two minutes)"
+	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (two to three minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-all run the slow ones, too"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
