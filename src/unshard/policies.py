@@ -178,7 +178,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state are in host memory; collectives and compute use the device.
 
-    ``pin_memory`` keeps them in page-locked memory, which makes copies faster; it needs an accelerator.
+    ``pin_memory`` keeps them in page-locked memory, which makes copies faster. Without an accelerator there is none,
+    and the first unit warns of it.
     """
 
     pin_memory: bool = True
@@ -195,8 +196,8 @@ class OptimizerOffloadPolicy(OffloadPolicy):
     A step copies the state of a few parameters at a time to the device and back, computes on the device, and gives the
     same numbers. The optimizer must be flat (``unshard.optim.flat``).
 
-    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with the computation; it needs an
-    accelerator.
+    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with the computation. Without
+    an accelerator there is none, and the first unit warns of it.
     """
 
     pin_memory: bool = True

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy, fully_shard
 from unshard.comm import process_group
+from unshard.engine.params import offload
 from unshard.engine.states import Phase
 from unshard.errors import ArgumentError, StateError
 
@@ -588,10 +589,22 @@ def test_a_child_that_ran_first() -> None:
 @world(2)
 def test_offload_to_the_host_on_a_cpu_mesh() -> None:
     """Contract OFF-06."""
-    if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match="pin_memory=False"):
-            fully_shard(Stack(), offload_policy=CPUOffloadPolicy())
     model, reference = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), Stack()
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_gradients(model, reference)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is page-locked memory")
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OptimizerOffloadPolicy()])
+@world(2)
+def test_page_locked_memory_without_an_accelerator(policy: OffloadPolicy) -> None:
+    """Contract OFF-06: one warning per process, however many units there are."""
+    offload._warn_of_unpinned.cache_clear()
+    with pytest.warns(UserWarning, match="pin_memory=True needs an accelerator") as warned:
+        model, reference = sharded(offload_policy=policy), Stack()
+        sharded(offload_policy=policy)
+    assert len(warned) == 1 and warned[0].filename.endswith(("stack.py", "test_fully_shard.py"))
     loss_of(model).backward()
     loss_of(reference).backward()
     assert_gradients(model, reference)

@@ -234,13 +234,6 @@ def test_a_plain_optimizer_is_refused() -> None:
 
 
 @world(1)
-def test_page_locked_memory_needs_an_accelerator() -> None:
-    if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match=r"Pass OptimizerOffloadPolicy\(pin_memory=False\)"):
-            fully_shard(nn.Linear(2, 2), offload_policy=OptimizerOffloadPolicy())
-
-
-@world(1)
 def test_too_little_page_locked_memory() -> None:
     """State lies in ordinary memory then, and whoever reads the warning learns what for."""
     with host():

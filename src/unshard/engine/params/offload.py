@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from ...errors import StateError
 from ...policies import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from ..checks.caller import stack_level_of_program
 from ..side_stream import CopyStreams, copy_streams_of
 
 
@@ -46,13 +47,21 @@ class OffloadPlan:
 def offload_plan_for(policy: OffloadPolicy, compute: torch.device) -> OffloadPlan:
     if not isinstance(policy, CPUOffloadPolicy | OptimizerOffloadPolicy):
         return OffloadPlan(compute)
-    if policy.pin_memory and not torch.accelerator.is_available():
-        name = type(policy).__name__
-        raise StateError(
-            f"{name}(pin_memory=True) needs an accelerator and none is available. Pass {name}(pin_memory=False)."
-        )
-    host = OffloadPlan(torch.device("cpu"), policy.pin_memory, copy_streams_of(compute))
+    pin = policy.pin_memory and torch.accelerator.is_available()
+    if policy.pin_memory and not pin:
+        _warn_of_unpinned()
+    host = OffloadPlan(torch.device("cpu"), pin, copy_streams_of(compute))
     return host if isinstance(policy, CPUOffloadPolicy) else OffloadPlan(compute, states=host)
+
+
+@cache
+def _warn_of_unpinned() -> None:
+    """Once per process: every unit would repeat it."""
+    warnings.warn(
+        "pin_memory=True needs an accelerator and none is available: shards and optimizer state are in ordinary host "
+        "memory. Pass pin_memory=False to the offload policy to have this without a warning.",
+        stacklevel=stack_level_of_program(),
+    )
 
 
 def _first_line(error: RuntimeError) -> str:
