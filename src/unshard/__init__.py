@@ -1,6 +1,7 @@
 """Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
 
 from . import optim, tools, wrap
+from .comm.broadcast import sync_module_states
 from .comm.user_collectives import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
 from .errors import OrderError, UnshardError
@@ -78,6 +79,7 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "sync_module_states",
     "tools",
     "wrap",
 ]

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import require_agreement
+from ..comm.broadcast import broadcast_tensors
 from ..comm.interface import Transport
 from ..engine.api import (
     FlatShardedParams,
@@ -40,7 +40,6 @@ from .state import Call, WrapperState
 
 _WRAPPED_IN = "unshard_sharded_by"
 """Attribute of an original parameter that belongs to a unit: the class of the module that was wrapped."""
-_BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
 
 
 def build_state(
@@ -64,7 +63,9 @@ def build_state(
     _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params)
     _move_buffers(managed, device)
     if sync_module_states:
-        _broadcast(managed.tensors(), [each for each in (groups.replicas, groups.own) if each is not None], device)
+        broadcast_tensors(
+            managed.tensors(), [each for each in (groups.replicas, groups.own) if each is not None], device
+        )
     options = groups.traits.options()
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         options.backward_prefetch = []
@@ -349,32 +350,3 @@ def _reset_parameters(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
         reset()
-
-
-@torch.no_grad()
-def _broadcast(tensors: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device) -> None:
-    """Send the values of each group's first rank to its other ranks, many tensors of one dtype at once."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for each in tensors:
-        by_dtype.setdefault(each.dtype, []).append(each.detach())
-    for group in groups:
-        if group.size() > 1:
-            for same in by_dtype.values():
-                for bucket in _buckets(same):
-                    flat = torch.cat([each.reshape(-1).to(device) for each in bucket])
-                    dist.broadcast(flat, group=group, group_src=0)
-                    for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-                        each.copy_(part.view(each.shape))
-
-
-def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for each in tensors:
-        bucket.append(each)
-        size += each.numel() * each.element_size()
-        if size >= _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
