@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PROCESSES ?= 2
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -10,12 +11,13 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-one test-other test-all bench lint format types clean
+.PHONY: help install demo test test-one test-other test-all test-versions bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (two to three minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-all run the slow ones, too"
+	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
@@ -29,9 +31,10 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install --constraint constraints.txt numpy
-	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) install torch==$(TORCH)
+	@$(PIP) install --constraint $(VENV)/constraints.txt numpy
+	@$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
 demo: $(INSTALLED)
@@ -54,6 +57,16 @@ test-other: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow"
 
+# Pairs of Python and torch, each with an environment of its own under .versions/. The interpreters must be on the PATH.
+# The package index has torch for Linux with CUDA libraries only: 3 GB to download for each version of torch.
+VERSIONS ?= 3.10-2.11.0 3.12-2.12.1 3.13-2.13.0
+test-versions:
+	@failed=""; for each in $(VERSIONS); do \
+	  echo "Python $${each%-*}, torch $${each#*-}"; \
+	  $(MAKE) --no-print-directory test PYTHON=python$${each%-*} TORCH=$${each#*-} VENV=.versions/$$each \
+	    || failed="$$failed $$each"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
 # Without BENCH the step in float32, which every CPU is good at: `make bench BENCH="memory --cases 10m:1x64:fp32"`.
 BENCH ?= step --cases 10m:1x128:fp32 --rounds 2 --steps 6 --interleave
 bench: $(INSTALLED)
@@ -72,5 +85,5 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
