@@ -335,7 +335,7 @@ class ParamGroup:
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
         """Reduce through another transport: over the ranks that shard or, where nothing is cut, over the replicas."""
         self.gradients.forget_buffers()
-        if self.shards.world > 1:
+        if self.shards.world > 1 or self.replicas.world == 1:
             self.gradients.change_transport(self.shards.wrapped(change))
         else:
             self.gradients.change_replicas(self.replicas.wrapped(change))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..comm.interface import Done, Label, Transport, Work
+from ..engine.api import division
+from ..torch_private import low_precision_of
 
 
 class HookedTransport(Transport):
@@ -31,7 +33,11 @@ class HookedTransport(Transport):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
     ) -> Work:
         for output, unreduced in zip(outputs, inputs, strict=True):
-            self._hook(self._state, unreduced, output)
+            if self.world > 1:
+                self._hook(self._state, unreduced, output)
+            else:  # one rank: the unit is not sharded
+                self._hook(self._state, unreduced)
+                output.copy_(unreduced[: output.numel()])
         return Done()
 
     def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
@@ -41,6 +47,23 @@ class HookedTransport(Transport):
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._inner.carrier(dtype)
+
+
+def compressed_dtype(hook: Callable[..., Any], state: Any, group: Any, originals: Iterable[torch.dtype]) -> Any:
+    """The dtype that the hook compresses gradients to and does nothing else; None if it does, or may do, more.
+
+    The engine reduces in that dtype by itself: as `MixedPrecision(reduce_dtype=...)` does, with overlap, on any device.
+    `originals`: the dtypes of the unit's parameters.
+    """
+    dtype = low_precision_of(hook)
+    usual = division(group.size(), 1, frozenset(), None, False, in_halves=True)
+    factors = (
+        getattr(state, "gradient_predivide_factor", None),
+        getattr(state, "gradient_postdivide_factor", None),
+    )
+    same_ranks = getattr(state, "process_group", None) is group and factors == (usual.before, usual.after)
+    restores = {getattr(state, "parameter_type", None)} == set(originals)
+    return dtype if same_ranks and restores else None
 
 
 def with_results_copied(hook: Callable[..., Any]) -> Callable[..., None]:

@@ -14,8 +14,8 @@ from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, stat
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
 from ..torch_private import never_compiled
 from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
-from .comm_hooks import HookedTransport, with_results_copied
-from .flat_parameter import Handle
+from .comm_hooks import HookedTransport, compressed_dtype, with_results_copied
+from .flat_parameter import Handle, flat_sharded_of
 from .groups import Groups
 from .precision import CastBuffers
 
@@ -71,6 +71,15 @@ class WrapperState(FSDPState):
     def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a user's hook reduce and divide the gradients."""
         self.has_comm_hook = True
+        sharded = flat_sharded_of(self.unit)
+        if sharded is None:
+            return
+        originals = {param.sharded.dtype for param in sharded.params}
+        dtype = compressed_dtype(hook, state, self.call.groups.own, originals)
+        if dtype is not None:
+            self.unit.param_groups[0].gradients.forget_buffers()
+            sharded.reduce_in(dtype)
+            return
         hook = with_results_copied(hook)
         self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
         for group in self.unit.param_groups:

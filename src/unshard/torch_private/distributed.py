@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,19 @@ def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -
     """`torch.distributed`'s function, which 2.13 renames: it warns of the older name."""
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     function(output, input, group=group)
+
+
+def low_precision_of(hook: Any) -> torch.dtype | None:
+    """The dtype of one of torch's compressing communication hooks of FSDP; None for other functions.
+
+    Their module has no public name, and is not imported unless the program has imported it. All versions.
+    """
+    module: Any = sys.modules.get("torch.distributed.algorithms._comm_hooks.default_hooks")
+    if module is None:
+        return None
+    if hook is module.fp16_compress_hook:
+        return torch.float16
+    return torch.bfloat16 if hook is module.bf16_compress_hook else None
 
 
 # -- backends and stores -----------------------------------------------------------------------------------

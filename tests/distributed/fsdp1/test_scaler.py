@@ -6,12 +6,14 @@ import copy
 import inspect
 import itertools
 import math
+import warnings
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from bed import models, world
 from bed.models import CASES
 from bed.wrapped import full_gradients, wrap, wrap_case
@@ -196,7 +198,7 @@ def test_helpers_that_cannot_see_flat_shards_say_so() -> None:
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-@world(2, 3)
+@world(1, 2, 3)
 def test_f1_85_f1_86_hooks(originals: bool) -> None:
     """Hooks of a user and PyTorch's own, for sharded units and NO_SHARD; refusals."""
     case = CASES[1]
@@ -220,7 +222,7 @@ def test_f1_85_f1_86_hooks(originals: bool) -> None:
             reduce_scatter_into(output, gradient, dist.group.WORLD)
 
     for strategy in (S.FULL_SHARD, S.NO_SHARD):
-        cut = strategy is S.FULL_SHARD
+        cut = strategy is S.FULL_SHARD and size > 1
         model = wrap_case(case, use_orig_params=originals, sharding_strategy=strategy)
         model.register_comm_hook("state", summing)
         check(model, float(size), 1e-4)
@@ -233,14 +235,53 @@ def test_f1_85_f1_86_hooks(originals: bool) -> None:
         ):
             model = wrap_case(case, use_orig_params=originals, sharding_strategy=strategy)
             model.register_comm_hook(default_hooks.LowPrecisionState(group), hook)
-            with mock.patch.object(torch.Tensor, "record_stream"):  # which fails on the CPU
-                check(model, 1.0, tolerance)
+            check(model, 1.0, tolerance)
         with pytest.raises(AssertionError, match="already"):
             model.register_comm_hook(None, summing)
         with pytest.raises(ValueError, match="function"):
             model.register_comm_hook(None, 3)
         with pytest.raises(AssertionError, match="outermost"):
             model.module.layers[0].register_comm_hook(None, summing)
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(1, 2, 3)
+def test_f1_86_compressing_hooks_reduce_as_reduce_dtype_does(originals: bool) -> None:
+    """Bit for bit, and as PyTorch's up to the rounding of a sum; changed factors leave the reduction to the hook."""
+    case = CASES[1]
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+    def gradients(model: nn.Module, prepare: Any = None) -> list[torch.Tensor]:
+        if prepare is not None:
+            model.register_comm_hook(*prepare)
+        case.loss(model, models.shard(case.batch(0), rank, size)).backward()
+        return [each.grad for each in model.parameters() if each.grad is not None and each.grad.numel()]
+
+    hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
+    for strategy, (dtype, hook) in itertools.product((S.FULL_SHARD, S.NO_SHARD), hooks.items()):
+        options = {"use_orig_params": originals, "sharding_strategy": strategy}
+        state = default_hooks.LowPrecisionState(group)
+        mine = gradients(wrap_case(case, **options), (state, hook))
+        reduced = gradients(wrap_case(case, **options, mixed_precision=MixedPrecision(reduce_dtype=dtype)))
+        assert mine and all(map(torch.equal, mine, reduced)) and {each.dtype for each in mine} == {torch.float32}
+        assert all(torch.equal(each, each.to(dtype).float()) for each in mine), "rounded to the dtype"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank, or NO_SHARD
+            peer = torch_fsdp.FullyShardedDataParallel(
+                case.build(),
+                use_orig_params=originals,
+                sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name],
+                mixed_precision=torch_fsdp.MixedPrecision(reduce_dtype=dtype),
+                device_id=torch.device("cpu"),
+            )
+        alone = wrap(case.build(), [], **options)
+        rounding = 2 * torch.finfo(dtype).eps
+        for one, theirs in zip(gradients(alone, (state, hook)), gradients(peer), strict=True):
+            torch.testing.assert_close(one, theirs, rtol=rounding, atol=rounding * theirs.abs().max().item())
+        state.gradient_postdivide_factor *= 8.0
+        with mock.patch.object(torch.Tensor, "record_stream"):  # which fails on the CPU
+            smaller = gradients(wrap_case(case, **options), (state, hook))
+        torch.testing.assert_close([8 * each for each in smaller], mine, rtol=8 * rounding, atol=1e-3)
 
 
 @world(4)

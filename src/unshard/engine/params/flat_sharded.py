@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -135,6 +135,14 @@ class FlatShardedParams(ShardedParams):
 
     def find_extended(self) -> bool:
         return False
+
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """Reduce gradients in `dtype` from now on, whatever the policy says; nothing of the layout depends on it."""
+        for param in self.params:
+            param.policy = replace(param.policy, reduce_dtype=dtype)
+        with torch.no_grad(), torch.inference_mode(False):
+            self.shard.segments = Segments(self._dtypes(), [param.policy for param in self.params])
+            self._bind(self.shard)
 
     @property
     def has_elements(self) -> bool:
