@@ -12,9 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import loopback, world
+from bed.python_groups import (
+    PYTHON_GROUPS,
+    LookAlike,
+    NewNames,
+    NewNamesInGroups,
+    OnlyGroups,
+    PythonGroup,
+    make,
+)
 from bed.user_collectives import ToyGather, ToyMany, ToyReduceScatter, ignore_old_names
 
 from unshard.comm import process_group
+from unshard.comm.agreement import require_agreement
 from unshard.comm.groups import group_of
 from unshard.comm.interface import Label, Transport
 from unshard.comm.order import check, polling
@@ -24,7 +34,7 @@ from unshard.comm.solo import SoloTransport
 from unshard.comm.split import SplitTransport
 from unshard.comm.transports import transport_for
 from unshard.comm.user_collectives import PluginTransport
-from unshard.errors import OrderError
+from unshard.errors import OrderError, UnsupportedError
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -255,6 +265,64 @@ def test_the_loopback_group_conforms() -> None:
         transport = transport_for(group, CPU)
         assert transport.traits.gathers_groups and transport.traits.reduces_groups
         conforms(transport, 1, 3, equal_ranks=True)
+
+
+@pytest.mark.parametrize("kind", PYTHON_GROUPS, ids=lambda kind: kind.__name__)
+@world(2)
+def test_a_group_written_in_python_conforms(kind: type[PythonGroup]) -> None:
+    """By the methods that it has, of whatever version of torch, with groups of tensors only if it has methods for them.
+
+    What it has for one tensor, or for several, is not left out for what it inherits.
+    """
+    group, rank = make(kind), dist.get_rank()
+    transport = transport_for(group, CPU)
+    assert type(transport) is ProcessGroupTransport and transport.backend == "unknown"
+    groups = kind in (NewNamesInGroups, OnlyGroups)
+    assert (transport.traits.gathers_groups, transport.traits.reduces_groups) == (groups, groups)
+    conforms(transport, rank, 2)
+    if groups:
+        assert (group.calls["gather many"], group.calls["reduce many"]) == (2, 2)
+    else:
+        assert (group.calls["gather"], group.calls["reduce"]) == (6, 4)
+    narrow, output = torch.full((4,), 1.0 + rank).bfloat16(), torch.empty(2)
+    transport.reduce_scatter([output], [narrow], average=True).wait()  # added up in the dtype of the output
+    assert output.tolist() == [1.5, 1.5]
+    assert group.calls["all_to_all"] == issubclass(kind, NewNames)
+
+
+@world(2)
+def test_a_python_class_over_a_backend_inherits_its_collectives() -> None:
+    """But no other collective takes the place of a reduce-scatter that it overrides."""
+
+    class Inherits(dist.ProcessGroup):
+        pass
+
+    class Overrides(Inherits):
+        reduced = 0
+
+        def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object) -> dist.Work:
+            self.reduced += 1
+            return backend._reduce_scatter_base(output, input, opts)
+
+    backend, rank = dist.new_group(backend="gloo")._get_backend(CPU), dist.get_rank()
+    for kind in (Inherits, Overrides):
+        group = kind(rank, 2)
+        group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+        transport = transport_for(group, CPU)
+        assert transport.backend == "gloo" and not transport.traits.reduces_groups
+        conforms(transport, rank, 2)
+    assert group.reduced == 4
+
+
+def test_what_an_object_has_no_method_for_is_said_when_it_is_sent() -> None:
+    transport = transport_for(LookAlike(0, 2), CPU)
+    assert (transport.rank, transport.world, transport.traits.gathers) == (0, 2, False)
+    require_agreement(transport, CPU, "nothing", ["is compared"])
+    transport.all_reduce([torch.ones(2)], average=True).wait()
+    with pytest.raises(UnsupportedError, match=r"LookAlike.* has no method all_gather_single"):
+        transport.all_gather([torch.ones(2)], [torch.ones(1)])
+    with pytest.raises(UnsupportedError, match=r"LookAlike.* has no method reduce_scatter_single"):
+        transport.reduce_scatter([torch.ones(1)], [torch.ones(2)], average=True)
 
 
 @world(2)

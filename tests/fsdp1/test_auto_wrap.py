@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as theirs
+from bed.python_groups import LookAlike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp._wrap_utils import _auto_wrap as their_auto_wrap
 
+from unshard import FullyShardedDataParallel as FSDP
 from unshard import wrap as ours
-from unshard.errors import ArgumentError, PolicyError
+from unshard.errors import ArgumentError, PolicyError, UnsupportedError
 from unshard.fsdp1 import auto_wrap as traversal
 from unshard.fsdp1.auto_wrap import auto_wrap
+from unshard.optim import ShardedGradScaler
 
 
 class Wrapper(nn.Module):
@@ -319,3 +322,29 @@ def test_names_that_activation_checkpointing_uses() -> None:
     assert model in targets
     traversal._post_order_apply(model, fn=traversal._construct_wrap_fn(model, targets, Wrapper))
     assert list(wrapped(model)) == ["0", "1", "1.0"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_object_that_only_looks_like_a_process_group(size: int) -> None:
+    """Programs wrap and scale with one that has no more than a rank and a size, before anything is sent."""
+    group = LookAlike(0, size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank
+        with ours.enable_wrap(wrapper_cls=FSDP, process_group=group, use_orig_params=True):
+            by_hand = ours.wrap(nn.Sequential(ours.wrap(nn.Linear(4, 4)), nn.ReLU()))
+        policy = ours.ModuleWrapPolicy({nn.Linear})
+        model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), group, auto_wrap_policy=policy)
+    assert by_hand.process_group is by_hand.module[0].process_group is model.module[0].process_group is group
+    assert sum(each.numel() for each in by_hand.parameters()) == 20 // size
+    assert [type(each) for each in model.module] == [FSDP, nn.ReLU]
+    weight, scaler = nn.Parameter(torch.ones(2)), ShardedGradScaler("cpu", init_scale=4.0, process_group=group)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.0, 0.0]
+    for misuse in (lambda: FSDP(nn.Linear(2, 2), object()), lambda: ShardedGradScaler(process_group=object())):
+        with pytest.raises(ArgumentError, match=r"process.group.*got <object"):
+            misuse()
+    if size > 1:
+        with pytest.raises(UnsupportedError, match="has no method all_gather_single"):
+            model(torch.ones(1, 4))

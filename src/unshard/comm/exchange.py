@@ -30,6 +30,16 @@ class _Exchange:
         raise NotImplementedError
 
 
+class ReduceOfCopy(_Exchange):
+    """A reduce-scatter of a copy, which lives until the wait."""
+
+    def __init__(self, work: Any, copy: torch.Tensor):
+        self._work, self._copy = work, copy
+
+    def _add_up(self) -> None:
+        del self._copy
+
+
 class AllToAllReduce(_Exchange):
     """An exchange between all ranks. The pieces are added up in the order of the ranks."""
 

@@ -17,6 +17,11 @@ from ..torch_private import root_mesh
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
+def is_group(value: Any) -> bool:
+    """Whether it has ranks; it need not be of torch's class, as long as nothing is sent that it has no method for."""
+    return callable(getattr(value, "rank", None)) and callable(getattr(value, "size", None))
+
+
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
     """The group of these ranks for a purpose; only they have to call, all in the same order."""
     made = _MADE.setdefault(dist.group.WORLD, {})

@@ -65,6 +65,8 @@ class Traits:
     """Bytes to which packed pieces are padded."""
     reduce_scatter_ignores_timeout: bool = False
     """`wait(timeout)` of the backend's own reduce-scatter returns only when the collective is complete."""
+    gathers: bool = True
+    """There is an all-gather; an object that only looks like a process group may have none."""
 
 
 class Transport(ABC):

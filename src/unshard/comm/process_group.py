@@ -20,15 +20,16 @@ from ..torch_private import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
-    all_gather_single,
     backend_name,
-    reduce_scatter_single,
+    backend_of,
 )
-from .exchange import AllToAllReduce, PairwiseReduce
-from .interface import Label, Traits, Transport, Work, Works
+from .exchange import AllToAllReduce, PairwiseReduce, ReduceOfCopy
+from .group_methods import methods_of
+from .interface import Done, Label, Traits, Transport, Work, Works
 
 UNPACKED_LIMIT = 8
 _dtype_of = attrgetter("dtype")
+_DONE = Done()  # a group that is written in Python may return None instead of a work
 _TENSOR: Any = dist.reduce_scatter_tensor
 _SINGLE: Any = getattr(dist, "reduce_scatter_single", None)  # its name since torch 2.13, which has both
 
@@ -49,11 +50,14 @@ class ProcessGroupTransport(Transport):
         self.backend = backend_name(group, device)
         if self.backend == "gloo":
             delay_exit()
-        self._exchanges = _exchange_is_faster(self.backend, device)
-        gathers_groups, reduces_groups = _grouping(group, self.backend)
+        methods = methods_of(group, backend_of(group, device) is not None, *_grouping(self.backend))
+        self._gather_one, self._gather_many = methods.all_gather, methods.all_gather_many
+        self._reduce_one, self._reduce_many = methods.reduce_scatter, methods.reduce_scatter_many
+        self._all_to_all, self._all_reduce = methods.all_to_all, methods.all_reduce
+        self._exchanges = _exchange_is_faster(self.backend, device) and not methods.own_reduce_scatter
         self.traits = Traits(
-            gathers_groups,
-            reduces_groups and not self._exchanges,  # an exchange takes one tensor
+            self._gather_many is not None,
+            self._reduce_many is not None and not self._exchanges,  # an exchange takes one tensor
             # On a device, packing costs about as much host time as eight more tensors in the groups of a step. On a
             # CPU it costs next to nothing, and every tensor a round trip.
             unpacked_limit=0 if device.type == "cpu" or self.backend == "gloo" else UNPACKED_LIMIT,
@@ -62,6 +66,7 @@ class ProcessGroupTransport(Transport):
             # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
             piece_alignment=16 if self.backend == "nccl" else 1,
             reduce_scatter_ignores_timeout=self.backend == "gloo" and not self._exchanges,
+            gathers=methods.gathers,
         )
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
@@ -74,9 +79,9 @@ class ProcessGroupTransport(Transport):
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
         if len(outputs) > 1 and self.traits.gathers_groups:
-            return self._group.allgather_into_tensor_coalesced(outputs, inputs, self._gather_options)
-        pairs = zip(outputs, inputs, strict=True)
-        return _joined([all_gather_single(self._group, o, i, self._gather_options) for o, i in pairs])
+            return self._gather_many(outputs, inputs, self._gather_options) or _DONE  # type: ignore[misc]
+        gather, options = self._gather_one, self._gather_options
+        return _joined([gather(output, piece, options) for output, piece in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
@@ -114,34 +119,43 @@ class ProcessGroupTransport(Transport):
         """The backend's own reduce-scatter."""
         options = self._mean if average else self._sum
         if len(outputs) > 1 and self.traits.reduces_groups:
-            return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-        pairs = zip(outputs, inputs, strict=True)
-        return _joined([reduce_scatter_single(self._group, o, i, options) for o, i in pairs])
+            return self._reduce_many(outputs, inputs, options) or _DONE  # type: ignore[misc]
+        reduce = self._reduce_one
+        return _joined([reduce(output, whole, options) for output, whole in zip(outputs, inputs, strict=True)])
 
     def _exchange(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
         """Send each rank its piece as it is; the receiver adds the pieces up."""
+        if self._all_to_all is None:
+            return self._reduce_copy(output, unreduced, average)
         if self.world == 2 and self._exchanges:
-            return self._exchange_pair(output, unreduced, average)
+            return self._exchange_pair(self._all_to_all, output, unreduced, average)
         received = torch.empty_like(unreduced)
-        work = self._group.alltoall_base(received, unreduced, [], [])
+        work = self._all_to_all(received, unreduced, [], []) or _DONE
         return AllToAllReduce(work, received.view(self.world, -1), output, average)
 
-    def _exchange_pair(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
+    def _reduce_copy(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
+        """For a group without an all-to-all: reduce a copy in the dtype of the output."""
+        # Both are padded to the same number of bytes, so narrow rows may be longer.
+        copy = unreduced.view(self.world, -1)[:, : output.numel()].to(output.dtype).flatten()
+        return ReduceOfCopy(self._reduce_by_backend([output], [copy], average), copy)
+
+    def _exchange_pair(self, all_to_all: Any, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
         """One piece to send and one to receive, into the output itself if the dtypes are the same."""
         other, piece = 1 - self.rank, unreduced.numel() // 2
         sent, own = unreduced.narrow(0, other * piece, piece), unreduced.narrow(0, self.rank * piece, piece)
         received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
         splits = [piece, 0] if other == 0 else [0, piece]
-        work = self._group.alltoall_base(received, sent, splits, splits)
+        work = all_to_all(received, sent, splits, splits) or _DONE
         return PairwiseReduce(work, own, received, output, average)
 
     def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all
-        return _joined([self._group.allreduce([tensor], options) for tensor in tensors])
+        reduce = self._all_reduce
+        return _joined([reduce([tensor], options) for tensor in tensors])
 
 
 def _joined(works: list[Any]) -> Work:
-    return works[0] if len(works) == 1 else Works(works)
+    return works[0] or _DONE if len(works) == 1 else Works([work or _DONE for work in works])
 
 
 EXIT_DELAY = 0.05  # seconds
@@ -169,14 +183,8 @@ def _exchange_is_faster(backend: str, device: torch.device) -> bool:
     return backend == "gloo" and device.type == "cpu"
 
 
-def _grouping(group: Any, backend: str) -> tuple[bool, bool]:
-    """Whether several tensors may be gathered, and reduced, in one collective."""
-    if backend == "nccl":
-        return True, True
-    if backend == "gloo":
-        # Its coalesced all-gather corrupts the heap when two are in flight, and numbers when dtypes differ (torch 2.13,
-        # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works.
-        return False, True
-    written_in_python = type(group).__mro__[: type(group).__mro__.index(dist.ProcessGroup)]
-    own = {name for cls in written_in_python for name in vars(cls)}
-    return "allgather_into_tensor_coalesced" in own, "reduce_scatter_tensor_coalesced" in own
+def _grouping(backend: str) -> tuple[bool, bool]:
+    """Whether the backend gathers, and reduces, several tensors in one collective."""
+    # Gloo's coalesced all-gather corrupts the heap when two are in flight, and numbers when dtypes differ (torch 2.13,
+    # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works.
+    return backend == "nccl", backend in ("nccl", "gloo")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.groups import group_of
+from ..comm.groups import group_of, is_group
 from ..comm.interface import Transport
 from ..comm.solo import SoloTransport
 from ..comm.transports import transport_for
@@ -97,7 +97,7 @@ def _plain(process_group: Any, mesh: Any, strategy: ShardingStrategy) -> Groups:
         return Groups(strategy, mesh.get_group(), mesh=mesh)
     if process_group is None:
         process_group = _default_group()
-    if isinstance(process_group, tuple) or not isinstance(process_group, dist.ProcessGroup):
+    if not is_group(process_group):
         raise ArgumentError(f"{strategy.name} takes one process group, got {process_group!r}.")
     return Groups(strategy, process_group)
 
@@ -118,7 +118,7 @@ def _hybrid(process_group: Any, mesh: Any, strategy: ShardingStrategy, by_policy
             )
         return Groups(strategy, *_groups_by_node())
     pair = tuple(process_group) if isinstance(process_group, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(each, dist.ProcessGroup) for each in pair):
+    if len(pair) != 2 or not all(map(is_group, pair)):
         raise ArgumentError(
             f"{strategy.name} takes process_group=(shard_group, replicate_group), got {process_group!r}."
         )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from ..comm.groups import is_group
 from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..torch_private import OpenGradScaler, unscale_and_check
@@ -41,7 +42,7 @@ class GradScaler(OpenGradScaler):
         *,
         process_group: Any = None,
     ) -> None:
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        if process_group is not None and not is_group(process_group):
             where = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
             raise ArgumentError(
                 f"process_group must be a process group that {where} belongs to, got {process_group!r}."

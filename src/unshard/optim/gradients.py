@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm.groups import covering_group, device_of, ranks_of, widest_of
+from ..comm.groups import covering_group, device_of, is_group, ranks_of, widest_of
 from ..comm.scalars import largest_over, sum_over
 from ..errors import ArgumentError
 from ..torch_private import local_of, served_device_types, spec_of
@@ -78,13 +78,15 @@ def _meshes(parameters: Sequence[torch.Tensor]) -> list[DeviceMesh]:
 
 
 def _check_group(group: Any, meshes: list[DeviceMesh]) -> None:
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            f"process_group must be a process group that rank {dist.get_rank()} belongs to, got {group!r}."
-        )
-    if group.size() == dist.get_world_size():
+    if not is_group(group):
+        where = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise ArgumentError(f"process_group must be a process group that {where} belongs to, got {group!r}.")
+    if not meshes or group.size() == dist.get_world_size():
         return
-    members = frozenset(dist.get_process_group_ranks(group))
+    try:
+        members = frozenset(dist.get_process_group_ranks(group))
+    except KeyError:  # a group that torch has not made: nobody knows which ranks it has
+        return
     for mesh in meshes:
         if not ranks_of(mesh) <= members:
             raise ArgumentError(

@@ -16,18 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # -- collectives -------------------------------------------------------------------------------------------
 
-
-def all_gather_single(group: Any, output: torch.Tensor, input: torch.Tensor, options: AllgatherOptions) -> Any:
-    """All-gather of one tensor as a method of the group; `torch.distributed`'s function adds checks in Python.
-
-    All versions; 2.13 renames it `all_gather_single` and keeps this name.
-    """
-    return group._allgather_base(output, input, options)
-
-
-def reduce_scatter_single(group: Any, output: torch.Tensor, input: torch.Tensor, options: ReduceScatterOptions) -> Any:
-    """Reduce-scatter of one tensor, likewise. All versions; 2.13 renames it and keeps this name."""
-    return group._reduce_scatter_base(output, input, options)
+# Methods of a process group that the functions of `torch.distributed` call, after checks in Python. The first name is
+# the one since 2.13, which these functions call then; 2.13 keeps the second one, and 2.11 and 2.12 have that alone. A
+# group that is written in Python may have either.
+ALL_GATHER = ("all_gather_single", "_allgather_base")
+ALL_GATHER_COALESCED = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
+REDUCE_SCATTER_COALESCED = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
 def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
@@ -56,8 +52,8 @@ def backend_allocator(group: Any, device: torch.device) -> Any:
     """The backend's allocator of its own memory, or None; there is no public way. All versions."""
     if device.type != "cuda":
         return None
-    backend = group._get_backend(device)
-    return backend.mem_allocator if backend.supports_tensor_alloc(device) else None
+    backend = backend_of(group, device)
+    return backend.mem_allocator if backend is not None and backend.supports_tensor_alloc(device) else None
 
 
 def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
@@ -68,20 +64,32 @@ def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
     return _symmetric_memory.get_mem_pool(device)
 
 
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend of `group` for `device`, or None: groups that are written in Python mostly have none.
+
+    There is no public way. All versions.
+    """
+    try:
+        return group._get_backend(device)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
 def backend_name(group: Any, device: torch.device) -> str:
     """Name of the backend of `group` for `device`; the group's own name if the group is written in Python.
 
     `dist.get_backend` answers for the group's default device only. All versions.
     """
+    backend = backend_of(group, device)
     try:
-        return group._get_backend(device).name().lower()
-    except (RuntimeError, AttributeError):
-        return group.name().lower()
+        return str((group if backend is None else backend).name()).lower()
+    except Exception:  # of a class that somebody has written, which need not have a name
+        return "unknown"
 
 
 def served_device_types(group: Any) -> list[str]:
-    """The device types that `group` has a backend for; there is no public way. All versions."""
-    return [device.type for device in group._device_types]
+    """The device types that `group` has a backend for; empty if it does not say. No public way. All versions."""
+    return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def job_store() -> dist.Store:
