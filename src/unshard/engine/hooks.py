@@ -56,6 +56,8 @@ class FSDPState:
 
     full_state_dict: ClassVar[str] = FULL_STATE_DICT
     """The call that gives unsharded parameters, for messages."""
+    takes_over_units: ClassVar[bool] = False
+    """Whether a module that contains the units of another root becomes their root when it runs."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -131,6 +133,8 @@ class FSDPState:
         if root.in_backward or root.in_forward:
             root.recover(unit)
         if unit is root.unit:
+            if root.gave_up_units:
+                root = self._become_root(module)
             if root.unmanaged.changed and torch.is_grad_enabled():
                 self._check_unmanaged(module, root)
             if unit.device.type != "cpu":
@@ -352,9 +356,8 @@ class FSDPState:
             if state := state_of(child):
                 names.setdefault(state, []).append(name)
         prefixes = {child: f"{name}." if name else "" for name, child in module.named_modules()}
+        self._release_roots(names)
         for state, paths in names.items():
-            if state._root() is not None:
-                refuse_second_root(", ".join(paths))
             state.unit.name = ", ".join(_clean(f"{path}.").rstrip(".") or ROOT for path in paths)
             for param in state.unit.params:
                 param.name = _clean(prefixes.get(param.locations[0].module(), "")) + param.locations[0].name
@@ -363,6 +366,18 @@ class FSDPState:
             state._root = weakref.ref(self._own_root)
             state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.params)
         return self._own_root
+
+    def _release_roots(self, names: dict[FSDPState, list[str]]) -> None:
+        """Units that ran under another root. `fully_shard` refuses them, as in PyTorch; a wrapper takes them over."""
+        for state, paths in names.items():
+            before = state._root()
+            if before is None or before.unit is self.unit:
+                continue
+            if not self.takes_over_units or before.in_forward or before.in_backward:
+                refuse_second_root(", ".join(paths))
+            before.give_up_units()
+            if before.unit is state.unit:
+                state._own_root = None
 
     def _check_unmanaged(self, module: nn.Module, root: Root) -> None:
         states = {state for child in module.modules() if (state := state_of(child))}

@@ -52,6 +52,8 @@ class Root:
         self._last_checked = 0
         self.in_forward = False
         self.in_backward = False
+        self.gave_up_units = False
+        """Whether another root has taken over units. The next forward makes this one anew, and takes them back."""
         refuse_shared_parameters(units)
         for unit in units:
             unit.refuse_assigned_data()
@@ -373,6 +375,11 @@ class Root:
         for unit in self._prefetched:
             unit.reshard()
         self._prefetched.clear()
+
+    def give_up_units(self) -> None:
+        """Another root takes over some units or all. Only at rest; graphs that wait for their backward stay valid."""
+        self._reshard_prefetched()
+        self.gave_up_units = True
 
     def reset(self) -> None:
         """Return every unit to rest, waiting for what is in flight."""

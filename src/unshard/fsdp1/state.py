@@ -46,6 +46,8 @@ class WrapperState(FSDPState):
         "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
     )
 
+    takes_over_units: ClassVar[bool] = True
+
     def __init__(self, unit: Unit, call: Call, handle: Handle | None, buffers: CastBuffers):
         super().__init__(unit)
         self.call, self.handle = call, handle

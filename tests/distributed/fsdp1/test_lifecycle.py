@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from unshard import FullyShardedDataParallel as FSDP
-from unshard import MixedPrecision, ShardingStrategy, fully_shard
+from unshard import MixedPrecision, ShardingStrategy, composable, fully_shard
+from unshard.fsdp1.state import wrapper_state_of
 
 S = ShardingStrategy
 flat_or_originals = pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
@@ -344,3 +346,54 @@ def test_gradients_are_cleared_between_forward_and_backward(strategy: S, origina
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, gradient in full_gradients(model).items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["wrapper", "legacy"])
+@world(1, 2)
+def test_a_model_that_ran_is_wrapped_again(legacy: bool) -> None:
+    """Inside a larger one, or a part of it; whichever runs is the root, also for graphs of before."""
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 5), nn.Linear(5, 5))
+    sharded = copy.deepcopy(plain)
+    x = torch.ones(2, 5, requires_grad=True)
+
+    def shard(module: nn.Module) -> nn.Module:
+        return composable.fully_shard(module) if legacy else wrap(module, [], use_orig_params=True)
+
+    sharded[0][2] = shard(sharded[0][2])
+    sharded[0] = inner = shard(sharded[0])
+    optimizers = adamw(plain[0].parameters()), adamw(inner.parameters())
+
+    def step(one: nn.Module, other: nn.Module) -> None:
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            model(x).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        torch.testing.assert_close(other(x), one(x), rtol=1e-5, atol=1e-6)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank
+        step(plain[0], inner)
+        earlier = inner(x)
+        outer = shard(sharded)
+        later = outer(x)
+        assert wrapper_state_of(outer).is_root(outer) and not wrapper_state_of(inner).is_root(inner)
+        plain(x).sum().backward()
+        plain[0](x).sum().backward()
+        later.sum().backward()
+        earlier.sum().backward()
+        expected = {name: each.grad for name, each in plain.named_parameters()}
+        for name, gradient in gradients_of(outer).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+        for model in (plain, outer):
+            model.zero_grad()
+        step(plain, outer)
+        part = shard(nn.Sequential(sharded[0]))
+        for one, other in ((plain[0], part), (plain, outer), (plain[0], inner), (plain, outer)):
+            step(one, other)
+        assert wrapper_state_of(outer).is_root(outer)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        return {name.replace("_fsdp_wrapped_module.", ""): each.grad.clone() for name, each in model.named_parameters()}
