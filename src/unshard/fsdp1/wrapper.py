@@ -146,7 +146,7 @@ class FullyShardedDataParallel(nn.Module):
         `FullyShardedDataParallel.clip_grad_norm_(module, ...)` is for modules that the legacy call was applied to.
         """
         states_below_root(self, "clip_grad_norm_")
-        return clip_grad_norm(self, float(max_norm), float(norm_type))
+        return clip_grad_norm(self, max_norm, norm_type)
 
     @staticmethod
     def summon_full_params(

@@ -41,7 +41,7 @@ def clip_grad_norm_(
     ranks in `process_group` and the number of stages in `pipeline_stages`, it is the sum over the stages.
     """
     given = _checked(parameters)
-    order, limit = _checked_order(norm_type), _checked_limit(max_norm)
+    order, limit = checked_order(norm_type), checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
     _refuse_flat_parameters(given)
     ranks = reduce_group_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     norm = (power if math.isinf(order) else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         _refuse_nonfinite(norm, order, given)
-    _scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
+    scale([each.scaled for each in gradients], torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
     scalable.clean()
     return norm
 
@@ -134,11 +134,11 @@ def _power_of_norm(
     return total
 
 
-def _scale(gradients: list[LocalGradient], factor: torch.Tensor, foreach: bool | None) -> None:
+def scale(gradients: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None = None) -> None:
     """Multiply also where the factor is 1: to read it, the host would have to wait for the device."""
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for each in gradients:
-        buckets[each.scaled.device, each.scaled.dtype].append(each.scaled)
+        buckets[each.device, each.dtype].append(each)
     for (device, _), tensors in buckets.items():
         # Never in the gradients' dtype: in float16 the factor for a large norm is zero.
         here = factor.to(device)
@@ -192,7 +192,7 @@ def _checked(parameters: Any) -> list[torch.Tensor]:
     return given
 
 
-def _checked_order(norm_type: Any) -> float:
+def checked_order(norm_type: Any) -> float:
     order = _number("norm_type", norm_type)
     if not order > 0:
         raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")
@@ -206,7 +206,7 @@ def _number(name: str, value: Any) -> float:
         raise ArgumentError(f"{name} must be a number, got {value!r}.") from None
 
 
-def _checked_limit(max_norm: Any) -> float:
+def checked_limit(max_norm: Any) -> float:
     limit = _number("max_norm", max_norm)
     if not limit >= 0:
         raise ArgumentError(f"max_norm must not be negative, got {max_norm!r}.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,6 +64,25 @@ class OpenGradScaler(torch.amp.GradScaler):
         if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "grad_scale"):
             return False
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def stepped_by_plain_scaler() -> bool:
+    """Whether torch's own `GradScaler` calls the step of an optimizer, whose hook calls this.
+
+    Not if a subclass unscales in its own way. The names of the methods are private. All versions.
+    """
+    plain: Any = torch.amp.GradScaler
+    codes = (plain.step.__code__, plain._maybe_opt_step.__code__)
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code in codes:
+            scaler = type(frame.f_locals.get("self", None))
+            methods = ("unscale_", "_unscale_grads_")
+            return all(getattr(scaler, name, None) is getattr(plain, name) for name in methods)
+        frame = frame.f_back
+    return False
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -195,6 +196,11 @@ def test_helpers_that_cannot_see_flat_shards_say_so() -> None:
         scaler.scale(torch.ones(()))
         with pytest.raises(ValueError, match="ShardedGradScaler"):
             scaler.unscale_(optimizer)
+        for torchs, warns in ((torch.amp.GradScaler("cpu"), True), (ShardedGradScaler("cpu"), False)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            torchs.scale(model(torch.ones(1, 4)).sum()).backward()
+            with pytest.warns(UserWarning, match="ShardedGradScaler") if warns else nullcontext():
+                torchs.step(optimizer)
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])

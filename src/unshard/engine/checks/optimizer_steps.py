@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...errors import StateError, UnsupportedError, listed
-from ...torch_private import caller_in_checkpoint, inside_backward
+from ...torch_private import caller_in_checkpoint, inside_backward, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
 from ..params.param import unsharded_name
 from ..params.writes import note_optimizer_step
 from ..reduce.listeners import LISTENERS
 from ..root import Root
 from ..shard_lookup import cut_flat, replaced_by_shards, roots_of_groups, sharded_grads_of
+from .caller import stack_level_of_program
 
 
 class _Checked(NamedTuple):
@@ -93,6 +94,7 @@ def _check(optimizer: Any, parameters: list[Any]) -> None:
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)
+    _warn_of_plain_scaler(parameters)
     if optimizer not in _guarded:
         optimizer.register_state_dict_pre_hook(_refuse_local_state)
         _guarded.add(optimizer)
@@ -112,6 +114,17 @@ def _refuse_local_state(optimizer: Any) -> None:
             "FullyShardedDataParallel.optim_state_dict(model, optimizer) instead, and load it with "
             "FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state_dict), inside "
             "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+        )
+
+
+def _warn_of_plain_scaler(parameters: list[Any]) -> None:
+    """Noticed at the first step, and no error: a rank that skips it would not raise."""
+    name = cut_flat(parameters) if stepped_by_plain_scaler() else None
+    if name is not None:
+        warnings.warn(
+            f"torch.amp.GradScaler looks for infinities in this rank's shard of {name!r} only, so ranks may skip "
+            "different steps and train different weights. Use unshard.optim.ShardedGradScaler.",
+            stacklevel=stack_level_of_program(),
         )
 
 
