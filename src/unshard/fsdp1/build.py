@@ -28,15 +28,25 @@ from ..engine.api import (
     state_of,
     unregistered_location_of,
 )
-from ..errors import ArgumentError, PolicyError, StateError, UnsupportedError
+from ..errors import ArgumentError, PolicyError, StateError
 from ..layout.flat import FlatSharding, flat_offsets, is_dense
 from ..names import modules_until
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import contiguous_stride, is_replicated, own_buffers, own_parameters, served_device_types
+from ..torch_private import (
+    contiguous_stride,
+    is_replicated,
+    local_part,
+    own_buffers,
+    own_parameters,
+    served_device_types,
+    spec_of,
+)
 from .api import BackwardPrefetch
 from .flat_parameter import FLAT_PARAM, Handle, flat_sharded_of
+from .groups import Groups
 from .precision import CastBuffers, WrapperPolicy, policy_for
 from .state import Call, WrapperState
+from .tensor_parallel import check_tensor_parallel
 
 _WRAPPED_IN = "unshard_sharded_by"
 """Attribute of an original parameter that belongs to a unit: the class of the module that was wrapped."""
@@ -60,12 +70,11 @@ def build_state(
     device = _compute_device(device_id, groups.mesh, groups.own, managed)
     if _initialise_from_meta(managed, device, param_init_fn):
         managed = _managed_by(module, ignored)
-    _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params)
+    _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params, groups)
     _move_buffers(managed, device)
     if sync_module_states:
-        broadcast_tensors(
-            managed.tensors(), [each for each in (groups.replicas, groups.own) if each is not None], device
-        )
+        tensors = map(local_part, managed.tensors())
+        broadcast_tensors(tensors, [each for each in (groups.replicas, groups.own) if each is not None], device)
     options = groups.traits.options()
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         options.backward_prefetch = []
@@ -153,15 +162,16 @@ def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
 
 
 def _check_parameters(
-    title: str, parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]], use_orig_params: bool
+    title: str,
+    parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
+    use_orig_params: bool,
+    groups: Groups,
 ) -> None:
     """Refuse what one flat parameter cannot hold. It is trained or not, unless users see the original ones."""
     named = {places[0][0]: parameter for parameter, places in parameters.items()}
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
-            raise UnsupportedError(
-                f"Parameter {name!r} of {title} is a DTensor. Use fully_shard to shard tensor-parallel parameters."
-            )
+            check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, groups)
         owner = getattr(parameter, _WRAPPED_IN, None)
         if owner is not None:
             raise ArgumentError(
@@ -212,8 +222,9 @@ def _flat_unit(
     shards, replicas = call.groups.transports(device)
     dtype = next(iter(managed.parameters)).dtype
     itemsize = (policy.param_dtype or dtype).itemsize
-    flat = flat_offsets([each.numel() for each in managed.parameters], shards.world, itemsize, use_orig_params)
-    facts = [f"parameter {p[0][0]!r} of shape {tuple(each.shape)}" for each, p in managed.parameters.items()]
+    locals_ = {local_part(each): places for each, places in managed.parameters.items()}
+    flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
+    facts = [f"parameter {places[0][0]!r} of shape {tuple(each.shape)}" for each, places in locals_.items()]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
     params = []
@@ -251,7 +262,7 @@ def _managed_param(
     policy: MixedPrecisionPolicy,
     use_orig_params: bool,
 ) -> ManagedParam:
-    value = parameter.detach()
+    value = local_part(parameter).detach()
     if not is_dense(value.shape, value.stride()):
         value = value.contiguous()
     stride = value.stride() if value.numel() else contiguous_stride(value.shape)
@@ -260,7 +271,11 @@ def _managed_param(
     local = value if shards.world == 1 else value.as_strided((count,), (1,), value.storage_offset() + first)
     make_location = location_of if use_orig_params else unregistered_location_of
     locations = [make_location(owner, name) for _, owner, name in places]
-    return ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
+    managed = ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
+    if isinstance(parameter, DTensor):
+        # At rest a plain tensor, as the others: `.data` of a DTensor cannot be a row of its elements.
+        managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)
+    return managed
 
 
 # -- before parameters are sharded: the device, values for meta tensors, values of rank 0 ----------------------------

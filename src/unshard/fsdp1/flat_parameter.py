@@ -181,8 +181,8 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
     """The numbers of the parameters that `rank` has elements of, and where in its shard these begin."""
-    region = sharded.shard.regions[0]
-    yield from region.begins(region.runs[0], rank)
+    for region in sharded.shard.regions:  # one, or none if the unit has no elements here
+        yield from region.begins(region.runs[0], rank)
 
 
 def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:

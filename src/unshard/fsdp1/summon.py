@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
 from ..errors import ConflictError, UnsupportedError
-from ..torch_private import own_parameters
+from ..torch_private import as_dtensor, own_parameters
 from .flat_parameter import FLAT_PARAM, flat_sharded_of, in_memory_order, shard_begins
 from .state import WrapperState, wrapper_state_of, wrapper_states
+from .tensor_parallel import tensor_parallel_groups, tp_part
 
 
 @contextmanager
@@ -132,9 +134,8 @@ class FullParams:
                 if module is not None:
                     own_parameters(module).pop(location.name, None)
             own_parameters(self._wrapped_module())[FLAT_PARAM] = flat.sharded
-        if self._writeback:
-            shard_numel = flat.local.numel()
-            assert flat.padded is not None
+        shard_numel = flat.local.numel()
+        if self._writeback and flat.padded is not None:  # a unit may have no elements on this rank
             flat.local.copy_(flat.padded[self._rank * shard_numel : (self._rank + 1) * shard_numel])
 
     def _wrapped_module(self) -> nn.Module:
@@ -163,22 +164,27 @@ class FullParams:
                 local[begin : begin + gradient.numel()] = in_memory_order(gradient, param)
         any_rank = torch.tensor([int(any_here)], dtype=torch.int32, device=device)
         shards.all_reduce([any_rank], average=False).wait()
+        for group in tensor_parallel_groups(self._sharded.params):  # a unit may have elements on some of these only
+            dist.all_reduce(any_rank, group=group)
         if not any_rank.item():
             return
         unsharded = local.repeat(shards.world)
-        shards.all_gather([unsharded], [local]).wait()
+        if shard_numel:
+            shards.all_gather([unsharded], [local]).wait()
         for param in self._sharded.params:
             cut = param.sharding
             assert param.unsharded is not None
             if param.sharded.requires_grad:
                 part = unsharded[cut.begin : cut.begin + cut.numel]  # type: ignore[union-attr]
-                param.unsharded.grad = part.as_strided(cut.shape, cut.stride, part.storage_offset())  # type: ignore[arg-type]
+                part = part.as_strided(cut.shape, cut.stride, part.storage_offset())  # type: ignore[arg-type]
+                param.unsharded.grad = as_dtensor(part, param.tp_spec)
 
     def _write_back_gradients(self) -> None:
         for index, _ in shard_begins(self._sharded, self._rank):
             param = self._sharded.params[index]
             gradient, local = param.unsharded.grad if param.unsharded is not None else None, param.sharded.grad
             if gradient is not None and local is not None:
+                gradient = tp_part(param, gradient)
                 first, count = param.sharding.elements(self._rank)  # type: ignore[union-attr]
                 flat = gradient.as_strided((param.sharding.numel,), (1,), gradient.storage_offset())
                 part = flat[first : first + count]
@@ -198,12 +204,13 @@ def _write_back(location: ParamLocation, param: ManagedParam) -> None:
     """Copy a parameter that was assigned inside the context, or got other memory, into the unsharded buffer."""
     module = location.module()
     current = None if module is None else own_parameters(module).get(location.name)
-    if current is None or param.unsharded_view is None:
+    if current is None or param.unsharded is None or param.unsharded_view is None:
         return
-    if current.shape != param.unsharded_view.shape:
+    if current.shape != param.unsharded.shape:
         raise ConflictError(
             f"Parameter {param.name!r} has the shape {tuple(current.shape)} now, expected "
-            f"{tuple(param.unsharded_view.shape)}."
+            f"{tuple(param.unsharded.shape)}."
         )
-    if current.data_ptr() != param.unsharded_view.data_ptr() and param.sharding.numel:
-        param.unsharded_view.copy_(current.detach())
+    local = tp_part(param, current.detach())
+    if local.data_ptr() != param.unsharded_view.data_ptr() and param.sharding.numel:
+        param.unsharded_view.copy_(local)

@@ -44,6 +44,7 @@ from .state import (
 )
 from .state_dict import StateDictHandler, get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
+from .tensor_parallel import data_parallel_mesh
 
 FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 
@@ -76,7 +77,8 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ):
         """`process_group`, `device_mesh`: which ranks share the module; for hybrid strategies a pair of groups or a
-        mesh of two dimensions. `auto_wrap_policy` wraps modules inside first. `device_id`: the compute device, by
+        mesh of two dimensions. Parameters may be tensor parallel (DTensors) on another dimension of that mesh.
+        `auto_wrap_policy` wraps modules inside first. `device_id`: the compute device, by
         default the module's. `sync_module_states` broadcasts the values of rank 0. `param_init_fn` initialises modules
         on meta. Forward prefetches one unit ahead, whatever `forward_prefetch` and `limit_all_gathers` are.
         """
@@ -85,6 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch = checked_prefetch(backward_prefetch)
         precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
         _warn_about_containers(module)
+        device_mesh = data_parallel_mesh(device_mesh, sharding_strategy, module)
         groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         common: dict[str, Any] = {

@@ -18,7 +18,15 @@ from ..engine.api import ManagedParam, ParamLocation, is_extended
 from ..errors import ArgumentError, DimensionError, UnsupportedError
 from ..layout.rows import RowSharding
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import concatenated_mesh, flattened_mesh, local_of, make_sharded_parameter, spec_of, strided_shard
+from ..torch_private import (
+    concatenated_mesh,
+    flattened_mesh,
+    local_of,
+    local_part,
+    make_sharded_parameter,
+    spec_of,
+    strided_shard,
+)
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo
 
 _BOTTOM_UP = "If an outer module was sharded before this one, shard bottom-up instead: blocks first, the model last."
@@ -52,8 +60,7 @@ class ParamToShard:
     @property
     def local(self) -> torch.Tensor:
         """The parameter as a plain tensor: of a tensor-parallel one, this rank's part."""
-        tensor = self.parameter.detach()
-        return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        return local_part(self.parameter.detach())
 
     def choose_placement(self, fn: ShardPlacementFn | None) -> None:
         """Set mesh and dimension as the user's function says; without one they are the call's mesh and dimension 0."""

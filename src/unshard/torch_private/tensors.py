@@ -85,6 +85,11 @@ spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
 """Mesh and placements of a DTensor in one attribute; the public properties look it up twice. All versions."""
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; another tensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Make `local` the local tensor of a DTensor that stays the same object; there is no public way. All versions."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -194,10 +194,10 @@ class GroupGradients:
         for index in self._special:
             if index in gradients:
                 param = self._params[index]
+                if param.tp_spec is not None:  # also without elements here: it may be redistributed over other ranks
+                    gradients[index] = local_gradient(gradients[index], param.tp_spec, param.partial_dims)
                 if not param.sharding.numel:
                     del gradients[index]
-                elif param.tp_spec is not None:
-                    gradients[index] = local_gradient(gradients[index], param.tp_spec, param.partial_dims)
         deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
         if self._varied:
             self._take_others(gradients)
