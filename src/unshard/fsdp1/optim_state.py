@@ -13,11 +13,13 @@ from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name
 from ..errors import ArgumentError, listed
 from ..names import clean_tensor_name
+from ..torch_private import as_dtensor
 from .api import StateDictSettings, StateDictType
 from .first_optim_state import warn_about_missing, with_first_states
 from .flat_parameter import flat_sharded_of, in_memory_order, shard_begins
 from .state import WrapperState, wrapper_states
-from .state_dict import full_tensor, get_state_dict_type, shard_rows
+from .state_dict import full_tensor, get_state_dict_type, shard_tensor
+from .tensor_parallel import full_value, tensor_parallel_groups, tp_part
 
 StateDict = dict[str, Any]
 
@@ -119,7 +121,8 @@ def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: Sta
         here = {number: own[number][name] for number in having if name in own.get(number, {})}
         unsharded = unit.all_gathered(unit.shard(here, dtype, unit.sharded.flat.local.device))
         for member in range(len(unit.names)) if flat else having:
-            result[unit.names[member]][name] = _to_save(unit, unit.of_param(unsharded, member), settings)
+            of_param = as_dtensor(unit.of_param(unsharded, member), unit.sharded.params[member].tp_spec)
+            result[unit.names[member]][name] = _to_save(unit, of_param, settings)
     return result
 
 
@@ -158,17 +161,28 @@ def _described_by_all_ranks(unit: UnitParams, mine: dict[int, dict[str, Any]]) -
             for number, states in states_of.items():
                 if (number in empties) is without:
                     merged.setdefault(number, {}).update(states)
-    return dict(sorted(merged.items()))
+    return dict(sorted(_with_tensor_parallel_ranks(unit, merged).items()))
+
+
+def _with_tensor_parallel_ranks(unit: UnitParams, merged: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Also what ranks of the tensor-parallel meshes have: a parameter may have elements on some of these only."""
+    for group in tensor_parallel_groups(unit.sharded.params):
+        everybody: list[Any] = [None] * group.size()
+        dist.all_gather_object(everybody, merged, group=group)
+        for theirs in everybody:
+            for number, states in theirs.items():
+                own = merged.setdefault(number, {})
+                merged[number] = {**states, **own}
+    return merged
 
 
 def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSettings) -> Any:
-    if settings.optim_state_dict_config.offload_to_cpu:
-        unsharded = unsharded.cpu()
-    groups = unit.state.call.groups
+    offload = settings.optim_state_dict_config.offload_to_cpu
     # For LOCAL_STATE_DICT, too: PyTorch has no local optimizer state dict, and returns a sharded one.
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and groups.traits.shards:
-        return shard_rows(unsharded, groups.own, groups.mesh)
-    return unsharded
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and unit.state.call.groups.traits.shards:
+        return shard_tensor(unsharded, unit.state, offload)
+    full = full_value(unsharded)
+    return full.cpu() if offload else full
 
 
 @torch.no_grad()
@@ -193,7 +207,7 @@ def optim_state_dict_to_load(
     parts: dict[int, StateDict] = {}
     for unit in units:
         unsharded = {
-            n: {k: unit.unsharded(v) for k, v in given[name].items()}
+            n: {k: unit.unsharded(v, n) for k, v in given[name].items()}
             for n, name in enumerate(unit.names)
             if name in given
         }
@@ -362,10 +376,12 @@ class UnitParams:
                 flat[begin : begin + here.numel()] = here.to(flat.device)
         return flat
 
-    def unsharded(self, value: Any) -> Any:
-        """A state, unsharded if it is a DTensor or ShardedTensor."""
-        group = self.state.call.groups.own
-        return full_tensor(value, group, self.state.unit.device)
+    def unsharded(self, value: Any, number: int) -> Any:
+        """A state of one parameter, unsharded if it is a DTensor or ShardedTensor; of a tensor-parallel one, the part
+        that this rank computes with."""
+        group, param = self.state.call.groups.own, self.sharded.params[number]
+        full = full_tensor(value, group, self.state.unit.device)
+        return full if param.tp_spec is None else tp_part(param, full)
 
 
 def units_of(model: nn.Module) -> list[UnitParams]:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.interface import Transport
 from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, state_of
@@ -107,6 +108,17 @@ class WrapperState(FSDPState):
         if self.in_summon_full_params:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self.unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    def tensor_parallel_meshes(self) -> list[DeviceMesh]:
+        """The meshes that tensor-parallel parameters of the model are on, each once; the model below the root."""
+        root = None if self.unit.root is None else self.unit.root()
+        units = [self.unit] if root is None else root.units
+        specs = [param.tp_spec for unit in units for param in unit.params if param.tp_spec is not None]
+        found: list[DeviceMesh] = []
+        for mesh in {id(spec.mesh): spec.mesh for spec in specs}.values():
+            if mesh not in found:
+                found.append(mesh)
+        return found
 
     def division(self) -> tuple[float, float]:
         """What gradients are divided by before and after they are reduced."""

@@ -20,7 +20,7 @@ from ..engine.api import FlatShardedParams, ManagedParam, refuse_shards_of_anoth
 from ..errors import ArgumentError, ConflictError, StateError
 from ..layout.rows import RowSharding
 from ..names import FSDP_PREFIX, clean_tensor_name
-from ..torch_private import ShardedTensor, make_dtensor, make_sharded_tensor, read_sharded_tensor
+from ..torch_private import ShardedTensor, as_dtensor, make_dtensor, make_sharded_tensor, read_sharded_tensor
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -37,6 +37,7 @@ from .api import (
 from .flat_parameter import FLAT_PARAM, flat_sharded_of
 from .state import WrapperState, wrapper_states
 from .summon import summon_full_params
+from .tensor_parallel import full_value, shard_on_meshes, tp_part
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -151,13 +152,21 @@ class StateDictHandler:
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert parameters to the type that is set, buffers to their original dtypes; `rank0_only` removes both."""
         config = self._state.settings.state_dict_config
-        drop = isinstance(config, FullStateDictConfig) and config.rank0_only and self._state.transports[0].rank != 0
+        drop = isinstance(config, FullStateDictConfig) and config.rank0_only and not self._is_first_rank()
         storages = self._unsharded_storages()
         dtypes = self._buffer_dtypes(module, prefix)
+        tensor_parallel = self._tensor_parallel_names(module, prefix)
         for key, value in list(state_dict.items()):
-            if not key.startswith(prefix) or not isinstance(value, torch.Tensor) or is_sharded(value):
+            if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
-            if value.untyped_storage().data_ptr() in storages and value.numel():
+            if isinstance(value, DTensor) and clean_tensor_name(key) in tensor_parallel:
+                value = value.detach()
+                state_dict[key] = self._to_save(value, config.offload_to_cpu)  # all ranks, also those that drop it
+                if drop:
+                    del state_dict[key]
+            elif is_sharded(value):
+                continue
+            elif value.untyped_storage().data_ptr() in storages and value.numel():
                 if drop:
                     del state_dict[key]
                 else:
@@ -167,6 +176,16 @@ class StateDictHandler:
                     del state_dict[key]
                 else:
                     state_dict[key] = _offloaded(value.detach().to(dtypes[key]), config.offload_to_cpu)
+
+    def _is_first_rank(self) -> bool:
+        """Whether this rank keeps a full state dict with `rank0_only`: one rank of those that share the model."""
+        meshes = self._state.tensor_parallel_meshes()
+        return self._state.transports[0].rank == 0 and not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+    def _tensor_parallel_names(self, module: nn.Module, prefix: str) -> set[str]:
+        if not any(param.tp_spec is not None for param in self._state.unit.params):
+            return set()
+        return {clean_tensor_name(key) for key, param in self._own_keys(module, prefix) if param.tp_spec is not None}
 
     def _buffer_dtypes(self, module: nn.Module, prefix: str) -> dict[str, torch.dtype]:
         """The original dtype of each buffer of the unit, by its key."""
@@ -183,9 +202,11 @@ class StateDictHandler:
         }
 
     def _to_save(self, unsharded: torch.Tensor, offload: bool) -> Any:
+        """`unsharded`: a DTensor if it is tensor parallel. A full one is a plain tensor all the same."""
         if self._type is StateDictType.SHARDED_STATE_DICT:
-            groups = self._state.call.groups
-            return shard_rows(_offloaded(unsharded, offload), groups.own, groups.mesh)
+            return shard_tensor(unsharded, self._state, offload)
+        if isinstance(unsharded, DTensor):
+            return _offloaded(full_value(unsharded), offload).clone()
         return _offloaded(unsharded, offload) if offload and unsharded.device.type != "cpu" else unsharded.clone()
 
     def _save_local(self, module: nn.Module, fill: Any, prefix: str) -> Any:
@@ -231,14 +252,23 @@ class StateDictHandler:
         refuse_shards_of_another_rank(state_dict, prefix, self._state.full_state_dict)
         groups, device = self._state.call.groups, self._state.unit.device
         own = self._own_keys(module, prefix)
-        for key, _ in own:
-            if is_sharded(state_dict.get(key)):
+        for key, param in own:
+            if param.tp_spec is not None:
+                state_dict.update(self._tensor_parallel_entry(key, param, state_dict.get(key)))
+            elif is_sharded(state_dict.get(key)):
                 state_dict[key] = full_tensor(state_dict[key], groups.own, device)
         self._unshard(module, writeback=True)
         for key, param in own:
             # PyTorch's helpers fill in what a checkpoint lacks with the model's own parameter, which is sharded.
             if state_dict.get(key) is param.sharded and param.unsharded is not None:
                 state_dict[key] = param.unsharded
+
+    def _tensor_parallel_entry(self, key: str, param: ManagedParam, value: Any) -> dict[str, Any]:
+        """The entry as the DTensor that the module holds while it is unsharded; another shape is left for torch."""
+        spec = param.tp_spec
+        if spec is None or not isinstance(value, torch.Tensor) or value is param.sharded or value.shape != spec.shape:
+            return {}
+        return {key: as_dtensor(tp_part(param, value), spec)}
 
     def end_loading(self, incompatible: Any) -> None:
         self._reshard()
@@ -256,12 +286,15 @@ class StateDictHandler:
             stack.close()
 
     def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam]]:
-        names = {id(inner): name for name, inner in module.named_modules()}
+        """The key of each parameter, under all names that its module has."""
+        names: dict[int, list[str]] = {}
+        for name, inner in module.named_modules(remove_duplicate=False):
+            names.setdefault(id(inner), []).append(f"{name}." if name else "")
         keys = []
         for param in self._state.unit.params:
             for location in param.locations:
-                path = names.get(id(location.module()), "")
-                keys.append((f"{prefix}{path}.{location.name}" if path else f"{prefix}{location.name}", param))
+                paths = names.get(id(location.module()), [""])
+                keys += [(f"{prefix}{path}{location.name}", param) for path in paths]
         return keys
 
     def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -331,6 +364,19 @@ def _offloaded(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
 # -- sharded tensors --------------------------------------------------------------------------------------------------
 
 
+def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) -> Any:
+    """An unsharded parameter, or a state of it, as a sharded state dict has it; a DTensor if it is tensor parallel.
+
+    In a model with tensor parallelism, plain parameters are on the same mesh as the others, replicated.
+    """
+    groups, meshes = state.call.groups, state.tensor_parallel_meshes()
+    if isinstance(unsharded, DTensor):
+        return shard_on_meshes(unsharded, groups, unsharded.device_mesh, offload)
+    if len(meshes) == 1 and groups.mesh is not None:
+        return shard_on_meshes(unsharded, groups, meshes[0], offload)
+    return shard_rows(_offloaded(unsharded, offload), groups.own, groups.mesh)
+
+
 def shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
     """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group.
 
@@ -355,7 +401,7 @@ def shard_flat(local: torch.Tensor, length: int, group: Any) -> Any:
     shards = []
     for each in range(group.size()):
         first, count = each * shard_numel, min(max(length - each * shard_numel, 0), shard_numel)
-        if count:
+        if count or (each == 0 and not length):  # torch refuses a ShardedTensor without shards
             shards.append(([first], [count], dist.get_global_rank(group, each)))
     mine = min(max(length - rank * shard_numel, 0), shard_numel)
     return make_sharded_tensor(local[:mine].clone(), shards, (length,), group)
