@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.api import ManagedParam
 from ..optim.clip import checked_limit, checked_order, scale
 from ..torch_private import foreach_norm
-from .flat_parameter import flat_sharded_of
-from .state import wrapper_states
+from .flat_parameter import flat_sharded_of, shard_begins
+from .state import WrapperState, wrapper_states
 
 
 def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
@@ -32,10 +34,12 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
             own = [param.sharded for param in flat.params] if flat.originals else [flat.flat.sharded]
             (sharded if state.handle.uses_sharded_strategy else others).update(dict.fromkeys(own))
     others.update(dict.fromkeys(each for each in root.parameters() if each not in sharded))
-    norm = _total_norm(sharded, others, order, states[0].unit.device, states[0].call.groups.own)
+    every = {**sharded, **others}
+    apart = _take_tensor_parallel(states, sharded, others)
+    norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].call.groups.own)
     if states[0].call.cpu_offload.offload_params:
         norm = norm.cpu()
-    gradients = _gradients({**sharded, **others})
+    gradients = _gradients(every)
     scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
     if not gradients:
         warnings.warn(
@@ -47,20 +51,93 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
 
 
 def _total_norm(
-    sharded: dict[nn.Parameter, None], others: dict[nn.Parameter, None], order: float, device: torch.device, group: Any
+    sharded: dict[nn.Parameter, None],
+    others: dict[nn.Parameter, None],
+    apart: dict[Kind, list[torch.Tensor]],
+    order: float,
+    device: torch.device,
+    group: Any,
 ) -> torch.Tensor:
     """Over the ranks of `group`, which hold shards of some parameters and copies of the others."""
     of_others = _norm(_gradients(others), order, device)
-    if not sharded:
+    reduced = bool(sharded) or any(kind.sharded for kind in apart)
+    if not reduced and not apart:
         return of_others
     of_shards = _norm(_gradients(sharded), order, device)
     if math.isinf(order):
         largest = torch.maximum(of_shards, of_others)
+        for kind, gradients in apart.items():
+            largest = torch.maximum(largest, kind.reduced(_norm(gradients, order, device), dist.ReduceOp.MAX))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return largest
-    power = of_shards.pow(order)
-    dist.all_reduce(power, group=group)
-    return (power + of_others.pow(order)).pow(1 / order)
+    power, rest = of_shards.pow(order), of_others.pow(order)
+    for kind, gradients in apart.items():
+        own = kind.reduced(_norm(gradients, order, device).pow(order), dist.ReduceOp.SUM)
+        (power if kind.sharded else rest).add_(own)
+    if reduced:
+        dist.all_reduce(power, group=group)
+    return (power + rest).pow(1 / order)
+
+
+# -- tensor-parallel parameters --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Over which ranks gradients are distributed: those of the wrapper's group, and of these groups besides."""
+
+    sharded: bool
+    tensor_parallel: tuple[Any, ...]
+
+    def reduced(self, number: torch.Tensor, op: Any) -> torch.Tensor:
+        for group in self.tensor_parallel:
+            dist.all_reduce(number, op, group)
+        return number
+
+
+def _take_tensor_parallel(
+    states: list[WrapperState], sharded: dict[nn.Parameter, None], others: dict[nn.Parameter, None]
+) -> dict[Kind, list[torch.Tensor]]:
+    """The gradients that tensor parallelism shards, by kind; their parameters are removed from the dicts.
+
+    The kinds are the same on all ranks, in the same order, whichever gradients there are. Of a flat parameter the
+    gradients of all its parameters are taken, of several kinds.
+    """
+    found: dict[Kind, list[torch.Tensor]] = {}
+    for state in states:
+        flat, rank = flat_sharded_of(state.unit), state.transports[0].rank
+        if flat is None or state.handle is None or all(param.tp_spec is None for param in flat.params):
+            continue
+        kinds = [Kind(state.handle.uses_sharded_strategy, _groups(param)) for param in flat.params]
+        if not any(kind.tensor_parallel for kind in kinds):
+            continue
+        if flat.originals:
+            taken = {
+                param.sharded: kind for param, kind in zip(flat.params, kinds, strict=True) if kind.tensor_parallel
+            }
+            for parameter, kind in taken.items():
+                found.setdefault(kind, []).extend(_gradients({parameter: None}))
+        else:
+            taken = dict.fromkeys([flat.flat.sharded], kinds[0])
+            for kind in kinds:
+                found.setdefault(kind, [])
+            for index, begin in shard_begins(flat, rank):
+                count = flat.params[index].sharding.elements(rank)[1]  # type: ignore[union-attr]
+                whole = flat.flat.sharded.grad
+                if whole is not None and count:
+                    found[kinds[index]].append(whole[begin : begin + count])
+        for parameter in taken:
+            sharded.pop(parameter, None)
+            others.pop(parameter, None)
+    return found
+
+
+def _groups(param: ManagedParam) -> tuple[Any, ...]:
+    """The groups of the mesh dimensions over which tensor parallelism shards a parameter."""
+    spec = param.tp_spec
+    if spec is None:
+        return ()
+    return tuple(spec.mesh.get_group(number) for number, each in enumerate(spec.placements) if each.is_shard())
 
 
 def _gradients(parameters: dict[nn.Parameter, None]) -> list[torch.Tensor]:
@@ -68,8 +145,9 @@ def _gradients(parameters: dict[nn.Parameter, None]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """A norm of norms, in float32 whatever dtypes the gradients have."""
+    """A norm of norms, in float32 whatever dtypes the gradients have; of float64 it is rounded at the end."""
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [each.to(gradients[0].device) for each in foreach_norm(gradients, order, dtype=torch.float32)]
-    return torch.linalg.vector_norm(torch.stack(norms), order, dtype=torch.float32).to(device)
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in gradients], torch.float32)
+    norms = [each.to(gradients[0].device) for each in foreach_norm(gradients, order, dtype=dtype)]
+    return torch.linalg.vector_norm(torch.stack(norms), order, dtype=dtype).to(device, torch.float32)
