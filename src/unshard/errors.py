@@ -48,6 +48,14 @@ class StateError(UnshardError, RuntimeError):
     """Methods were called in an order that is not possible."""
 
 
+class ArgumentTypeError(PolicyError, ArgumentError):
+    """An argument has elements of a wrong type. PyTorch raises TypeError for some of these, ValueError for others."""
+
+
+class TrainingStateError(ConflictError, StateError, ArgumentError):
+    """A wrapped module computes, or is inside `summon_full_params`, when a method needs it at rest."""
+
+
 class OrderError(UnshardError, RuntimeError):
     """The ranks of a process group do not issue the same collectives in the same order."""
 

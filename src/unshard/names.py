@@ -23,6 +23,14 @@ def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPO
     return name
 
 
+def behind_checkpoints(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of activation checkpointing or offloading around it, if it has any."""
+    # Not getattr, which a wrapper forwards to what it wraps.
+    while (inside := dict(module.named_children()).get(CHECKPOINT_PREFIX.rstrip("."))) is not None:
+        module = inside
+    return module
+
+
 def modules_until(
     top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:

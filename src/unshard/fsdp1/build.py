@@ -28,9 +28,9 @@ from ..engine.api import (
     state_of,
     unregistered_location_of,
 )
-from ..errors import ArgumentError, PolicyError, StateError
+from ..errors import ArgumentError, ArgumentTypeError, PolicyError, StateError
 from ..layout.flat import FlatSharding, flat_offsets, is_dense
-from ..names import modules_until
+from ..names import behind_checkpoints, modules_until
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import (
     contiguous_stride,
@@ -119,7 +119,7 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
         classes = ", ".join(sorted({type(each).__name__ for each in each_given}))
         if name == "ignored_states":
             raise ArgumentError(f"{name} takes parameters only or modules only, got {classes}.")
-        raise PolicyError(f"{name} takes modules, got {classes}.")
+        raise ArgumentTypeError(f"{name} takes modules, got {classes}; ignored_states takes parameters, too.")
     for each in each_given:
         if state_of(each) is not None:
             raise ArgumentError(f"{name} contains a {type(each).__name__} that is wrapped; a unit cannot be ignored.")
@@ -224,7 +224,8 @@ def _flat_unit(
     itemsize = (policy.param_dtype or dtype).itemsize
     locals_ = {local_part(each): places for each, places in managed.parameters.items()}
     flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
-    facts = [f"parameter {places[0][0]!r} of shape {tuple(each.shape)}" for each, places in locals_.items()]
+    # No names: modules that a rank ignores besides may change the numbers of others.
+    facts = [f"a parameter of shape {tuple(each.shape)}" for each in locals_]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
     params = []
@@ -235,7 +236,8 @@ def _flat_unit(
     offload: OffloadPolicy = OffloadPolicy()
     if call.cpu_offload.offload_params:
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    locations: list[ParamLocation] = [] if use_orig_params else [location_of(module, FLAT_PARAM)]
+    holder = behind_checkpoints(module)  # whose names in state dicts its wrappers change
+    locations: list[ParamLocation] = [] if use_orig_params else [location_of(holder, FLAT_PARAM)]
     make = partial(FlatShardedParams, locations=locations, length=flat.length, originals=use_orig_params)
     plan = offload_plan_for(offload, device)
     with torch.no_grad(), torch.inference_mode(False):
@@ -249,7 +251,7 @@ def _flat_unit(
         for places in managed.parameters.values():
             for _, owner, name in places:
                 del own_parameters(owner)[name]
-        own_parameters(module)[FLAT_PARAM] = sharded.flat.sharded
+        own_parameters(holder)[FLAT_PARAM] = sharded.flat.sharded
     return unit, Handle(module, sharded, flat, shards, call.groups.strategy)
 
 
@@ -302,7 +304,14 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
     if mesh is not None:
         return _current_device(mesh.device_type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in served_device_types(group):
+    if accelerator is None:
+        return torch.device("cpu")
+    if accelerator.type not in served_device_types(group):
+        warnings.warn(
+            f"The module stays on the CPU and computes there: its process group has no backend for {accelerator.type}. "
+            "Initialise the group with one, or pass device_id=torch.device('cpu') if that is meant.",
+            stacklevel=5,
+        )
         return torch.device("cpu")
     return _current_device(accelerator.type)
 

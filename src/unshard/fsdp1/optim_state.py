@@ -260,6 +260,15 @@ def _check_states(unit: UnitParams, name: str, values: dict[int, Any], numbers: 
             f"The optimizer state to load has {name!r} for {having!r}, but not for {', '.join(missing)}, in the "
             "same flat parameter: its state is one tensor. Add it, or wrap with use_orig_params=True."
         )
+    first, *others = values.items()
+    if not isinstance(first[1], torch.Tensor) or first[1].ndim == 0:
+        for number, value in others:
+            if not _same(first[1], value):
+                raise ArgumentError(
+                    f"The optimizer state to load has {name!r} = {first[1]} for {unit.names[first[0]]!r}, and {value} "
+                    f"for {unit.names[number]!r} in the same flat parameter, which has one. Make them equal, or wrap "
+                    "with use_orig_params=True."
+                )
     for number, value in values.items():
         expected = tuple(unit.sharded.params[number].sharding.shape)
         if isinstance(value, torch.Tensor) and value.ndim > 0 and tuple(value.shape) != expected:
@@ -267,6 +276,13 @@ def _check_states(unit: UnitParams, name: str, values: dict[int, Any], numbers: 
                 f"The optimizer state to load has {name!r} of shape {tuple(value.shape)} for {unit.names[number]!r}, "
                 f"expected {expected}, the parameter's. Is it a state dict of this model, made by optim_state_dict?"
             )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states without dimensions are equal, wherever they are."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    return other.ndim == 0 and one.dtype == other.dtype and one.item() == other.item()
 
 
 def _require_state_dict(optim: Any, given: Any) -> None:

@@ -19,7 +19,7 @@ from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, ManagedParam, refuse_shards_of_another_rank
 from ..errors import ArgumentError, ConflictError, StateError
 from ..layout.rows import RowSharding
-from ..names import FSDP_PREFIX, clean_tensor_name
+from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
 from ..torch_private import ShardedTensor, as_dtensor, make_dtensor, make_sharded_tensor, read_sharded_tensor
 from .api import (
     FullOptimStateDictConfig,
@@ -191,7 +191,7 @@ class StateDictHandler:
         """The original dtype of each buffer of the unit, by its key."""
         dtypes = self._state.own_buffers.original_dtypes()
         named = nn.Module.named_buffers(module, remove_duplicate=False)
-        return {prefix + name: dtypes[id(buffer)] for name, buffer in named if id(buffer) in dtypes}
+        return {prefix + _key(name): dtypes[id(buffer)] for name, buffer in named if id(buffer) in dtypes}
 
     def _unsharded_storages(self) -> set[int]:
         """The storages of the unsharded parameters."""
@@ -294,7 +294,7 @@ class StateDictHandler:
         for param in self._state.unit.params:
             for location in param.locations:
                 paths = names.get(id(location.module()), [""])
-                keys += [(f"{prefix}{path}{location.name}", param) for path in paths]
+                keys += [(prefix + _key(f"{path}{location.name}"), param) for path in paths]
         return keys
 
     def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -348,6 +348,11 @@ class HookedStateDictHandler(StateDictHandler):
 
     def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
         self._reshard()
+
+
+def _key(name: str) -> str:
+    """A name below a unit as its hooks see it: without what activation checkpointing adds in hooks of its own."""
+    return clean_tensor_name(name, (CHECKPOINT_PREFIX,))
 
 
 def _without_prefixes(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:

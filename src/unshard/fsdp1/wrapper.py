@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.api import UnshardHandle
-from ..errors import ArgumentError, ConflictError, StateError, UnsupportedError
-from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX
+from ..errors import ArgumentError, ConflictError, TrainingStateError, UnsupportedError
+from ..names import FSDP_PREFIX, behind_checkpoints
 from . import optim_legacy
 from . import optim_state as optim_states
 from .api import (
@@ -176,9 +176,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without a wrapper of activation checkpointing around it."""
+        """The wrapped module, without wrappers of activation checkpointing around it."""
         inside: Any = self._modules[FSDP_WRAPPED_MODULE]
-        return getattr(inside, CHECKPOINT_PREFIX.rstrip("."), inside)
+        return behind_checkpoints(inside)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -212,7 +212,7 @@ class FullyShardedDataParallel(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call `fn` with every module inside while this unit is unsharded; what it writes is kept."""
         if self._state.in_summon_full_params:
-            raise StateError("apply calls summon_full_params, which cannot be nested. Call apply outside of it.")
+            raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
         with summon_full_params(self, recurse=False):
             return super().apply(fn)
 
@@ -416,7 +416,7 @@ class FullyShardedDataParallel(nn.Module):
         allowed = expected if isinstance(expected, list) else [expected]
         if self.training_state not in allowed:
             names = ", ".join(each.name for each in allowed)
-            raise ConflictError(f"{self._state.unit} is in state {self.training_state.name}, expected {names}.")
+            raise TrainingStateError(f"{self._state.unit} is in state {self.training_state.name}, expected {names}.")
 
     @property
     def _gradient_predivide_factor(self) -> float:

@@ -15,10 +15,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bed import world
 from bed.models import CASES
-from bed.wrapped import full_parameters, wrap_case
+from bed.wrapped import full_parameters, wrap, wrap_case
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -317,3 +321,59 @@ def test_shards_of_another_rank_are_refused() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match=r"rank 1 holds the shards of rank 0"):
             model.load_state_dict(loaded)
+
+
+def _checkpointed(how: str, originals: bool) -> nn.Module:
+    """A model of two units, with wrappers of activation checkpointing at a place."""
+
+    def unit(module: nn.Module) -> nn.Module:
+        return wrap(module, [], use_orig_params=originals, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+
+    torch.manual_seed(0)
+    inner, last = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 3)
+    inner[1].register_buffer("table", torch.ones(2))
+    if how == "modules of a unit":
+        inner[0], inner[1] = checkpoint_wrapper(inner[0]), checkpoint_wrapper(inner[1])
+        return unit(nn.Sequential(unit(inner), checkpoint_wrapper(last)))
+    if how == "outside and inside":
+        return unit(nn.Sequential(checkpoint_wrapper(unit(checkpoint_wrapper(checkpoint_wrapper(inner)))), last))
+    if how == "offloaded":
+        return unit(nn.Sequential(unit(offload_wrapper(inner)), offload_wrapper(last)))
+    if how == "around the root":
+        return checkpoint_wrapper(unit(nn.Sequential(unit(inner), last)))
+    model = unit(nn.Sequential(unit(inner), last))
+    kinds: Any = FSDP if how == "units, afterwards" else nn.Linear
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kinds))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(2)
+def test_f1_98_state_dicts_with_activation_checkpointing(originals: bool) -> None:
+    """Wherever its wrappers are, names are those of the plain model, and what was saved is loaded."""
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 3))
+    plain[0][1].register_buffer("table", torch.ones(2))
+    places = ("modules of a unit", "outside and inside", "offloaded", "around the root")
+    for how in (*places, "modules, afterwards", "units, afterwards"):
+        model = _checkpointed(how, originals)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        for kind in StateDictType:
+            fresh = _checkpointed(how, originals)
+            for each in fresh.parameters():
+                each.data.zero_()
+            with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(fresh, kind):
+                saved = model.state_dict()
+                if kind is not StateDictType.LOCAL_STATE_DICT:
+                    assert saved.keys() == plain.state_dict().keys(), how
+                    states = FSDP.optim_state_dict(model, optimizer)
+                    assert states["state"].keys() == dict(plain.named_parameters()).keys(), how
+                    other = torch.optim.Adam(fresh.parameters())
+                    other.load_state_dict(FSDP.optim_state_dict_to_load(fresh, other, states))
+                    loaded, original = other.state_dict()["state"], optimizer.state_dict()["state"]
+                    assert all(torch.equal(loaded[n]["exp_avg"], original[n]["exp_avg"]) for n in original), how
+                assert saved["0.1.table"].dtype == torch.float32, how
+                fresh.load_state_dict(saved)
+            assert all(map(torch.equal, fresh.parameters(), model.parameters())), (how, kind)
