@@ -4,7 +4,7 @@ from . import optim, tools, wrap
 from .comm.broadcast import sync_module_states
 from .comm.user_collectives import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
-from .errors import OrderError, UnshardError
+from .errors import CollectiveError, OrderError, UnshardError
 from .fsdp1.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -42,6 +42,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CollectiveError",
     "Comm",
     "CustomPolicy",
     "DDPMeshInfo",

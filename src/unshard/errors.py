@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch.distributed import DistBackendError
+
 
 class UnshardError(Exception):
     """Base class of all errors of this library."""
@@ -58,6 +60,14 @@ class TrainingStateError(ConflictError, StateError, ArgumentError):
 
 class OrderError(UnshardError, RuntimeError):
     """The ranks of a process group do not issue the same collectives in the same order."""
+
+
+class CollectiveError(UnshardError, DistBackendError):
+    """A collective failed. The message names the ranks that did not take part in it."""
+
+
+class ThreadError(StateError):
+    """Two threads use the same model at once."""
 
 
 class ParameterError(UnshardError, RuntimeError):

@@ -21,6 +21,7 @@ def require_agreement(transport: Transport, device: torch.device, what: str, fac
     """
     if transport.world == 1 or not transport.traits.gathers:
         return
+    transport.announce(f"compare {what} with the other ranks")
     text = "\n".join(facts).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     digests = _gather(transport, torch.tensor([digest], device=device)).flatten().tolist()

@@ -109,6 +109,13 @@ class Transport(ABC):
         """A number for the next unit, the same on all ranks; 0 where collectives are not compared."""
         return 0
 
+    def announce(self, what: str) -> None:  # noqa: B027
+        """Name the next collective without a label, for the error of a rank that waits for others to issue it."""
+
+    def raised(self, text: str) -> bool:
+        """Tell the other ranks of an exception on this one; false where ranks do not tell each other anything."""
+        return False
+
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
         """`wrap` applied to what sends. A transport that only checks or distributes calls stays outside."""
         return wrap(self)

@@ -29,6 +29,9 @@ class SplitTransport(Transport):
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._gathers.carrier(dtype)
 
+    def raised(self, text: str) -> bool:
+        return self._gathers.raised(text)
+
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
         return SplitTransport(self._gathers.wrapped(wrap), self._reductions.wrapped(wrap))
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
-from ..errors import OrderError
+from ..errors import CollectiveError, OrderError
 from ..torch_private import current_graph_task, foreach_copy
 from . import observer
 from .dtype_rules import Precision
@@ -241,7 +241,7 @@ class ParamGroup:
 
     def cancel_all_gather(self) -> None:
         """Wait for an all-gather that nobody wants any more; `reshard` follows."""
-        with suppress(OrderError):  # nobody wants the values, and the next all-gather raises it
+        with suppress(OrderError, CollectiveError):  # nobody wants the values, and the next all-gather raises it
             self._wait()
 
     def upload_early(self) -> None:

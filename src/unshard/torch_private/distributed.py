@@ -101,8 +101,14 @@ def job_store() -> dist.Store:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """The timeout of the collectives of `group` on `device`; there is no public way. All versions."""
-    return group._get_backend(device).options._timeout
+    """The timeout of the collectives of `group` on `device`; there is no public way. All versions.
+
+    That of PyTorch's default for a backend that does not tell.
+    """
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.distributed_c10d.default_pg_timeout
 
 
 # -- meshes ------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ EXITING = """
 import os, socket, sys, torch._dynamo  # which a step would import, in every rank
 import torch.distributed as dist
 from bed.branches import quick, sharded, step
-from unshard.errors import OrderError
+from unshard.errors import CollectiveError, OrderError
 
 def become_a_rank():
     orders = socket.socket(fileno=int(sys.argv[1]))
@@ -93,6 +93,12 @@ with quick():
     try:
         if way == "reduction":
             step(model, [0, 2] if rank else [0, 1, 2])
+        elif way in ("ended", "killed", "failed"):
+            if rank and way == "failed":
+                raise KeyError("no such batch")
+            elif rank:
+                os.kill(os.getpid(), 9) if way == "killed" else sys.exit()
+            step(model, [0, 1, 2])
         else:
             model.blocks[2].unshard() if rank else step(model, [0, 1, 2])
     except OrderError as error:
@@ -104,6 +110,8 @@ with quick():
             dist.destroy_process_group()
         elif way == "raise":
             raise
+    except CollectiveError as error:
+        print(error, flush=True)
 """
 
 
@@ -203,6 +211,22 @@ def test_the_program_ends(launcher: socket.socket, way: str) -> None:
         program.ended(1)
         assert program.codes() == [int(way == "raise")] * 2, errors
     assert not output and ("OrderError: The ranks want different collectives" in errors) == (way == "raise")
+
+
+@pytest.mark.parametrize(
+    ("way", "said", "code"),
+    [
+        ("ended", "has ended;", 0),
+        ("killed", "shows no sign of life", -9),
+        ("failed", "has ended with KeyError: 'no", 1),
+    ],
+)
+def test_a_rank_ends_and_the_other_says_so(launcher: socket.socket, way: str, said: str, code: int) -> None:
+    with Program(launcher, way) as program:
+        output, errors = program.ended(0)
+        program.ended(1)
+        assert program.codes() == [0, code], errors
+    assert "Rank 0 wanted to all-gather unit '(root)'" in output and f"waited for rank 1: rank 1 {said}" in output
 
 
 def _line(read: Callable[[], bytes]) -> bytes:

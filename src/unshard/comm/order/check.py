@@ -19,9 +19,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...errors import OrderError, listed
+from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import group_timeout
 from ..interface import Label
+from .absent import absent_ranks, described, named, raised_alone, raised_lately
+from .announcements import RECENT, Announcement
 from .polling import WaitThread
 from .predictor import SequencePredictor
 from .store import OrderStore
@@ -31,28 +33,39 @@ PEER_SECONDS: float | None = None  # to wait for ranks that do not come; None: h
 CHECKS_PER_LABEL = 32  # how often a label may be checked, on the average ...
 EXTRA_CHECK_EVERY = 1000  # ... and beyond that, one collective in so many
 MAX_LABELS = 1 << 14  # whose texts are kept, unless all of them were used lately
-RECENT = 16  # collectives that one rank can be ahead of another that waits
 
 _log = logging.getLogger("unshard")
 _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDictionary()
 
 _REMEDY = (
     "Every rank must run the same forwards and backwards in the same order: look for branches, loops and losses that "
-    "depend on the rank or on its data. (Parameters that only some ranks use: set_reduce_scatter_unused_params.) The "
-    "process group cannot be used any more; end the job."
+    "depend on the rank or on its data, and for exceptions that only one rank catches. (Parameters that only some "
+    "ranks use: set_reduce_scatter_unused_params.) The process group cannot be used any more; end the job."
+)
+_RAISED_REMEDY = (
+    "After an exception, training goes on only if all ranks raise one at the same point. Otherwise some ranks have "
+    "issued collectives that others never issue, and the process group cannot be used any more: end the job on all "
+    "ranks and start it again from a checkpoint. To skip bad data, let all ranks decide together before forward: "
+    "all-reduce a flag and skip the step everywhere."
+)
+_FAILED_REMEDY = (
+    "Every rank must shard the same modules, run the same forwards and backwards, and end after the same number of "
+    "steps. If a rank is only slow, give init_process_group a longer timeout. The process group cannot be used any "
+    "more: end the job on all ranks and start it again from a checkpoint."
 )
 
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
-    """The order of a process group's collectives; none where there are no real peers to differ from."""
+    """The order of a process group's collectives; none where there are no real peers to differ from, or no store."""
     in_python = type(group) is not dist.ProcessGroup  # somebody's own class, without real backends
-    if backend not in ("gloo", "nccl") or in_python or group.size() == 1:
+    if backend in ("fake", "mpi") or in_python or group.size() == 1:
         return None
     orders = _orders.setdefault(group, {})  # one per backend: a group may have one for the host and one for devices
     if backend not in orders:
         limit = os.environ.get("UNSHARD_ORDER_TIMEOUT", PEER_SECONDS)
         seconds = group_timeout(group, device).total_seconds() / 2 if limit is None else float(limit)
-        store = OrderStore(f"{group.group_name}/{backend}", dist.get_process_group_ranks(group), dist.get_rank())
+        ranks = dist.get_process_group_ranks(group)
+        store = OrderStore(f"{group.group_name}/{backend}", ranks, dist.get_rank(), POLL_SECONDS)
         # Gloo's ranks wait on the host for each collective, and can look for errors meanwhile.
         orders[backend] = Order(store, waits_on_host=backend == "gloo", peer_seconds=seconds)
     return orders[backend]
@@ -70,7 +83,10 @@ class Order:
     def __init__(self, store: OrderStore, waits_on_host: bool, peer_seconds: float):
         self.poll_interval = timedelta(seconds=POLL_SECONDS)
         self.error = ""
-        self._store = store
+        self.name = store.name
+        self.next_unlabelled = ""
+        """What the next collective without a label is for."""
+        self._store, self._announcer = store, store.announcer
         self.waits_on_host, self._peer_seconds = waits_on_host, peer_seconds
         self._predictor = SequencePredictor()
         self._texts: dict[int, str] = {}
@@ -79,6 +95,11 @@ class Order:
         self._expected_in_a_row = 0
         self._checks = 0
         self._published = 0
+        self._unlabelled = 0
+        self._last_unlabelled = 0, ""
+        self._failure = ""
+        self._warned_after = 0.0
+        self._announcer.add(self)
 
     @cached_property
     def wait_thread(self) -> WaitThread:
@@ -132,9 +153,15 @@ class Order:
         if theirs != mine:
             self._publish_error(
                 f"The ranks want different collectives, at position {position} of the process group of "
-                f"{_named(self._store.ranks)}: rank {rank} wants to {_shown(theirs, mine)}, rank "
-                f"{self._store.rank} to {_shown(mine, theirs)}. {_REMEDY}"
+                f"{named(self._store.ranks)}: rank {rank} wants to {_shown(theirs, mine)}, rank "
+                f"{self._store.rank} to {_shown(mine, theirs)}. {self._cause()}"
             )
+
+    def _cause(self) -> str:
+        """Why the ranks may differ, and the remedy."""
+        announcements = [self._announcer.own(self), *self._store.announcements()]
+        raised = raised_lately(announcements, time.time())
+        return f"The cause is an exception: {raised}. {_RAISED_REMEDY}" if raised else _REMEDY
 
     def _wait_for_all(self, position: int, text: str) -> None:
         """Wait until all ranks have joined at the same position."""
@@ -160,11 +187,14 @@ class Order:
         store = self._store
         store.add_name(position)
         missing = store.missing(position)
+        mine, now = self._announcer.own(self), time.time()
+        doing = [described(each, mine, False, now) for each in store.announcements() if each.rank in missing]
         self._publish_error(
             f"Rank {store.rank} wants to {_shown(text)}, which it did not do at this point before (position "
-            f"{position} of the process group of {_named(store.ranks)}), but within {self._peer_seconds:g} s "
-            f"{_named(missing)} did not come to do the same. {_REMEDY} If the others are only slow, give "
-            "init_process_group a longer timeout (half of it is waited here), or set UNSHARD_ORDER_TIMEOUT to seconds."
+            f"{position} of the process group of {named(store.ranks)}), but within {self._peer_seconds:g} s "
+            f"{named(missing)} did not come to do the same: {listed(doing)}. {self._cause()} If the others are only "
+            "slow, give init_process_group a longer timeout (half of it is waited here), or set "
+            "UNSHARD_ORDER_TIMEOUT to seconds."
         )
 
     # -- a wait that takes long -----------------------------------------------------------------------------
@@ -190,6 +220,102 @@ class Order:
         if error:
             self._raise(error)
 
+    # -- a collective that failed ---------------------------------------------------------------------------
+
+    def count_unlabelled(self) -> None:
+        """Before a collective without a label is issued: nothing is compared, but the ranks count it."""
+        self._unlabelled += 1
+        self._last_unlabelled = self._predictor.position + self._unlabelled, self.next_unlabelled
+        self.next_unlabelled = ""
+
+    def last_announced(self) -> tuple[int, str]:
+        """How many collectives this rank has announced, and what the last of them does."""
+        issued = self._predictor.position + self._unlabelled
+        at, what = self._last_unlabelled
+        if at == issued:
+            return issued, what or ("issue a collective outside of a step" if issued else "")
+        numbers = [number for _, number in self._predictor.last(1)]  # none if a thread asks in between
+        return issued, _shown(self._texts.get(numbers[0], " issue a collective") if numbers else "")
+
+    def raised(self, text: str) -> bool:
+        """Tell the other ranks that an exception leaves forward or backward of this one."""
+        if not (self.error or self._failure):  # else the others know more than that already
+            with suppress(RuntimeError):  # the store may be gone
+                self._announcer.raised(text)
+        return True
+
+    def raise_failed(self, error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
+        """A collective failed: name the ranks that it waited for, if there are any.
+
+        `patient`: the error is of a kind that other ranks cause, so it is worth waiting to see which of them live.
+        """
+        self.raise_known_error()
+        if not self._failure:
+            what = self.last_announced()[1] if label is None else label.describe()
+            self._failure = self._explained(what, patient)
+        if not self._failure:
+            raise error
+        raise CollectiveError(self._failure) from error
+
+    def _explained(self, what: str, patient: bool) -> str:
+        rank = self._store.rank
+        begin = f"Rank {rank} wanted to {what}, in the process group of {named(self._store.ranks)}, and the backend "
+        try:
+            absent = self._find_absent(patient)
+            if not absent:
+                return ""
+            raised = any(
+                each.raised and not each.waited_for for each in self._store.announcements() if each.rank in absent
+            )
+        except RuntimeError:
+            return (
+                f"{begin}failed. The other ranks cannot be asked either, because the job's store does not answer: the "
+                f"process that hosts it has ended, which is rank 0 or the launcher. {_FAILED_REMEDY}"
+            )
+        who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
+        with suppress(RuntimeError):
+            self._announcer.raised(f"CollectiveError: {who}", absent)
+            self._wait_for_readers(set(absent))
+        return f"{begin}failed while {who}. {_RAISED_REMEDY if raised else _FAILED_REMEDY}"
+
+    def _find_absent(self, patient: bool) -> dict[int, str]:
+        """The ranks that a collective waited for, with descriptions; waits for signs of life if no end is known."""
+        mine, interval = self._announcer.own(self), self._announcer.interval
+        limit = time.monotonic() + (1.5 * interval if patient else 0.0)
+        others = self._store.announcements()
+        first = {each.rank: each.count for each in others}
+        while True:
+            fresh = {each.rank for each in others if each.count > first[each.rank]}
+            known = any((each.ended or raised_alone(each, mine)) and not each.waited_for for each in others)
+            late = time.monotonic() > limit
+            if known or late or all(each.ended or each.rank in fresh for each in others):
+                silent = set(first) - fresh if late and patient and not known else set()
+                return absent_ranks(others, mine, fresh, silent, time.time())
+            time.sleep(interval / 20)
+            others = self._store.announcements()
+
+    def _wait_for_readers(self, absent: set[int]) -> None:
+        """Wait a little until ranks that wait for the same ones know, since this process may host the store."""
+        limit = time.monotonic() + 2 * self._announcer.interval
+        while time.monotonic() < limit:
+            others = [each for each in self._store.announcements() if each.rank not in absent]
+            if all(each.ended or each.waited_for for each in others):
+                return
+            time.sleep(self._announcer.interval / 20)
+
+    def warn_of_absent(self) -> None:
+        """From a thread: log for which ranks this one waits, if it has been for long, or if one of them has failed."""
+        stalled = self._announcer.stalled(self)
+        if stalled < 2 * self._announcer.interval:
+            self._warned_after = 0.0
+        elif stalled > 2 * self._warned_after and not self.error and not self._failure:
+            self._warned_after = stalled
+            mine, now = self._announcer.own(self), time.time()
+            behind = [each for each in self._store.announcements() if _fails(each, mine, stalled > self._peer_seconds)]
+            if behind:
+                what = listed([described(each, mine, False, now) for each in behind])
+                _log.warning("rank %d waits since %.0f s: %s", self._store.rank, stalled, what)
+
     def _raise_published_error(self) -> None:
         error = self._store.error()
         if error:
@@ -209,10 +335,9 @@ class Order:
         raise OrderError(error)
 
 
-def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {listed(ranks, 16)}"
+def _fails(each: Announcement, mine: Announcement, late: bool) -> bool:
+    """Whether a rank is behind and cannot come any more, or is `late`."""
+    return each.issued < mine.issued and (late or bool(each.ended) or raised_alone(each, mine))
 
 
 def _shown(text: str, other: str = "") -> str:

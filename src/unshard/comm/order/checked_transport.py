@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.distributed import DistError
 
 from ..interface import Label, Transport, Work
 from .check import Order
@@ -23,30 +24,51 @@ class OrderCheckedTransport(Transport):
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
         if label is not None:
             self.order.check(label)
-        work = self._base.all_gather(outputs, inputs)
-        return PollingWork(work, self.order, self._base) if self._polls else work
+        else:
+            self.order.count_unlabelled()
+        try:
+            work = self._base.all_gather(outputs, inputs)
+        except RuntimeError as error:
+            self.order.raise_failed(error, label, patient=isinstance(error, DistError))
+        return PollingWork(work, self.order, self._base, label) if self._polls else work
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
     ) -> Work:
         if label is not None:
             self.order.check(label)
-        work = self._base.reduce_scatter(outputs, inputs, average=average)
+        else:
+            self.order.count_unlabelled()
+        try:
+            work = self._base.reduce_scatter(outputs, inputs, average=average)
+        except RuntimeError as error:
+            self.order.raise_failed(error, label, patient=isinstance(error, DistError))
         if self._needs_thread:
             work = with_timeout(work, self.order.wait_thread)
-        return PollingWork(work, self.order, self._base) if self._polls else work
+        return PollingWork(work, self.order, self._base, label) if self._polls else work
 
     def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
         if label is not None:
             self.order.check(label)
-        work = self._base.all_reduce(tensors, average=average)
-        return PollingWork(work, self.order, self._base) if self._polls else work
+        else:
+            self.order.count_unlabelled()
+        try:
+            work = self._base.all_reduce(tensors, average=average)
+        except RuntimeError as error:
+            self.order.raise_failed(error, label, patient=isinstance(error, DistError))
+        return PollingWork(work, self.order, self._base, label) if self._polls else work
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._base.carrier(dtype)
 
     def next_unit_number(self) -> int:
         return self.order.next_unit_number()
+
+    def announce(self, what: str) -> None:
+        self.order.next_unlabelled = what
+
+    def raised(self, text: str) -> bool:
+        return self.order.raised(text)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
         checked = OrderCheckedTransport(wrap(self._base), self.order)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ...errors import OrderError
-from ..interface import Works
+from ..interface import Label, Works
+from .announcements import announce_end
 
 if TYPE_CHECKING:
     from .check import Order
@@ -27,10 +28,10 @@ _SHORT_TIMEOUT = timedelta(seconds=0.2)  # once the order is broken: most collec
 class PollingWork:
     """A collective of a backend that waits on the host. One call of its `wait` as long as nothing is wrong."""
 
-    __slots__ = ("_order", "_transport", "_work")
+    __slots__ = ("_label", "_order", "_transport", "_work")
 
-    def __init__(self, work: Any, order: Order, transport: object):
-        self._work, self._order, self._transport = work, order, transport
+    def __init__(self, work: Any, order: Order, transport: object, label: Label | None):
+        self._work, self._order, self._transport, self._label = work, order, transport, label
 
     def wait(self) -> None:
         order, work = self._order, self._work
@@ -38,10 +39,9 @@ class PollingWork:
             try:
                 work.wait(_SHORT_TIMEOUT if order.error else order.poll_interval)
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 if work.is_completed():
-                    order.raise_known_error()
-                    raise
+                    order.raise_failed(error, self._label)
                 self._look_for_errors()
 
     def _look_for_errors(self) -> None:
@@ -169,6 +169,7 @@ def _exit_if_blocked() -> None:
     (SIGABRT): when the other rank ends at the same moment, its connection closes and the thread returns.
     """
     if _Blocked.threads:
+        announce_end()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -9,22 +9,24 @@ from typing import Any
 import torch.distributed as dist
 
 from ...torch_private import job_store
+from .announcements import Announcement, Announcer, read
 
 # Keys this many positions back are not needed any more: the collectives keep ranks from being that far apart.
 KEPT = 1024
 
-_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_jobs: weakref.WeakKeyDictionary[Any, tuple[Any, Announcer]] = weakref.WeakKeyDictionary()
 
 
-def _store_of_job() -> Any:
-    """Our keys in the job's store: one connection as long as the default process group lives."""
+def _job(interval: float) -> tuple[Any, Announcer]:
+    """Our keys in the job's store, over one connection, and what writes this rank's announcements to it."""
     group = dist.group.WORLD
-    if group not in _stores:
+    if group not in _jobs:
         store = dist.PrefixStore("unshard", job_store())
         # A program may leave the job and join it again, over a store that still has the keys of the time before.
         time = store.add(f"joins of {dist.get_rank()}", 1)
-        _stores[group] = dist.PrefixStore(f"{time}", store)
-    return _stores[group]
+        store = dist.PrefixStore(f"{time}", store)
+        _jobs[group] = store, Announcer(store, group, dist.get_rank(), interval)
+    return _jobs[group]
 
 
 class OrderStore:
@@ -33,9 +35,10 @@ class OrderStore:
     `ranks` are the members of the process group, as the whole job numbers them.
     """
 
-    def __init__(self, name: str, ranks: list[int], rank: int):
-        self.ranks, self.rank = ranks, rank
-        self._job = _store_of_job()
+    def __init__(self, name: str, ranks: list[int], rank: int, interval: float):
+        """`interval`: seconds between two announcements of a rank."""
+        self.name, self.ranks, self.rank = name, ranks, rank
+        self._job, self.announcer = _job(interval)
         self._store = dist.PrefixStore(name, self._job)
         self._own_positions: deque[int] = deque()
 
@@ -88,6 +91,10 @@ class OrderStore:
             if self._job.check([f"error of {rank}"]):
                 return self._job.get(f"error of {rank}").decode()
         return ""
+
+    def announcements(self) -> list[Announcement]:
+        """What the other ranks of this process group say about themselves."""
+        return read(self._job, self.name, [rank for rank in self.ranks if rank != self.rank])
 
     def acknowledge(self, error: str) -> None:
         """This rank raises the error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from operator import is_not
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...comm.interface import Label, Transport
 from ...comm.order.polling import leak
-from ...errors import OrderError, listed
+from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import DTensorSpec
 from .. import observer
 from ..options import Options
@@ -302,7 +303,8 @@ class GroupGradients:
         """Drop everything that is not in any `.grad` yet."""
         for each in self._in_flight:
             try:
-                each.reduction.drop(each)
+                with suppress(CollectiveError):  # it has ended, and its result is not wanted
+                    each.reduction.drop(each)
             except OrderError:
                 # The collective is still in flight and will never end: its buffers are left to it.
                 leak(each)

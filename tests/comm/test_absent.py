@@ -1,0 +1,63 @@
+"""Which ranks are named when a collective fails, and what is said of them."""
+
+from __future__ import annotations
+
+from unshard.comm.order.absent import absent_ranks, raised_lately
+from unshard.comm.order.announcements import RECENT, Announcement, first_line_of
+
+MINE = Announcement(0, issued=50)
+
+
+def other(rank: int = 1, issued: int = 50, **more: object) -> Announcement:
+    return Announcement(
+        rank, count=3, written=90.0, issued=issued, last="all-gather unit 'a'", since=80.0, place="train.py:7", **more
+    )
+
+
+def absent(*others: Announcement, silent: tuple[int, ...] = ()) -> dict[int, str]:
+    return absent_ranks(list(others), MINE, {each.rank for each in others} - set(silent), set(silent), 100.0)
+
+
+def test_a_rank_that_is_behind() -> None:
+    said = "rank 2 last announced to all-gather unit 'a', 20 s ago; is now at train.py:7"
+    assert absent(other(1), other(2, issued=49)) == {2: said}
+    assert not absent(other(1), other(2))
+    assert not absent_ranks([other(1, issued=49)], MINE, set(), set(), 100.0)  # it may have gone on since
+
+
+def test_a_rank_that_has_ended_or_been_killed() -> None:
+    ended = other(1, ended="has ended with KeyError: 'x'")
+    assert absent(ended) == {1: "rank 1 has ended with KeyError: 'x'; last announced to all-gather unit 'a', 20 s ago"}
+    assert "rank 1 shows no sign of life since 10 s" in absent(other(), silent=(1,))[1]
+    assert absent(Announcement(1), silent=(1,)) == {
+        1: "rank 1 has not sharded any module over this process group, or ended before it did"
+    }
+
+
+def test_a_rank_that_raised() -> None:
+    raised = other(1, raised="ValueError: x (in forward)", raised_after=50, raised_at=70.0)
+    assert absent(raised)[1].startswith("rank 1 raised ValueError: x (in forward), 30 s ago; last announced")
+    assert not absent(other(1, raised="ValueError: x", raised_after=50 - RECENT - 1))  # long ago: all ranks went on
+    alike = Announcement(0, issued=50, raised="ValueError: x", raised_after=50)
+    assert not absent_ranks([raised], alike, {1}, set(), 100.0)
+
+
+def test_a_rank_that_gave_up_is_named_only_if_no_other_is() -> None:
+    gave_up = other(1, raised="CollectiveError: rank 1 waited for rank 3", raised_after=50, waited_for=[3])
+    gone = other(1, ended="has ended", raised="CollectiveError: ...", raised_after=50, waited_for=[3])
+    for each in (gave_up, gone):
+        assert list(absent(each, other(2), other(3, issued=40))) == [3]
+        assert list(absent(each, other(2))) == [1]
+
+
+def test_exceptions_that_ranks_have_in_common_are_no_cause() -> None:
+    both = [other(rank, raised="ValueError: x", raised_after=50, raised_at=70.0) for rank in (0, 1)]
+    assert raised_lately(both, 100.0) == ""
+    assert raised_lately([both[0], other(1)], 100.0) == "rank 0 raised ValueError: x, 30 s ago"
+    elsewhere = other(1, raised="OSError: y", raised_after=48, raised_at=70.0)
+    assert "rank 1 raised OSError: y" in raised_lately([both[0], elsewhere], 100.0)
+
+
+def test_an_exception_in_one_line() -> None:
+    assert first_line_of(ValueError("a\nb")) == "ValueError: a"
+    assert first_line_of(ValueError()) == "ValueError"
