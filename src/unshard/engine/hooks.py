@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -37,10 +38,10 @@ from .side_outputs import SideOutputs
 from .states import ParamState, Phase
 from .trace import traced
 from .transport_settings import TransportSettings
-from .unit import ROOT, Unit
+from .unit import ROOT, STATE_KEY, Unit
 
-STATE_KEY = "_unshard_state"
 _WATCHED = "unshard_watched"
+_FINDING_ROOT = threading.RLock()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -175,7 +176,7 @@ class FSDPState:
         error = sys.exc_info()[1]
         if id(error) != before:
             explain(error, module, unit)
-            root.fail_forward(unit)
+            root.fail_forward(unit, error)
             return output
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
@@ -346,6 +347,11 @@ class FSDPState:
         return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
+        with _FINDING_ROOT:  # two threads may run the first forward
+            root = self._root()
+            return self._make_root(module) if root is None or root.gave_up_units else root
+
+    def _make_root(self, module: nn.Module) -> Root:
         if len(self._modules) > 1:
             raise StateError(
                 f"Modules that were sharded as a list cannot be the root: {type(module).__name__} ran first. Apply "

@@ -6,12 +6,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
+from threading import get_ident
 
 import torch
 
+from ..comm.order.announcements import first_line_of
+from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import current_graph_task, inside_backward, queue_backward_callback
 from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs
 from .checks.shared_parameters import refuse_shared_parameters, warn_of_untied
+from .checks.threads import refuse_thread, refuse_two_threads
 from .checks.unmanaged import Unmanaged
 from .dtype_rules import Precision
 from .reduce.listeners import LISTENERS, finish_steps, listeners
@@ -54,6 +58,10 @@ class Root:
         self.in_backward = False
         self.gave_up_units = False
         """Whether another root has taken over units. The next forward makes this one anew, and takes them back."""
+        self._thread = 0
+        """The one that ran the last forward. Backward may run in threads of autograd."""
+        self._forwards = 0
+        self._failed: tuple[int, Unit] = 0, self.unit
         refuse_shared_parameters(units)
         for unit in units:
             unit.refuse_assigned_data()
@@ -98,6 +106,8 @@ class Root:
     def recover(self, unit: Unit) -> None:
         """Notice, before a forward, that the last backward or forward was left by an exception."""
         if (self.in_backward or (self.in_forward and unit is self.unit)) and not inside_backward():
+            if self._thread != get_ident():
+                refuse_two_threads(self.unit, self._thread)
             self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
@@ -110,7 +120,12 @@ class Root:
 
     @traced("root_pre_forward")
     def _begin_forward(self) -> None:
+        thread = get_ident()
+        if self.in_forward and self._thread != thread:
+            refuse_thread(self.unit)  # it began after `recover` looked
         self.in_forward = True
+        self._thread = thread
+        self._forwards += 1
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
             event.wait()
@@ -179,15 +194,30 @@ class Root:
         if not graph:
             self.wait_for_uploads()  # the program may write parameters next; with a graph, after backward
 
-    def fail_forward(self, unit: Unit) -> None:
-        """An exception left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
-        if inside_backward():
+    def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
+        """`error` left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
+        if inside_backward() or isinstance(error, ThreadError):
             return
+        if self._failed[0] != id(error):
+            self._failed = id(error), unit  # the innermost unit that it leaves
+        if unit is self.unit or not self.in_forward:
+            self._announce(error, f"in forward, unit {self._failed[1].name!r}")
         if unit is self.unit:
             self.reset()
         else:
             unit.reshard()
             unit.phase = Phase.IDLE
+
+    def _announce(self, error: BaseException | None, where: str) -> None:
+        """Tell the other ranks of an exception: they wait for this one's next collective, or get an unexpected one."""
+        if isinstance(error, (OrderError, CollectiveError)):
+            return  # all ranks are told of these by what raises them
+        what = "an exception" if error is None else first_line_of(error)
+        for unit in self.units:
+            for group in unit.param_groups:
+                for transport in (group.shards, group.replicas):
+                    if transport.raised(f"{what} ({where}; forward number {self._forwards})"):
+                        return
 
     # -- backward -------------------------------------------------------------------------------------------
 
@@ -277,6 +307,8 @@ class Root:
     def queue_end_of_backward(self) -> None:
         """Let autograd call `end_backward` when the whole backward is over, once."""
         if not self.in_backward:
+            if self.in_forward and self._thread != get_ident():
+                refuse_two_threads(self.unit, self._thread, forward_only=True)
             self.in_backward = True
             queue_backward_callback(BackwardEnd(self))
 
@@ -301,6 +333,12 @@ class Root:
         self._wait_for_copies()
         self._made_graph, self._makes_graph = self._makes_graph, False
         self.in_backward = False
+
+    def fail_backward(self, error: BaseException | None) -> None:
+        """An exception left backward; autograd does not say which."""
+        units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
+        self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
+        self.reset()
 
     def _reshard_unused(self) -> None:
         """What this backward did not come through: frozen units, all-gathers that nobody waited for."""
@@ -408,8 +446,8 @@ class BackwardEnd:
         if root is not None:
             try:
                 root.end_backward()
-            except BaseException:
-                root.reset()
+            except BaseException as error:
+                root.fail_backward(error)
                 raise
 
     def __del__(self) -> None:
@@ -419,4 +457,4 @@ class BackwardEnd:
             # The exception that left the backward reaches the user. If the reset fails too, because another rank is
             # gone, a second traceback helps nobody; the next forward tries again.
             with suppress(Exception):
-                root.reset()
+                root.fail_backward(None)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .root import Root
 
 ROOT = "(root)"
+STATE_KEY = "_unshard_state"  # of a module's `__dict__`: the hooks of its unit
 """Shown as the name of the root's unit, whose path is empty."""
 
 

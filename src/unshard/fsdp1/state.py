@@ -141,10 +141,10 @@ class WrapperState(FSDPState):
         for state in wrapper_states(module):
             state.own_buffers.restore() if stored else state.own_buffers.cast()
 
-    def _become_root(self, module: nn.Module) -> Root:
+    def _make_root(self, module: nn.Module) -> Root:
         states = wrapper_states(module)
         _check_agreement(states)
-        root = super()._become_root(module)
+        root = super()._make_root(module)
         for state in states:
             state.own_buffers.cast()
         return root

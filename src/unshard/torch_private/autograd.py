@@ -24,6 +24,10 @@ def inside_backward() -> bool:
     return current_graph_task() != -1
 
 
+RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""The code of the function that every backward is in, to be found in the stack of a thread. All versions."""
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the running backward. Only valid inside a backward.
 

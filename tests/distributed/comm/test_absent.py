@@ -1,0 +1,199 @@
+"""A collective that fails names the ranks that did not take part in it, and what they do instead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from bed import world
+from bed.branches import Branches, quick, sharded, step
+from bed.stack import assert_at_rest, assert_gradients, batch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from unshard import FullyShardedDataParallel, fully_shard
+from unshard.errors import CollectiveError, OrderError
+
+THREAD = "unshard announces"
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def short_group() -> dist.ProcessGroup:
+    """All ranks, in a process group that waits for two seconds."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+
+
+@contextmanager
+def the_last_rank_waits_for_the_others() -> Iterator[None]:
+    """The others leave the block first; meanwhile the last one is in the program's own code."""
+    store = dist.distributed_c10d._get_default_store()
+    if is_last():
+        store.wait(["done"])
+    yield
+    if not is_last() and store.add("given up", 1) == dist.get_world_size() - 1:
+        store.set("done", "")
+
+
+def bad_data(*unused: Any) -> None:
+    raise ValueError("bad data\nand more about it")
+
+
+# --- ranks that do not come ----------------------------------------------------------------------------------------
+
+
+@world(2, 3)
+def test_a_rank_that_is_busy_with_something_else() -> None:
+    """Both errors name the rank that was late, also that of the rank itself, once it comes."""
+    late, rank = dist.get_world_size() - 1, dist.get_rank()
+    with quick():
+        model = sharded(mesh=DeviceMesh.from_group(short_group(), "cpu"))
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        expected = (
+            rf"Rank {rank} wanted to all-gather unit '\(root\)', in the process group of ranks 0, .* waited for rank "
+            rf"{late}: rank {late} last announced to reduce-scatter the gradients of unit '\(root\)', \d+ s ago; is "
+            r"now at \S*test_absent.py:\d+ in the_last_rank_waits_for_the_others. Every rank must"
+        )
+        if is_last():
+            expected = rf"rank 0 raised CollectiveError: rank 0 waited for rank {late}: rank {late} last announced to"
+        with the_last_rank_waits_for_the_others(), pytest.raises(CollectiveError, match=expected) as caught:
+            step(model, [0, 1, 2])
+        assert isinstance(caught.value, dist.DistBackendError) and isinstance(caught.value.__cause__, RuntimeError)
+        assert_at_rest(model)
+
+
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+@world(3)
+def test_a_rank_that_shards_nothing(front_end: str) -> None:
+    with quick():
+        group, model = short_group(), nn.Linear(4, 4)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        if is_last():
+            with the_last_rank_waits_for_the_others():
+                return
+        expected = r"module Linear.* with the other ranks, in .* waited for rank 2: rank 2 has not sharded any module"
+        with the_last_rank_waits_for_the_others(), pytest.raises(CollectiveError, match=expected):
+            if front_end == "wrapper":
+                FullyShardedDataParallel(model, process_group=group)
+            else:
+                fully_shard(model, mesh=mesh)
+
+
+# --- ranks that raise ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@world(2, 3)
+def test_one_rank_raises_and_goes_on(stage: str) -> None:
+    """All ranks say which one raised what."""
+    with quick():
+        model = sharded()
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        cause = (
+            r"The cause is an exception: rank \d raised ValueError: bad data \(in forward, unit 'blocks.1'; forward "
+        )
+        if stage == "backward":
+            cause = r"rank \d raised an exception \(in backward, units '\(root\)', 'blocks.1'; forward "
+        with pytest.raises(OrderError, match=cause + r"number 4\), \d+ s ago. After an exception") as caught:
+            if is_last():
+                with pytest.raises(ValueError, match="bad data"):
+                    _raise_in(model, stage)
+            step(model, [0, 1, 2])
+            step(model, [0, 1, 2])
+        assert "branches" not in str(caught.value)
+        assert_at_rest(model)
+
+
+def _raise_in(model: nn.Module, stage: str) -> None:
+    if stage == "backward":
+        outputs = model(batch(), [0, 1, 2])
+        outputs[1].register_hook(bad_data)
+        sum(output.square().mean() for output in outputs.values()).backward()
+    handle = model.blocks[1].register_forward_pre_hook(bad_data)
+    try:
+        step(model, [0, 1, 2])
+    finally:
+        handle.remove()
+
+
+@world(2)
+def test_one_rank_raises_and_does_not_go_on() -> None:
+    with quick():
+        model = sharded(mesh=DeviceMesh.from_group(short_group(), "cpu"))
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        if is_last():
+            with pytest.raises(ValueError, match="bad data"):
+                _raise_in(model, "forward")
+            with the_last_rank_waits_for_the_others():
+                return
+        expected = r"waited for rank 1: rank 1 raised ValueError: bad data \(.*; last announced to .*After an exception"
+        with the_last_rank_waits_for_the_others(), pytest.raises(CollectiveError, match=expected):
+            step(model, [0, 1, 2])
+        assert_at_rest(model)
+
+
+@world(4)
+def test_one_rank_of_a_replica_raises() -> None:
+    """Also ranks that have no process group in common with it name it, as the whole job numbers it."""
+    with quick():
+        model = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        with pytest.raises(OrderError, match="rank 3 raised ValueError: bad data"):
+            if is_last():
+                with pytest.raises(ValueError, match="bad data"):
+                    _raise_in(model, "forward")
+            step(model, [0, 1, 2])
+            step(model, [0, 1, 2])
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@world(2)
+def test_all_ranks_raise(stage: str) -> None:
+    """They go on, and the exception is not taken for the cause of what happens later."""
+    with quick():
+        model, reference = sharded(), Branches()
+        for _ in range(3):
+            step(model, [0, 1, 2])
+        with pytest.raises(ValueError, match="bad data"):
+            _raise_in(model, stage)
+        for each in (model, reference):
+            each.zero_grad()
+            step(each, [0, 1, 2])
+        assert_gradients(model, reference)
+        with pytest.raises(OrderError, match="look for branches, loops and losses") as caught:
+            step(model, [2, 1, 0] if is_last() else [0, 1, 2])
+        assert "bad data" not in str(caught.value)
+
+
+# --- the thread ----------------------------------------------------------------------------------------------------
+
+
+def announcing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+@world(1, 2)
+def test_the_thread_lives_as_long_as_the_job() -> None:
+    for thread in announcing():  # of another test on this worker
+        thread.join(60)
+    with quick():
+        step(sharded(), [0, 1, 2])
+        step(sharded(), [0, 1, 2])
+    (*threads,) = announcing()
+    assert len(threads) == (dist.get_world_size() > 1)
+    dist.barrier()
+    dist.destroy_process_group()
+    for thread in threads:
+        thread.join(60)
+    assert not announcing()
