@@ -4,6 +4,7 @@ Nothing outside `engine/` imports another module of it; a test asserts that. A n
 """
 
 from . import observer
+from .checks.optimizer_steps import note_optimizer_step
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
 from .gather.extension import is_extended
@@ -18,7 +19,6 @@ from .params.flat_sharded import FlatShardedParams
 from .params.module_buffers import ModuleBuffers, warn_of_rounding
 from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
-from .params.writes import note_optimizer_step
 from .reduce.division import division
 from .reduce.listeners import finish_steps, listen, unlisten
 from .reduce.sharded_grad import ShardedGrad, gradient_of

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class FSDPModule:
         """Make an instance of the original class: a slice of a sharded Sequential is a Sequential."""
         original = cls.__mro__[2]
         instance = original.__new__(original, *args, **kwargs)
-        if not _SkipInit.active:
+        if not _skips_init.get():
             instance.__init__(*args, **kwargs)
         return instance
 
@@ -237,18 +238,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run)
 
 
-class _SkipInit:
-    active = 0
+_skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
 
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
     """Inside, constructing a module through its `FSDP<Original>` class does not call `__init__`."""
-    _SkipInit.active += 1
+    token = _skips_init.set(True)
     try:
         yield
     finally:
-        _SkipInit.active -= 1
+        _skips_init.reset(token)
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
@@ -306,5 +306,6 @@ def swap_class(module: nn.Module) -> None:
     """Change the class of `module` to its `FSDP<Original>` class, of which there is one per original class."""
     cls = type(module)
     if cls not in _FSDP_CLASSES:
-        _FSDP_CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _FSDP_CLASSES.setdefault(cls, made)  # another rank, in another thread, may have made it meanwhile
     module.__class__ = _FSDP_CLASSES[cls]

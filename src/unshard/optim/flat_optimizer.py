@@ -177,7 +177,7 @@ class Flat(Optimizer):
         in_backward = vars(self).get("unshard_step_in_backward")
         if in_backward is not None:
             in_backward.refuse_changed_gradients()
-            note_optimizer_step()  # before shards are copied to the device that this step has changed
+            note_optimizer_step(self)  # before shards are copied to the device that this step has changed
         with torch.no_grad():
             groups = flat_groups.begin_step(self, [] if in_backward is None else in_backward.finish(self))
             streamer = StateStreamer(flat_groups.streamed, flat_groups.state, param_groups)
@@ -298,5 +298,5 @@ def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
         if base.zero_grad is Optimizer.zero_grad:  # a class may override it
             members["zero_grad"] = _zero_grad
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-        _classes[base] = type(base.__name__, (Flat, base), members | names)
+        _classes.setdefault(base, type(base.__name__, (Flat, base), members | names))
     return _classes[base]

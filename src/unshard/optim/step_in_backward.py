@@ -63,16 +63,17 @@ class StepInBackward:
     def gradients_ready(self, shards: Sequence[ShardedGrad]) -> None:
         """The engine calls this when gradients are complete. They may still be on their way to the host."""
         optimizer = self._optimizer()
-        if optimizer is None or not self._last_step:
-            return
+        ready = {id(shard): shard for shard in shards}
+        mine = [(ready[id(shard)], grads) for known, grads in self._last_step if id(shard := known()) in ready]
+        if optimizer is None or not mine:
+            return  # nothing is looked at that another rank, in another thread, may be changing
         if self._unchanged is None:
             self._unchanged = optimizer.flat_groups().is_unchanged(optimizer)
         if not self._unchanged:
             return
         parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for shard in shards:
-            flat_grads = next((grads for known, grads in self._last_step if known() is shard), None)
-            if flat_grads is not None and shard.belongs_to(parameters):
+        for shard, flat_grads in mine:
+            if shard.belongs_to(parameters):
                 self._start(optimizer, shard, flat_grads)
 
     def _start(self, optimizer: Any, shard: ShardedGrad, flat_grads: FlatGrads) -> None:
@@ -106,7 +107,7 @@ class StepInBackward:
         """Wait for the steps of this backward; returns the segments that were stepped."""
         steps, self._steps, self._unchanged, self._second_backward = self._steps, [], None, False
         if steps:
-            note_optimizer_step()  # even if `step` is never called
+            note_optimizer_step(optimizer)  # even if `step` is never called
         stepped: set[int] = set()
         try:
             for step in steps:

@@ -17,7 +17,7 @@ from ...errors import StateError, UnsupportedError, listed
 from ...torch_private import caller_in_checkpoint, inside_backward, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
 from ..params.param import unsharded_name
-from ..params.writes import note_optimizer_step
+from ..params.writes import Steps, steps_of_this_rank
 from ..reduce.listeners import LISTENERS
 from ..root import Root
 from ..shard_lookup import cut_flat, replaced_by_shards, roots_of_groups, sharded_grads_of
@@ -32,6 +32,8 @@ class _Checked(NamedTuple):
     """Which object its state was: a load makes another."""
     groups: weakref.WeakSet[ParamGroup]
     """The param groups of its parameters."""
+    steps: set[Steps]
+    """What counts the steps for these, and for the units of this rank."""
 
 
 _checked: weakref.WeakKeyDictionary[Any, _Checked] = weakref.WeakKeyDictionary()
@@ -55,7 +57,7 @@ def _register() -> None:
 def _go_on(optimizer: Any, *unused: Any) -> None:
     """After a step."""
     if "unshard_step_in_backward" not in vars(optimizer):
-        note_optimizer_step()
+        note_optimizer_step(optimizer)
         return
     # One that steps in backward has noted it already: shards that were copied since are up to date.
     mine = {id(parameter) for parameter in _parameters(optimizer)}
@@ -63,13 +65,31 @@ def _go_on(optimizer: Any, *unused: Any) -> None:
         root.upload_first_units(mine)
 
 
+def note_optimizer_step(optimizer: Any) -> None:
+    """The step writes parameters, or has written them."""
+    for steps in _looked_at(optimizer).steps:
+        steps.taken += 1
+
+
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _roots(optimizer: Any) -> list[Root]:
-    checked = _checked.get(optimizer)
-    return [] if checked is None else roots_of_groups(checked.groups)
+    return roots_of_groups(_looked_at(optimizer).groups)
+
+
+def _looked_at(optimizer: Any) -> _Checked:
+    """As it was before the step; another rank, in another thread, may have made a unit since."""
+    return _checked.get(optimizer) or _look_at(optimizer)
+
+
+def _look_at(optimizer: Any) -> _Checked:
+    parameters = _parameters(optimizer)
+    groups = param_groups_of(parameters)
+    steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
+    checked = _checked[optimizer] = _Checked(len(parameters), id(optimizer.state), weakref.WeakSet(groups), steps)
+    return checked
 
 
 def _look(optimizer: Any, *unused: Any) -> None:
@@ -78,10 +98,9 @@ def _look(optimizer: Any, *unused: Any) -> None:
     checked = _checked.get(optimizer)
     if checked is None or checked[:2] != (count, state):
         _check(optimizer, _parameters(optimizer))
-        groups = weakref.WeakSet(param_groups_of(_parameters(optimizer)))
-        _checked[optimizer] = _Checked(count, state, groups)
+        checked = _look_at(optimizer)
     if not inside_backward():
-        for root in _roots(optimizer):
+        for root in roots_of_groups(checked.groups):
             root.refuse_unreduced_gradients(lambda: set(map(id, _parameters(optimizer))))
             root.wait_for_uploads()  # of a forward since the backward
     if LISTENERS:

@@ -22,7 +22,6 @@ from .placeholder import placeholder_for
 from .shard import Shard
 from .sharded import ShardedParams
 from .swap import FlatParamSwap, ParamSwap
-from .writes import count_writes
 
 
 @dataclass(eq=False)
@@ -249,7 +248,7 @@ class FlatShardedParams(ShardedParams):
 
     def writes(self) -> int:
         # Other memory is not counted: a rank without elements of the parameter could not see it, and gather alone.
-        return count_writes(self._written)
+        return self.steps.count_writes(self._written)
 
     # -- refusals -------------------------------------------------------------------------------------------
 

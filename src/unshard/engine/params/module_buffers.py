@@ -123,11 +123,15 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-@cache
 def _warn(message: str) -> None:
     """Once for all blocks alike, and on one rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(message)
+        _warn_once(message)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str) -> None:

@@ -22,7 +22,7 @@ from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation
 from .shard import META, Shard
 from .swap import ParamSwap
-from .writes import count_writes
+from .writes import steps_of_this_rank
 
 
 class ShardedParams:
@@ -38,6 +38,7 @@ class ShardedParams:
         self.extended: set[int] = set()
         """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
+        self.steps = steps_of_this_rank()
         self.shard = self._lay_out()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -171,7 +172,7 @@ class ShardedParams:
 
     def writes(self) -> int:
         """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
-        return count_writes(self._written)
+        return self.steps.count_writes(self._written)
 
     def _lay_out(self) -> Shard:
         shardings = [param.sharding for param in self.params]

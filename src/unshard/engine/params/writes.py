@@ -7,25 +7,36 @@ through `.data`; where these matter and memory can be read at once, on the host,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...torch_private import version_of
 
 
-class _Steps:
-    taken = 0
+class Steps:
+    """Counts the steps of optimizers on one rank, for all units that were made there."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def count_writes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Grows when any of `tensors` may have been written."""
+        return self.taken + sum(map(version_of, tensors))
 
 
-def note_optimizer_step() -> None:
-    _Steps.taken += 1
+# By default process group: ranks may be threads of this process, and each must gather again after its own steps only.
+_steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
+_steps_without_group = Steps()
 
 
-def count_writes(tensors: Iterable[torch.Tensor]) -> int:
-    """Grows when any of `tensors` may have been written."""
-    return _Steps.taken + sum(map(version_of, tensors))
+def steps_of_this_rank() -> Steps:
+    group = dist.group.WORLD
+    return _steps_without_group if group is None else _steps.setdefault(group, Steps())
 
 
 class Samples:
