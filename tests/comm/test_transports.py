@@ -321,8 +321,13 @@ def test_what_an_object_has_no_method_for_is_said_when_it_is_sent() -> None:
     transport.all_reduce([torch.ones(2)], average=True).wait()
     with pytest.raises(UnsupportedError, match=r"LookAlike.* has no method all_gather_single"):
         transport.all_gather([torch.ones(2)], [torch.ones(1)])
-    with pytest.raises(UnsupportedError, match=r"LookAlike.* has no method reduce_scatter_single"):
-        transport.reduce_scatter([torch.ones(1)], [torch.ones(2)], average=True)
+
+    class Nothing(dist.ProcessGroup):
+        pass
+
+    for group in (LookAlike(0, 2), Nothing(0, 2)):
+        with pytest.raises(UnsupportedError, match=rf"{type(group).__name__}.* has no method reduce_scatter_single"):
+            transport_for(group, CPU).reduce_scatter([torch.ones(1)], [torch.ones(2)], average=True)
 
 
 @world(2)

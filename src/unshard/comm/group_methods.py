@@ -75,7 +75,7 @@ def _methods_in_python(group: Any, has_backend: bool, gathers_groups: bool, redu
         reduce_many,
         all_to_all,
         all_reduce or _missing(group, ("allreduce",)),
-        gathers=gather is not None,
+        gathers=gather is not None or isinstance(group, dist.ProcessGroup),
         own_reduce_scatter=own_reduce_scatter,
     )
 
@@ -89,7 +89,7 @@ def _own(group: Any, names: tuple[str, ...]) -> Method | None:
     """Under the first name that the group does not inherit from torch's class."""
     for name in names:
         inherited = getattr(type(group), name, None) is getattr(dist.ProcessGroup, name, None)
-        if isinstance(group, dist.ProcessGroup) and inherited and name not in vars(group):
+        if isinstance(group, dist.ProcessGroup) and inherited and name not in getattr(group, "__dict__", ()):
             continue
         if callable(method := getattr(group, name, None)):
             return method
@@ -113,11 +113,20 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    def missing(*unused: Any) -> Any:
+    """An error when it is called; but a class that is written in C++ has methods that Python does not see."""
+    inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
+
+    def call(*args: Any) -> Any:
+        try:
+            if inherited is not None:
+                return inherited(*args)
+        except RuntimeError as error:
+            if "No backend type" not in str(error):
+                raise
         raise UnsupportedError(
             f"The process group {group!r} has no method {names[0]}. A group that is written in Python must have "
             "all_gather_single, reduce_scatter_single and allreduce (for torch before 2.13: _allgather_base, "
             "_reduce_scatter_base and allreduce), or a backend for the device of the tensors."
         )
 
-    return missing
+    return call
