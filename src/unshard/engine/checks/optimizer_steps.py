@@ -80,7 +80,7 @@ def _roots(optimizer: Any) -> list[Root]:
 
 
 def _looked_at(optimizer: Any) -> _Checked:
-    """As it was before the step; another rank, in another thread, may have made a unit since."""
+    """As it was before the step. It is looked at again if another rank, in another thread, has made a unit since."""
     return _checked.get(optimizer) or _look_at(optimizer)
 
 
@@ -88,8 +88,7 @@ def _look_at(optimizer: Any) -> _Checked:
     parameters = _parameters(optimizer)
     groups = param_groups_of(parameters)
     steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
-    checked = _checked[optimizer] = _Checked(len(parameters), id(optimizer.state), weakref.WeakSet(groups), steps)
-    return checked
+    return _Checked(len(parameters), id(optimizer.state), weakref.WeakSet(groups), steps)
 
 
 def _look(optimizer: Any, *unused: Any) -> None:
@@ -98,7 +97,7 @@ def _look(optimizer: Any, *unused: Any) -> None:
     checked = _checked.get(optimizer)
     if checked is None or checked[:2] != (count, state):
         _check(optimizer, _parameters(optimizer))
-        checked = _look_at(optimizer)
+        checked = _checked[optimizer] = _look_at(optimizer)
     if not inside_backward():
         for root in roots_of_groups(checked.groups):
             root.refuse_unreduced_gradients(lambda: set(map(id, _parameters(optimizer))))
