@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Transport
 from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, state_of
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
-from ..torch_private import never_compiled
+from ..torch_private import dtensor_extensions, never_compiled, root_mesh
 from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
 from .comm_hooks import HookedTransport, compressed_dtype, with_results_copied
 from .flat_parameter import Handle, flat_sharded_of
@@ -56,6 +56,7 @@ class WrapperState(FSDPState):
         self.in_summon_full_params = False
         self.settings = default_settings()
         self.has_comm_hook = False
+        self._extension: Any = None
         self.is_of_wrapper = False
 
     def __getstate__(self) -> Any:
@@ -108,6 +109,21 @@ class WrapperState(FSDPState):
         if self.in_summon_full_params:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self.unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    @property
+    def _fsdp_extension(self) -> Any:
+        """What PyTorch's state has here, for programs that ask: not None if its mesh is a slice of another one.
+
+        Nothing depends on it: tensor-parallel parameters are supported on every mesh.
+        """
+        mesh = self.call.groups.mesh
+        if self._extension is None and mesh is not None and root_mesh(mesh) != mesh:
+            self._extension = dtensor_extensions(self.unit.device)
+        return self._extension
+
+    @_fsdp_extension.setter
+    def _fsdp_extension(self, value: Any) -> None:
+        self._extension = value
 
     def tensor_parallel_meshes(self) -> list[DeviceMesh]:
         """The meshes that tensor-parallel parameters of the model are on, each once; the model below the root."""

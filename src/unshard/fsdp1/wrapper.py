@@ -396,6 +396,14 @@ class FullyShardedDataParallel(nn.Module):
         return self._state.call.groups.mesh
 
     @property
+    def _fsdp_extension(self) -> Any:
+        return self._state._fsdp_extension
+
+    @_fsdp_extension.setter
+    def _fsdp_extension(self, value: Any) -> None:
+        self._state._fsdp_extension = value
+
+    @property
     def world_size(self) -> int:
         return self.process_group.size()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import weakref
 from datetime import timedelta
@@ -127,6 +128,15 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     if mesh is None:
         mesh = _concatenated[key] = DeviceMesh._concatenate(meshes)
     return mesh
+
+
+def dtensor_extensions(device: torch.device) -> Any:
+    """The object that torch's FSDP1 gives a module on a slice of a mesh; programs ask only for its class.
+
+    Its module imports torch's FSDP1, hence only when somebody asks. All versions.
+    """
+    module: Any = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
+    return module.DTensorExtensions(getattr(torch, device.type))
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

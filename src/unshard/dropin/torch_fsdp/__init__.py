@@ -1,5 +1,6 @@
 """Our names for `torch.distributed.fsdp`, in `__all__`, and for the modules inside it that have no file here."""
 
+from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
 from ...fsdp1.api import *
 from ...fsdp1.flat_parameter import FLAT_PARAM, FlatParameter, ParamInfo, SharedParamInfo
@@ -32,6 +33,16 @@ from .wrap import (
 __all__ = ["FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType"]
 __all__ += _fully_shard.__all__
 __all__ += wrapper_api.__all__
+
+
+def _set_fsdp_extensions(flattener: object) -> None:
+    """For `torch.distributed.fsdp._fsdp_extensions`. Tensor-parallel parameters need no extension here."""
+    if type(flattener).__name__ not in ("DTensorExtensions", "NoneType"):
+        raise UnsupportedError(
+            f"unshard shards tensor-parallel parameters without an FSDPExtensions object and would not call this "
+            f"{type(flattener).__name__}. Without unshard's drop-in the program sets PyTorch's own."
+        )
+
 
 HYBRID_SHARDING_STRATEGIES = [each for each, traits in STRATEGIES.items() if traits.shards and traits.replicates]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
