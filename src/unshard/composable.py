@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -83,7 +84,25 @@ def fully_shard(
     state.attach(module)
     HookedStateDictHandler(state).attach(module)
     attach_to_helpers(module)
+    _convert_at_rest(module)
     return module
+
+
+def _convert_at_rest(module: nn.Module) -> None:
+    """Let `.to()`, `.half()` and others convert the sharded parameters, as the wrapper does in its class."""
+    reference = weakref.ref(module)  # a module must not refer to itself
+
+    def convert(fn: Any, recurse: bool = True) -> Any:
+        here = reference()
+        assert here is not None
+        state = state_of(here)
+        assert state is not None
+        state.unit.reshard()
+        result = type(here)._apply(here, fn, recurse)
+        state.unit.rebind_params()
+        return result
+
+    module.__dict__["_apply"] = convert
 
 
 def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:

@@ -5,6 +5,7 @@ The types derive from the built-in exceptions that programs written for PyTorch'
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 
 from torch.distributed import DistBackendError
@@ -44,6 +45,10 @@ class ProtocolError(UnshardError, AssertionError):
 
 class UnsupportedError(UnshardError, NotImplementedError):
     """The requested combination is not supported."""
+
+
+class PickleError(UnsupportedError, pickle.PicklingError):
+    """A sharded model cannot be pickled."""
 
 
 class StateError(UnshardError, RuntimeError):

@@ -4,7 +4,7 @@ Nothing outside `engine/` imports another module of it; a test asserts that. A n
 """
 
 from . import observer
-from .checks.optimizer_steps import note_optimizer_step
+from .checks.optimizer_steps import note_optimizer_step, without_mark
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
 from .gather.extension import is_extended
@@ -88,6 +88,7 @@ __all__ = [
     "unlisten",
     "finish_steps",
     "note_optimizer_step",
+    "without_mark",
     # tools: what is stored, computed and reduced in which dtype
     "Dtypes",
     "Members",

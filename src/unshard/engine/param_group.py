@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
-from ..errors import CollectiveError, OrderError
-from ..torch_private import current_graph_task, foreach_copy
+from ..errors import CollectiveError, OrderError, ParameterError, StateError, listed
+from ..torch_private import current_graph_task, foreach_copy, version_of
 from . import observer
+from .checks.caller import stack_level_of_program
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan
 from .gather.slices import Slicing
@@ -72,6 +74,10 @@ def _name_of(reference: weakref.ref[ParamGroup]) -> Callable[[], str]:
     return name
 
 
+Shown = tuple[torch.Tensor, int, bool, int]
+"""An unsharded parameter, its version, whether it requires a gradient, and its address."""
+
+
 class ParamGroup:
     """The shard, the all-gather that unshards it, and the gradients. The unit decides when."""
 
@@ -103,6 +109,8 @@ class ParamGroup:
         self._unsharded: UnshardedParams | None = None
         self._by_precision: dict[Precision, UnshardedParams] = {}
         """What was made so far; `_unsharded` is the one of the precision in use, if it is among them."""
+        self._forgotten_in_graph = False
+        """Whether a graph that waits for its backward holds unsharded parameters that are made anew since."""
         self._in_flight: tuple[AllGatherPlan, Work] | None = None
         self._labels = {
             Precision.POLICY: Label(lambda: f"all-gather unit {name()!r}", number),
@@ -120,8 +128,18 @@ class ParamGroup:
 
     @property
     def unit_name(self) -> str:
-        unit = None if self.unit is None else self.unit()
+        unit = self._unit
         return "" if unit is None else unit.name
+
+    @property
+    def _unit(self) -> Unit | None:
+        return None if self.unit is None else self.unit()
+
+    @property
+    def _awaits_backward(self) -> bool:
+        unit = self._unit
+        root = None if unit is None or unit.root is None else unit.root()
+        return unit is not None and root is not None and root.awaits_backward(unit)
 
     @property
     def params(self) -> list[ManagedParam]:
@@ -197,6 +215,9 @@ class ParamGroup:
 
     def _make_unsharded(self) -> UnshardedParams:
         """What is made once, at the first all-gather in a precision."""
+        if self._forgotten_in_graph:
+            self._refuse_backward_of_another_layout()
+            self._forgotten_in_graph = False
         if self._unsharded is None and self.sharded.find_extended():
             self.gradients.forget_buffers()
             self._forget_unsharded()
@@ -209,6 +230,15 @@ class ParamGroup:
             self._by_precision[self._precision] = self._unsharded
             self._use_params_of(self._unsharded)
         return self._unsharded
+
+    def _refuse_backward_of_another_layout(self) -> None:
+        if current_graph_task() != -1:
+            raise StateError(
+                f"Unit {self.unit_name!r} on rank {self.shards.rank} was changed between forward and backward, by "
+                ".to(dtype), .half(), set_custom_all_gather() or the like. The graph of that forward refers to memory "
+                "that is no longer used, so its backward cannot run. Change the model before forward or after "
+                "backward; to go on, run forward again."
+            )
 
     def wait_for_all_gather(self) -> None:
         """Wait, and put the unsharded parameters on the modules."""
@@ -260,8 +290,39 @@ class ParamGroup:
                 unsharded.release_special()
 
     def show_unsharded(self) -> None:
-        """The modules hold the unsharded parameters again."""
-        self._swap.show_unsharded()
+        """The modules hold the unsharded parameters again, which were kept."""
+        in_forward = current_graph_task() == -1
+        if in_forward and not self.sharded.is_bound():
+            raise ParameterError(
+                f"Unit {self.unit_name!r} on rank {self.shards.rank} is kept unsharded since the last forward, and its "
+                "parameters were given other memory since then, by `parameter.data = tensor`. This forward would "
+                "compute with the values before. Write in place under torch.no_grad() instead. To go on, run forward "
+                "again: the next one takes the new values."
+            )
+        self._swap.show_unsharded(follow_requires_grad=in_forward)
+
+    def shown_unsharded(self) -> list[Shown]:
+        """The unsharded parameters as programs see them now."""
+        return [(each, version_of(each), each.requires_grad, each.data_ptr()) for each in self._swap.unsharded]
+
+    def follow_changes(self, before: list[Shown]) -> None:
+        """Freeze what was frozen since, and say which writes are lost."""
+        written = []
+        for param, (unsharded, version, required, address) in zip(self.params, before, strict=False):
+            if unsharded.requires_grad != required:
+                param.sharded.requires_grad_(not required)
+            moved = unsharded.data_ptr() != address
+            if moved and param.unsharded_view is not None:
+                unsharded.data = param.unsharded_view  # else no all-gather would reach it again
+            if moved or version_of(unsharded) != version:
+                written.append(param.name)
+        if written:
+            warnings.warn(
+                f"Unsharded parameters of unit {self.unit_name!r} were written ({listed(written)}), and the writes are "
+                "lost: modules have them from forward to backward only, and the next all-gather takes the sharded "
+                "ones. Write parameters before forward, after backward, or after model.reshard().",
+                stacklevel=stack_level_of_program(),
+            )
 
     def show_sharded(self) -> None:
         """The modules hold the sharded parameters, while the unsharded buffer is kept."""
@@ -302,6 +363,8 @@ class ParamGroup:
         self.gradients.watch(self._swap.unsharded)
 
     def _forget_unsharded(self) -> None:
+        if self._by_precision and self._awaits_backward:
+            self._forgotten_in_graph = True
         self._unsharded, self._by_precision = None, {}
         self.gradients.others = []
 
@@ -313,6 +376,8 @@ class ParamGroup:
             finish_steps()
         if self.sharded.is_bound():
             return
+        if (unit := self._unit) is not None:
+            unit.refuse_assigned_data()  # once bound anew, nothing tells
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
         if self.sharded.rebind(self.unit_name):

@@ -362,6 +362,10 @@ class Root:
                 self.reset()
                 refuse_gradients_past_outputs(unit)
 
+    def awaits_backward(self, unit: Unit) -> bool:
+        """Whether a graph of `unit` waits for its backward, as far as is known."""
+        return self._backward_order.awaits(self._number[unit])
+
     def wait_for_uploads(self) -> None:
         """To be called before offloaded parameters are written: copies to the device must be done."""
         for streams in self._copy_streams:

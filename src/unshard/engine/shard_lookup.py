@@ -18,6 +18,7 @@ from ..torch_private import foreach_zero, local_of
 from .param_group import ParamGroup, param_group_of, param_groups_of
 from .params.flat_sharded import FlatShardedParams
 from .params.offload import OffloadPlan
+from .params.param import former_name
 from .params.shard import META, Shard
 from .reduce.sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 from .root import Root
@@ -78,6 +79,31 @@ def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
             if param.origin() is each and param.sharded is not each:
                 names[id(each)] = param.name
     return names
+
+
+def lost_to(parameters: Iterable[torch.Tensor]) -> tuple[dict[int, str], dict[int, str]]:
+    """Those that modules no longer have while nobody here has what replaced them and is trained.
+
+    Replaced by sharding, and replaced later by the program: the name of each in its unit, by its id.
+    """
+    parameters = list(parameters)
+    held = set(map(id, parameters))
+    by_sharding: dict[int, str] = {}
+    by_program: dict[int, str] = {}
+    for each in parameters:
+        group = param_group_of(each)
+        if group is None:
+            continue
+        for param in group.params:
+            now = param.sharded
+            if now is each or id(now) in held or not now.requires_grad:
+                continue
+            name = former_name(each)
+            if name is not None and (name == param.name or not group.sharded.one_parameter_each):
+                by_program[id(each)] = name
+            elif param.origin() is each:
+                by_sharding[id(each)] = param.name
+    return by_sharding, by_program
 
 
 def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.interface import Transport
+from ..errors import ParameterError, listed
 from ..policies import MixedPrecisionPolicy
 from .dtype_rules import Precision
 from .options import Options
-from .param_group import ParamGroup
+from .param_group import ParamGroup, Shown
 from .params.param import ManagedParam
 from .states import ParamState, Phase, checked_move
 
@@ -44,6 +45,8 @@ class Unit:
         """Known from the first forward on."""
         self._writes_before: int | None = None
         self._shows_sharded = False
+        self._shown: list[list[Shown]] | None = None
+        """The unsharded parameters of each group as the program saw them first, if it does."""
         for group in param_groups:
             group.unit = weakref.ref(self)
 
@@ -100,6 +103,7 @@ class Unit:
         """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`."""
         if self.param_state is ParamState.UNSHARDED:
             self._shows_sharded = True
+            self._shown = None
             for group in self.param_groups:
                 group.show_sharded()
 
@@ -108,6 +112,8 @@ class Unit:
         state = self.param_state
         if state is ParamState.SHARDED:
             return
+        if self._shown is not None:
+            self._follow_changes()
         for group in self.param_groups:
             if state is ParamState.GATHERING:
                 group.cancel_all_gather()
@@ -158,12 +164,20 @@ class Unit:
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
+            if self.param_state is ParamState.UNSHARDED:
+                self._shown = [group.shown_unsharded() for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
         """Whether a sharded parameter was written while the unit was kept."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         return held and self._writes_before is not None and self._writes_before != self._writes()
+
+    def _follow_changes(self) -> None:
+        """Before the unit is resharded: what the program did to the unsharded parameters while it could see them."""
+        shown, self._shown = self._shown, None
+        for group, before in zip(self.param_groups, shown or (), strict=True):
+            group.follow_changes(before)
 
     def _writes(self) -> int:
         return sum([group.sharded.writes() for group in self.param_groups])
@@ -175,9 +189,21 @@ class Unit:
             group.rebind_params()
 
     def refuse_assigned_data(self) -> None:
-        """Raise if a program assigned to `.data` of a sharded parameter, which has no effect."""
+        """Raise if a program assigned to `.data` of a parameter, which has no effect, and undo that."""
         for group in self.param_groups:
-            group.sharded.refuse_assigned_data(self.name)
+            group.sharded.warn_of_hooks(self.name)
+        names = [name for group in self.param_groups for name in group.sharded.undo_assigned_data()]
+        if not names:
+            return
+        root = None if self.root is None else self.root()
+        for unit in () if root is None else root.units:  # most programs do it to all parameters
+            names += [name for group in unit.param_groups for name in group.sharded.undo_assigned_data()]
+        raise ParameterError(
+            f"`parameter.data = tensor` was used for {listed(map(repr, names))} ({self}). A sharded parameter, which "
+            "is a DTensor, ignores it, so the values are as they were before. The assignment has been undone and the "
+            "model can be used. To write values, use parameter.copy_(tensor) with a DTensor, or "
+            "parameter.to_local().copy_(tensor) with this rank's rows, under torch.no_grad()."
+        )
 
     def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
         """Send each param group through another transport from now on."""

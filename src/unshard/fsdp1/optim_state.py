@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.transports import transport_for
-from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name
+from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name, without_mark
 from ..errors import ArgumentError, listed
 from ..names import clean_tensor_name
 from ..torch_private import as_dtensor
@@ -42,7 +42,7 @@ def optim_state_dict(
     units, state = units_of(model), {}
     names = names_of(model, units)
     _refuse_unknown_parameters(optim, names)
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    given = without_mark(optim.state_dict() if optim_state_dict is None else optim_state_dict)
     if for_loading:
         given = with_first_states(optim, given)
     keys = _keys(optim, given)

@@ -29,7 +29,7 @@ from ..engine.api import (
     state_of,
     warn_of_rounding,
 )
-from ..errors import AppliedTwiceError, ArgumentError, StateError, UnsupportedError
+from ..errors import AppliedTwiceError, ArgumentError, ArgumentTypeError, StateError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import is_replicated, own_parameters
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo, resolve_mesh_info
@@ -120,7 +120,7 @@ def _check_modules(module: Any) -> None:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}.")
+        raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, got {type(module).__name__}.")
     name = type(module).__name__
     if state_of(module) is not None:
         raise AppliedTwiceError(f"fully_shard was already applied to this {name}; apply it once per module.")
@@ -145,7 +145,7 @@ def _checked_type(name: str, value: Any, expected: type, example: str = "") -> A
     if not isinstance(value, expected):
         found = f"{type(value).__module__}.{type(value).__name__}"
         such = f", such as unshard.{example}" if example else ""
-        raise ArgumentError(f"{name} must be an unshard.{expected.__name__}{such}; got a {found}: {value!r}.")
+        raise ArgumentTypeError(f"{name} must be an unshard.{expected.__name__}{such}; got a {found}: {value!r}.")
     return value
 
 
@@ -154,7 +154,7 @@ def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
     given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
     for each in given:
         if not isinstance(each, nn.Parameter):
-            raise ArgumentError(
+            raise ArgumentTypeError(
                 f"ignored_params must be a set of parameters, found a {type(each).__name__}: {each!r:.80}"
             )
     return given
@@ -164,7 +164,7 @@ def _options(reshard: Any, info: DataParallelMeshInfo, dims: DataParallelMeshDim
     if reshard is None or isinstance(reshard, bool):
         return Options(reshard)
     if not isinstance(reshard, int):
-        raise ArgumentError(f"reshard_after_forward must be True, False, None or an integer, got {reshard!r}.")
+        raise ArgumentTypeError(f"reshard_after_forward must be True, False, None or an integer, got {reshard!r}.")
     if dims is not None:
         raise UnsupportedError("An integer reshard_after_forward cannot be combined with dp_mesh_dims.")
     _check_slices(reshard, info)

@@ -15,7 +15,7 @@ from ..comm.interface import Transport
 from ..comm.solo import SoloTransport
 from ..comm.transports import transport_for
 from ..engine.api import Slicing
-from ..errors import ArgumentError, UnnamedMeshError
+from ..errors import ArgumentError, ArgumentTypeError, UnnamedMeshError
 from ..torch_private import concatenated_mesh, flattened_mesh
 
 
@@ -168,14 +168,14 @@ def _check_mesh(mesh: Any) -> None:
 
 def _require_mesh(mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+        raise ArgumentTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.get_coordinate() is None:
         raise ArgumentError(f"Rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on its ranks.")
 
 
 def _resolve_spmd(mesh: Any, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
     if not isinstance(dims, DataParallelMeshDims):
-        raise ArgumentError(f"dp_mesh_dims must be an unshard.DataParallelMeshDims, got {type(dims).__name__}.")
+        raise ArgumentTypeError(f"dp_mesh_dims must be an unshard.DataParallelMeshDims, got {type(dims).__name__}.")
     _require_mesh(mesh)
     names = mesh.mesh_dim_names
     if names is None:

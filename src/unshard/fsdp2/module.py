@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.memory import pool_of_group, symmetric_pool
 from ..comm.user_collectives import AllGather, ReduceScatter
 from ..engine.api import FSDPState, Unit, UnshardHandle, state_of
-from ..errors import ArgumentError, PolicyError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError
 from .copying import copy_sharded
 
 _FSDP_CLASSES: dict[type, type] = {}
@@ -102,13 +102,13 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this module's parameters with `comm` instead of the process group."""
         if not isinstance(comm, AllGather):
-            raise ArgumentError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
+            raise ArgumentTypeError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
         _state(self).transport_settings.install(comm, None)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with `comm` instead of the process group."""
         if not isinstance(comm, ReduceScatter):
-            raise ArgumentError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
+            raise ArgumentTypeError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
         _state(self).transport_settings.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -205,7 +205,7 @@ class FSDPModule:
         return result
 
     def __getstate__(self) -> Any:
-        raise UnsupportedError(
+        raise PickleError(
             f"{_state(self).unit} cannot be pickled: its shards belong to one set of ranks. Save its state_dict() and "
             "load that into another sharded model; copy.deepcopy copies the model in this process."
         )

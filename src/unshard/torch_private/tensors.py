@@ -47,6 +47,11 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor; there is no public way. All versions."""
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `tensor.register_hook` was called and the hook not removed; there is no public way. All versions."""
+    return bool(tensor._backward_hooks)
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that `tensor` is a view of, for autograd; there is no public way. All versions."""
     return tensor._base
@@ -126,6 +131,11 @@ def _without_offset(local: torch.Tensor) -> torch.Tensor:
     if type(local) is not torch.Tensor or local.storage_offset() == 0:
         return local
     return local.new_empty(()).expand(local.shape)
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor as the constructor makes it, to take its sizes and its (empty) storage from. All versions."""
+    return DTensor(_without_offset(local), spec, requires_grad=False)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:

@@ -181,6 +181,7 @@ def test_a_root_without_parameters_and_arguments() -> None:
     assert_gradients(model, reference)
 
 
+@pytest.mark.filterwarnings("ignore:Hooks of parameter.register_hook")
 @world(2)
 def test_hooks_on_parameters() -> None:
     """Contract RUN-20, RUN-21: tensor hooks of a sharded parameter never fire, the others do, with the parameter."""

@@ -14,14 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...errors import StateError, UnsupportedError, listed
-from ...torch_private import caller_in_checkpoint, inside_backward, stepped_by_plain_scaler
+from ...torch_private import caller_in_checkpoint, inside_backward, own_parameters, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
-from ..params.param import unsharded_name
+from ..params.param import Replacements, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
 from ..reduce.listeners import LISTENERS
 from ..root import Root
-from ..shard_lookup import cut_flat, replaced_by_shards, roots_of_groups, sharded_grads_of
+from ..shard_lookup import cut_flat, lies_flat, lost_to, roots_of_groups, sharded_grads_of
 from .caller import stack_level_of_program
+from .saved_shards import rank_of_other_shard
+from .shared_parameters import all_modules
 
 
 class _Checked(NamedTuple):
@@ -30,6 +32,8 @@ class _Checked(NamedTuple):
     parameters: int
     state: int
     """Which object its state was: a load makes another."""
+    replacements: int
+    """How many parameters had been replaced, of any model."""
     groups: weakref.WeakSet[ParamGroup]
     """The param groups of its parameters."""
     steps: set[Steps]
@@ -88,14 +92,15 @@ def _look_at(optimizer: Any) -> _Checked:
     parameters = _parameters(optimizer)
     groups = param_groups_of(parameters)
     steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
-    return _Checked(len(parameters), id(optimizer.state), weakref.WeakSet(groups), steps)
+    return _Checked(len(parameters), id(optimizer.state), Replacements.seen, weakref.WeakSet(groups), steps)
 
 
 def _look(optimizer: Any, *unused: Any) -> None:
     """Before a step: at what backward has left, and at the optimizer itself if it was not looked at before."""
-    count, state = sum([len(group["params"]) for group in optimizer.param_groups]), id(optimizer.state)
+    count = sum([len(group["params"]) for group in optimizer.param_groups])
+    seen = (count, id(optimizer.state), Replacements.seen)
     checked = _checked.get(optimizer)
-    if checked is None or checked[:2] != (count, state):
+    if checked is None or checked[:3] != seen:
         _check(optimizer, _parameters(optimizer))
         checked = _checked[optimizer] = _look_at(optimizer)
     if not inside_backward():
@@ -113,8 +118,10 @@ def _check(optimizer: Any, parameters: list[Any]) -> None:
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)
     _warn_of_plain_scaler(parameters)
+    _refuse_state_of_another_rank(optimizer, parameters)
     if optimizer not in _guarded:
         optimizer.register_state_dict_pre_hook(_refuse_local_state)
+        optimizer.register_state_dict_post_hook(_mark_state_dict)
         _guarded.add(optimizer)
 
 
@@ -146,6 +153,62 @@ def _warn_of_plain_scaler(parameters: list[Any]) -> None:
         )
 
 
+_MARK = "unshard_shard"
+"""A key of the first param group in state dicts: which shard, of how many, the plain tensors in it are."""
+
+
+def _shard_of(parameters: list[Any]) -> list[int] | None:
+    """Which shard, of how many, plain tensors of state are on this rank; DTensors know it themselves."""
+    flat = [each for each in parameters if lies_flat([each], ranks=2)]
+    groups = param_groups_of(flat[:1])
+    return [groups[0].shards.rank, groups[0].shards.world] if groups else None
+
+
+def _mark_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """So that a load by another rank is noticed: a param group is all that a new optimizer keeps of it."""
+    shard = _shard_of(_parameters(optimizer))
+    if shard is not None and state_dict["param_groups"]:
+        state_dict["param_groups"][0][_MARK] = shard
+
+
+def without_mark(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict for those who make another one of it."""
+    if not any(_MARK in group for group in state_dict.get("param_groups", ())):
+        return state_dict
+    groups = [{key: each for key, each in group.items() if key != _MARK} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None:
+    """Saved by one rank and loaded by all: moments of other elements, which have the right shape at best."""
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    found, mine = first.get(_MARK), _shard_of(parameters)
+    if found is not None and mine is not None and list(found) != mine:
+        shard, shards = found
+        raise StateError(
+            f"This {type(optimizer).__name__} has loaded the state of shard {shard} of {shards}, while this rank has "
+            f"shard {mine[0]} of {mine[1]}. {_EACH_ITS_OWN} what FullyShardedDataParallel.optim_state_dict(model, "
+            f"optimizer) returns, and load it with {_LOADERS[False]}."
+        )
+    first.pop(_MARK, None)
+    for entry in optimizer.state.values():
+        for key, value in _tensors(entry).items():
+            other = rank_of_other_shard(value)
+            if other is not None:
+                raise StateError(
+                    f"This {type(optimizer).__name__} has loaded the state of rank {other} on rank {dist.get_rank()} "
+                    f"({key!r} of a parameter of shape {tuple(value.shape)}). {_EACH_ITS_OWN} "
+                    "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, and load it with "
+                    f"{_LOADERS[True]}."
+                )
+
+
+_EACH_ITS_OWN = (
+    "optimizer.state_dict() has the shards of one rank, and each rank can load only what it saved itself. For a file "
+    "of all ranks, save"
+)
+
+
 def _refuse_stepped_by_another(optimizer: Any) -> None:
     """With the same gradients, during backward."""
     own = vars(optimizer).get("unshard_step_in_backward")
@@ -165,17 +228,27 @@ def _refuse_stepped_by_another(optimizer: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
-    """An optimizer of parameters that modules do not have any more: nothing would ever learn."""
-    replaced = replaced_by_shards(parameters)
-    if not replaced:
+    """An optimizer of parameters that modules do not have any more: they would never learn."""
+    by_sharding, by_program = lost_to(parameters)
+    if not by_sharding and not by_program:
         return
-    some = listed(replaced.values())
-    found = f"This {type(optimizer).__name__} was built before the model was sharded, which has replaced its parameters"
-    if len(replaced) == len(parameters):
+    elsewhere = {id(each) for module in all_modules() for each in own_parameters(module).values()}
+    early = [name for key, name in by_sharding.items() if key not in elsewhere]
+    late = [name for key, name in by_program.items() if key not in elsewhere]
+    kind = type(optimizer).__name__
+    if early:
         raise StateError(
-            f"{found} ({some}); its steps would change nothing. Build it of model.parameters() afterwards."
+            f"This {kind} was built before the model was sharded, which has replaced {len(early)} of its "
+            f"{len(parameters)} parameters ({listed(early)}); its steps would change nothing of these. Build it of "
+            "model.parameters() after all sharding."
         )
-    warnings.warn(f"{found} {some}: it will never move these. Build it after all sharding.", stacklevel=5)
+    if late:
+        raise StateError(
+            f"This {kind} holds {len(late)} of its {len(parameters)} parameters ({listed(late)}) as they were before "
+            "the model was given others, by load_state_dict(..., assign=True) or an assignment to a module's "
+            "attribute; its steps would change nothing of these. Build the optimizer after that, or load without "
+            "assign=True, which keeps the parameters."
+        )
 
 
 def _refuse_unsharded(optimizer: Any, parameters: list[Any]) -> None:

@@ -74,16 +74,22 @@ def _is_cut(value: Any) -> bool:
 def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full: str) -> None:
     """A loaded DTensor has the coordinates of the rank that saved it, and torch copies its rows into anybody's."""
     for name, value in state_dict.items():
-        if not name.startswith(prefix) or not isinstance(value, DTensor):
-            continue
-        ranks, theirs = value.device_mesh.mesh, value.device_mesh.get_coordinate()
-        mine = (ranks == dist.get_rank()).nonzero().flatten().tolist()
-        if not theirs or not mine:
-            continue  # not a rank of this mesh: torch says so
-        differ = [a != b and not each.is_replicate() for a, b, each in zip(theirs, mine, value.placements, strict=True)]
-        if any(differ):
+        other = rank_of_other_shard(value) if name.startswith(prefix) else None
+        if other is not None:
             raise ParameterError(
-                f"The state dict to load on rank {dist.get_rank()} holds the shards of rank {int(ranks[tuple(theirs)])}"
-                f" ({name!r}). Each rank loads what it saved itself; a file for all ranks is saved from {full}, called "
-                "on all ranks, or with torch.distributed.checkpoint."
+                f"The state dict to load on rank {dist.get_rank()} holds the shards of rank {other} ({name!r}). Each "
+                f"rank loads what it saved itself; a file for all ranks is saved from {full}, called on all ranks, or "
+                "with torch.distributed.checkpoint."
             )
+
+
+def rank_of_other_shard(value: Any) -> int | None:
+    """The rank that saved `value`, if it is a DTensor with other rows than this rank's; else None."""
+    if not isinstance(value, DTensor):
+        return None
+    ranks, theirs = value.device_mesh.mesh, value.device_mesh.get_coordinate()
+    mine = (ranks == dist.get_rank()).nonzero().flatten().tolist()
+    if not theirs or not mine:
+        return None  # not a rank of this mesh: torch says so
+    differ = [a != b and not each.is_replicate() for a, b, each in zip(theirs, mine, value.placements, strict=True)]
+    return int(ranks[tuple(theirs)]) if any(differ) else None

@@ -51,13 +51,13 @@ def warn_of_untied(units: list[Unit]) -> None:
             if origin is not None and origin is not param.sharded and param.sharded.requires_grad:
                 kept[id(origin)] = param.name, unit
     if kept:
-        for module in _all_modules():
+        for module in all_modules():
             for name, parameter in own_parameters(module).items():
                 if id(parameter) in kept:
                     _warn_of_untied(*kept[id(parameter)], f"{name!r} of a {type(module).__name__}")
 
 
-def _all_modules() -> Iterator[nn.Module]:
+def all_modules() -> Iterator[nn.Module]:
     for each in gc.get_objects():
         # Not `isinstance`, which asks the object: some answer with an import or a warning.
         if issubclass(type(each), nn.Module) and "_parameters" in each.__dict__:

@@ -42,6 +42,8 @@ class FlatParam:
     """The unsharded buffer, from the first all-gather on, without and with padding at the end."""
     _of: Any = None
     _shows_unsharded: bool = False
+    _assigned: torch.Tensor | None = None
+    """What a program assigned to `sharded.data`; the next forward takes it."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
         """`view` is any parameter's place in the unsharded buffer, which has memory now."""
@@ -51,13 +53,15 @@ class FlatParam:
             self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
             self._of = view
         assert self.unsharded is not None
+        if not self._shows_unsharded and self.sharded.data_ptr() != self.local.data_ptr():
+            self._assigned = self.sharded.data  # between forward and backward, which needs the values of forward
         self.sharded.data = self.unsharded
         self._shows_unsharded = True
 
     def show_sharded(self) -> None:
         if self._shows_unsharded:
-            self.sharded.data = self.local
-            self._shows_unsharded = False
+            self.sharded.data = self.local if self._assigned is None else self._assigned
+            self._shows_unsharded, self._assigned = False, None
 
 
 class FlatShardedParams(ShardedParams):
@@ -129,8 +133,9 @@ class FlatShardedParams(ShardedParams):
             self.shard = self._lay_out()
             return True
 
-    def refuse_assigned_data(self, unit: str) -> None:
+    def undo_assigned_data(self) -> list[str]:
         """It is adopted: a plain tensor lies where its data does."""
+        return []
 
     def find_extended(self) -> bool:
         return False

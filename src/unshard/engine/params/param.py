@@ -90,6 +90,26 @@ class ManagedParam:
         return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
 
 
+_FORMER = "unshard_former_name"
+
+
+class Replacements:
+    """How many sharded parameters programs have replaced by others, so that optimizers are looked at again."""
+
+    seen = 0
+
+
+def mark_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Let a sharded parameter that a program has replaced by another be known as one: optimizers may still have it."""
+    setattr(parameter, _FORMER, name)
+    Replacements.seen += 1
+
+
+def former_name(parameter: Any) -> str | None:
+    """The name, in its unit, of a sharded parameter that was replaced; None if it was not."""
+    return getattr(parameter, _FORMER, None)
+
+
 _UNSHARDED = "unshard_unsharded_name"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar
@@ -11,15 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...comm.interface import Transport
-from ...errors import ParameterError
+from ...errors import ParameterError, listed
 from ...layout.collective_tensors import ROW_LAYOUT, Region, UnitLayout
-from ...torch_private import local_of, set_local_tensor, storage_key
+from ...torch_private import dtensor_of, has_gradient_hooks, local_of, set_local_tensor, spec_of, storage_key
+from ..checks.caller import stack_level_of_program
 from ..dtype_rules import Segments
 from ..gather.extension import is_extended
 from ..reduce.sharded_grad import ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
 from .offload import OffloadPlan
-from .param import ManagedParam, ParamLocation
+from .param import ManagedParam, ParamLocation, mark_replaced
 from .shard import META, Shard
 from .swap import ParamSwap
 from .writes import steps_of_this_rank
@@ -35,6 +37,7 @@ class ShardedParams:
         self.offload = offload
         self.placed = False
         """Whether every parameter lies in the shard, so that it can be gathered."""
+        self._warned_of_hooks = False
         self.extended: set[int] = set()
         """Parameters that bring their own gather protocol, and so keep the memory they came with."""
         self._transport = transport
@@ -79,7 +82,6 @@ class ShardedParams:
         all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,
         keeping the parameter objects. Another dtype needs another layout.
         """
-        self.refuse_assigned_data(unit)
         with torch.no_grad(), torch.inference_mode(False):
             for param in self.params:
                 self._take_over(param, unit)
@@ -128,10 +130,10 @@ class ShardedParams:
 
     def refuse_misplaced(self, unit: str) -> None:
         wrong = self._misplaced(self.shard)
-        listed = ", ".join(f"{param.name} on {local_of(param.sharded).device}" for param in wrong)
+        found = ", ".join(f"{param.name} on {local_of(param.sharded).device}" for param in wrong)
         raise ParameterError(
             f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, "
-            f"found: {listed}. {self._what_to_do()}"
+            f"found: {found}. {self._what_to_do()}"
         )
 
     def _what_to_do(self) -> str:
@@ -212,24 +214,40 @@ class ShardedParams:
         self._written = [tensor for param in self.params for tensor in (param.sharded, param.local)]
         self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
 
-    def refuse_assigned_data(self, unit: str) -> None:
-        """Of `parameter.data = tensor` a DTensor takes the storage, which it does not use, and not the local tensor."""
-        for param, storage in zip(self.params, self._storages, strict=True):
-            ignored = storage_key(param.sharded.untyped_storage()) != storage and local_of(param.sharded) is param.local
-            if ignored and not param.is_replaced:
-                raise ParameterError(
-                    f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank} was assigned to by "
-                    "`.data = tensor`, which leaves the values of a DTensor as they are. To go on, assign an "
-                    "nn.Parameter of a DTensor to the module's attribute. To write values, use "
-                    "parameter.copy_(tensor) with a DTensor, or parameter.to_local().copy_(tensor) with this rank's "
-                    "rows, under torch.no_grad()."
-                )
+    def undo_assigned_data(self) -> list[str]:
+        """Undo `parameter.data = tensor`; the names of those that it was done to.
+
+        A sharded parameter, a DTensor, takes only the storage, which it does not use, and not the local tensor. An
+        unsharded one would hold memory that no all-gather writes to.
+        """
+        names = []
+        for index, (param, storage) in enumerate(zip(self.params, self._storages, strict=True)):
+            sharded, local = param.sharded, local_of(param.sharded)
+            if storage_key(sharded.untyped_storage()) != storage and local is param.local and not param.is_replaced:
+                sharded.data = dtensor_of(local, spec_of(sharded))
+                self._storages[index] = storage_key(sharded.untyped_storage())
+                names.append(param.name)
+        return names
+
+    def warn_of_hooks(self, unit: str) -> None:
+        """Of `parameter.register_hook`, which autograd never calls: the graph has the unsharded parameter."""
+        names = [param.name for param in self.params if has_gradient_hooks(param.sharded)]
+        if names and not self._warned_of_hooks:
+            self._warned_of_hooks = True
+            warnings.warn(
+                f"Hooks of parameter.register_hook are never called for sharded parameters: {listed(map(repr, names))} "
+                f"of unit {unit!r}. Use register_post_accumulate_grad_hook, whose hook finds the reduced, sharded "
+                "gradient in parameter.grad.",
+                stacklevel=stack_level_of_program(),
+            )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
         """Take over the parameter object that is registered now, under all of its names."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
         current = next((p for p in registered if p is not param.sharded), param.sharded)
         self._check_replacement(param, current, unit)
+        if current is not param.sharded:
+            mark_replaced(param.sharded, param.name)
         param.sharded = current
         for location in param.locations:
             if location.parameters[location.name] is not current:
