@@ -23,6 +23,8 @@ class SplitTensor(torch.Tensor):
         torch.ops.aten.new_zeros.default,
     }
     seen: list[tuple] = []
+    trims = True
+    """Whether the unsharded tensor comes without the padding of uneven shards."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> SplitTensor:
@@ -59,6 +61,8 @@ class SplitTensor(torch.Tensor):
         size, _ = metadata
         body, rest = gathered
         assert body.shape[0] >= size[0] and body.dtype == torch.bfloat16 and rest.dtype == torch.float32
+        if not self.trims:
+            size = body.shape
         whole = (body.float() + rest)[: size[0]].to(param_dtype)
         if out is None:
             return whole, (whole,)

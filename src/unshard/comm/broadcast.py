@@ -66,7 +66,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], groups: Iterable[Any], de
             for same in by_dtype.values():
                 for bucket in _buckets(same):
                     flat = torch.cat([each.reshape(-1).to(device) for each in bucket])
-                    dist.broadcast(flat, group=group, group_src=0)
+                    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
                     for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                         each.copy_(part.view(each.shape))
 

@@ -39,8 +39,13 @@ class Dtypes:
     """What gradients are reduced in where the unit computes in the original dtype although the policy says another."""
 
 
+def sent_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are sent as: backends know no complex numbers, so these are sent as pairs of reals."""
+    return dtype.to_real()
+
+
 def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
-    if not original.is_floating_point:
+    if not original.is_floating_point:  # no policy names a complex dtype
         return Dtypes(*[original] * 7)
     compute = policy.param_dtype or original
     # A reduce dtype equal to param_dtype means "as the gradient comes", whatever the model was converted to.

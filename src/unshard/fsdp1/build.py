@@ -183,10 +183,10 @@ def _check_parameters(
                 f"Parameter {name!r} of {title} is a scalar; make it a tensor of one element: "
                 "nn.Parameter(value.reshape(1))."
             )
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ArgumentError(
-                f"Parameter {name!r} of {title} is {parameter.dtype}; a flat parameter holds floating-point parameters "
-                "only. Pass it in ignored_states."
+                f"Parameter {name!r} of {title} is {parameter.dtype}; a flat parameter holds floating-point or complex "
+                "numbers only. Pass it in ignored_states."
             )
     _require_one("dtype", {name: each.dtype for name, each in named.items()}, title, "Wrap the modules separately")
     if not use_orig_params:

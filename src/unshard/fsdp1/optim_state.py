@@ -369,7 +369,7 @@ class UnitParams:
         device = self.state.unit.device
         shard = shard.contiguous().to(device)
         unsharded = torch.empty(shard.numel() * self.group.size(), dtype=shard.dtype, device=device)
-        transport_for(self.group, device).all_gather([unsharded], [shard]).wait()
+        transport_for(self.group, device).all_gather([unsharded.view(torch.uint8)], [shard.view(torch.uint8)]).wait()
         return unsharded
 
     def of_param(self, unsharded: torch.Tensor, number: int) -> torch.Tensor:

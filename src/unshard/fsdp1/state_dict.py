@@ -431,5 +431,5 @@ def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
     if group.size() == 1:
         return padded[: shape[0]]
     unsharded = torch.empty((cut.chunk * group.size(), *shape[1:]), dtype=dtype, device=device)
-    transport_for(group, device).all_gather([unsharded], [padded]).wait()
+    transport_for(group, device).all_gather([unsharded.view(torch.uint8)], [padded.view(torch.uint8)]).wait()
     return unsharded[: shape[0]]

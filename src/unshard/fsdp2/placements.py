@@ -94,7 +94,7 @@ class ParamToShard:
                 f"Parameter {self.name!r} is a scalar and has no dimension to shard. Make it a tensor of one element: "
                 "nn.Parameter(value.reshape(1))."
             )
-        if parameter.is_complex() or parameter.is_sparse:
+        if parameter.is_sparse:
             raise UnsupportedError(
                 f"Parameter {self.name!r} is {parameter.dtype}, {parameter.layout}; it cannot be sharded. Pass it in "
                 "ignored_params."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +44,20 @@ def test_parity_of_a_tensor_subclass(reshard: bool | None, policy: MixedPrecisio
     assert_at_rest(model)
     with torch.no_grad():
         torch.testing.assert_close(model(batch()).float(), reference(batch()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@world(3, 4)
+def test_padding_that_is_left_to_the_engine(reshard: bool) -> None:
+    """The unsharded tensor has other sizes than the parameter, also when it is filled again."""
+    model, reference = with_split_weights(Stack()), Stack()
+    sharded(model, reshard_after_forward=reshard)
+    assert any(each.shape[0] % dist.get_world_size() for each in reference.parameters() if each.ndim > 1)
+    with mock.patch.object(SplitTensor, "trims", False):
+        for seed in range(2):
+            for each in (model, reference):
+                loss_of(each, seed).backward()
+            assert_gradients(model, reference, rtol=1e-4, atol=1e-6)
 
 
 def patch(local: torch.Tensor, calls: list[str]) -> None:
@@ -191,6 +206,10 @@ def test_protocols_that_are_not_followed() -> None:
     with pytest.raises(
         ValueError, match=r"disagree about what fsdp_pre_all_gather returns for parameter 'head.weight'"
     ):
+        loss_of(model)
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    local.fsdp_post_all_gather = lambda gathered, metadata, dtype, out=None: (gathered[0][:1], ())
+    with pytest.raises(AssertionError, match=r"'head.weight' on rank . returned a tensor of shape \(1, 132\)"):
         loss_of(model)
     patch(local, [])  # what was wrong is mended, and the model is as good as new
     reference = Stack()

@@ -11,6 +11,7 @@ from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Region, RegionRange, lay_out
 from ...layout.rows import RowSharding
 from ...torch_private import foreach_copy
+from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, UnshardedBuffer
 from ..params.shard import ShardLayout
 from .upload import HostCopy, Upload
@@ -183,5 +184,5 @@ class AllGatherPlan:
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype they share, or bytes."""
-    kinds = set(dtypes)
+    kinds = set(map(sent_dtype, dtypes))
     return kinds.pop() if len(kinds) == 1 else torch.uint8

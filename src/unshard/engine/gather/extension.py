@@ -6,7 +6,7 @@ A shard takes part if it has both methods:
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (unsharded tensor, tensors to free)
 
 The older form of the first takes only the mesh. From the second all-gather on `out` is the first's result,
-to be filled in place.
+to be filled in place. The result may have the padding of uneven shards: its first rows are the parameter.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ class Extension:
         """Make the unsharded parameter of what was gathered."""
         post = getattr(local_of(self.param.sharded), POST)
         if self._unsharded is None:
-            self._unsharded, inner = post(self._gathered, self._metadata, self._dtype)
-            unsharded = as_dtensor(self._unsharded, self.param.tp_spec)
+            padded, inner = post(self._gathered, self._metadata, self._dtype)
+            unsharded = as_dtensor(self._without_padding(padded), self.param.tp_spec)
+            self._unsharded = padded
             self.parameter = self.param.unsharded = nn.Parameter(
                 unsharded, requires_grad=self.param.sharded.requires_grad
             )
@@ -118,9 +119,24 @@ class Extension:
         for storage, nbytes in self._inner:
             storage.resize_(nbytes)
         assert self.parameter is not None
-        out = self.parameter if self.param.tp_spec is None else local_of(self.parameter)
+        out: torch.Tensor = self.parameter if self.param.tp_spec is None else local_of(self.parameter)
+        if out.shape != self._unsharded.shape:
+            out = self._unsharded  # the parameter is the first rows of it
         with preserve_version_counter(out):
             post(self._gathered, self._metadata, self._dtype, out=out)
+
+    def _without_padding(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """The parameter's rows of what the second method returned, which may have the padding of uneven shards."""
+        shape = torch.Size(self.param.sharding.shape)
+        if unsharded.shape == shape:
+            return unsharded
+        if unsharded.shape[1:] != shape[1:] or unsharded.shape[:1] < shape[:1]:
+            raise ProtocolError(
+                f"{POST} of parameter {self.param.name!r} on rank {self._transport.rank} returned a tensor of shape "
+                f"{tuple(unsharded.shape)}; expected {tuple(shape)}, the shape of the unsharded parameter, or "
+                "more rows (padding)."
+            )
+        return unsharded[: shape[0]]
 
     def _own(self, inner: Sequence[torch.Tensor]) -> None:
         """Memory of the unsharded tensor that is not the all-gather's own output."""

@@ -9,7 +9,7 @@ import torch
 from ...comm.interface import Pool
 from ...layout.collective_tensors import BufferLayout, Region, lay_out
 from ...torch_private import contiguous_stride, foreach_zero
-from ..dtype_rules import Segments
+from ..dtype_rules import Segments, sent_dtype
 from .shard import ShardLayout
 
 
@@ -67,10 +67,10 @@ class Buffer:
 def pieces(
     buffer: Buffer, buffer_layout: BufferLayout, regions: Sequence[Region], segments: Segments, role: str
 ) -> list[torch.Tensor]:
-    """One flat tensor per region of one segment: what a collective carries."""
+    """One flat tensor per region of one segment: what a collective carries. Complex numbers are pairs of reals."""
     tensors = []
     for region, at in zip(regions, buffer_layout.ranges, strict=True):
-        dtype = getattr(segments.kinds[region.runs[0].segment], role)
+        dtype = sent_dtype(getattr(segments.kinds[region.runs[0].segment], role))
         tensors.append(buffer.tensor(dtype, at.offset, (at.piece * at.copies // dtype.itemsize,)))
     return tensors
 
@@ -124,7 +124,11 @@ class ShardBuffer(Buffer):
         super().__init__(nbytes, device, pool, None if memory is None else memory(nbytes))
         self.all_bytes = self.tensor(torch.uint8, 0, (nbytes,))
         self.pieces = pieces(self, self.buffer_layout, regions, segments, role)
-        self.bodies = [piece[: region.runs[0].numel] for piece, region in zip(self.pieces, regions, strict=True)]
+        itemsizes = segments.itemsizes(role)
+        self.bodies = [
+            piece[: run.numel * itemsizes[run.segment] // piece.itemsize]
+            for piece, run in zip(self.pieces, (region.runs[0] for region in regions), strict=True)
+        ]
         self.flats = self._segments(regions)
         self._gaps = self._unwritten()
         self.release()

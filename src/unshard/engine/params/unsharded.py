@@ -121,8 +121,9 @@ def _can_use_shard(shard: Shard, members: list[int], device: torch.device) -> bo
 
 def _check(params: list[ManagedParam], extended: list[int], slicing: Slicing | None) -> None:
     for param in params:
-        if param.sharded.requires_grad and not param.sharded.is_floating_point():
-            raise StateError(f"Parameter {param.name!r} is {param.sharded.dtype} and cannot require grad.")
+        dtype = param.sharded.dtype
+        if param.sharded.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise StateError(f"Parameter {param.name!r} is {dtype} and cannot require grad.")
     if extended and slicing is not None:
         names = ", ".join(params[index].name for index in extended)
         raise UnsupportedError(

@@ -9,6 +9,7 @@ import torch
 
 from ...layout.collective_tensors import Region
 from ...torch_private import chunk_cat_into, foreach_copy, foreach_zero
+from ..dtype_rules import sent_dtype
 from ..params.shard import Shard
 
 Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
@@ -37,6 +38,15 @@ class Pack:
         return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
 
 
+class ComplexPack(Pack):
+    """The same for complex gradients: the table, like the kernel that fills it, knows reals only."""
+
+    def fill(self, gradients: Gradients) -> None:
+        columns = [self._turned(index, gradients[index]) for index in self.members]
+        reals = [torch.view_as_real(column.resolve_conj()) for column in columns]
+        chunk_cat_into(self.table, reals + self.filler[reals[0].dtype], self.table.shape[0])
+
+
 class Packing:
     """Places in `tensors`, one per region, for the gradients of their parameters. To be made while there is memory."""
 
@@ -48,7 +58,12 @@ class Packing:
         self._pads: list[torch.Tensor] = []
         self._packs: list[Pack] = []
         for region, tensor in zip(regions, tensors, strict=True):
-            self._add_packed(region, tensor) if region.packed else self._add_row(region, tensor)
+            self._add_packed(region, tensor) if region.packed else self._add_row(region, self._numbers(region, tensor))
+
+    def _numbers(self, region: Region, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of a collective as complex numbers, if its parameters are complex."""
+        is_complex = self._shard.segments.kinds[region.runs[0].segment].original.is_complex
+        return torch.view_as_complex(tensor.view(-1, 2)) if is_complex else tensor
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
         """A parameter by itself, or several that are laid end to end."""
@@ -69,15 +84,16 @@ class Packing:
     def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
         run, world = region.runs[0], self._world
         table = tensor.view(world, -1)
-        missing = table.shape[1] - run.numel
         kind = self._shard.segments.kinds[run.segment]
+        is_complex = kind.original.is_complex
+        missing = table.shape[1] - run.numel * (2 if is_complex else 1)
         filler = {
             dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
-            for dtype in (kind.compute, kind.reduce)  # kept sums come in the reduce dtype
+            for dtype in map(sent_dtype, (kind.compute, kind.reduce))  # kept sums come in the reduce dtype
         }
         shardings = self._shard.shardings
         needs_copy = {index: shardings[index].dim for index in run.members if shardings[index].needs_copy}
-        self._packs.append(Pack(table, run.members, filler, needs_copy))
+        self._packs.append((ComplexPack if is_complex else Pack)(table, run.members, filler, needs_copy))
 
     def fill(self, gradients: Gradients) -> list[int]:
         """Copy, and cast where needed, `gradients` (by parameter) to their places; the parameters that have none."""

@@ -13,6 +13,7 @@ from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Grouping, lay_out
 from ...torch_private import foreach_add, foreach_copy, foreach_div
 from .. import observer
+from ..dtype_rules import sent_dtype
 from ..options import Options
 from ..params.buffers import Buffer, ShardBuffer, pieces
 from ..params.param import ManagedParam
@@ -90,7 +91,7 @@ class Reduction:
         self._transport, self._replicas = shards, replicas
         self._reduce_scatter_label, self._all_reduce_label = labels
         kinds = [segments.kinds[region.runs[0].segment] for region in self._regions]
-        self._dtypes = frozenset(kind.reduce for kind in kinds)
+        self._dtypes = frozenset(sent_dtype(kind.reduce) for kind in kinds)
         self._cast = any(kind.reduce != kind.gradient for kind in kinds)
         streams = sharded.offload.copy_streams
         self._to_host = None if streams is None else streams.down
