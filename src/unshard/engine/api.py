@@ -5,6 +5,7 @@ Nothing outside `engine/` imports another module of it; a test asserts that. A n
 
 from . import observer
 from .checks.optimizer_steps import note_optimizer_step, without_mark
+from .checks.root_checks import refuse_shared_memory
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
 from .gather.extension import is_extended
@@ -51,6 +52,7 @@ __all__ = [
     "ParamGroup",
     "FlatShardedParams",
     "refuse_shards_of_another_rank",
+    "refuse_shared_memory",
     "Slicing",
     "OffloadPlan",
     "offload_plan_for",

@@ -26,7 +26,7 @@ from ..torch_private import (
 from .checks.dtype_mismatch import explain
 from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
-from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_shards_of_another_rank
+from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank
 from .dtype_rules import Precision, cast_floats, cast_inputs
 from .nested_tensors import map_tensors, tensors_in
 from .options import Options
@@ -311,6 +311,7 @@ class FSDPState:
     def pre_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
         refuse_shards_of_another_rank(state_dict, prefix, self.full_state_dict)
         self.pre_state_dict(module)
+        refuse_plain_tensors(module, state_dict, prefix)
 
     def wait_for_uploads(self) -> None:
         """To be called before parameters are written on the host."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.api import UnshardHandle
+from ..engine.api import UnshardHandle, refuse_shared_memory
 from ..errors import ArgumentError, ConflictError, TrainingStateError, UnsupportedError
 from ..names import FSDP_PREFIX, behind_checkpoints
 from . import optim_legacy
@@ -218,6 +218,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()` and others convert the sharded parameters."""
+        refuse_shared_memory(self._state.unit, fn)
         self._state.unit.reshard()
         result = super()._apply(fn, recurse)
         self._state.unit.rebind_params()

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..comm.memory import pool_of_group, symmetric_pool
 from ..comm.user_collectives import AllGather, ReduceScatter
-from ..engine.api import FSDPState, Unit, UnshardHandle, state_of
+from ..engine.api import FSDPState, Unit, UnshardHandle, refuse_shared_memory, state_of
 from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError
 from .copying import copy_sharded
 
@@ -198,6 +198,7 @@ class FSDPModule:
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()` and `to_empty()` convert the sharded parameters."""
         state = _state(self)
+        refuse_shared_memory(state.unit, fn)
         state.unit.reshard()
         state.unit.refuse_assigned_data()  # after a conversion nothing tells
         result = super()._apply(fn, recurse)  # type: ignore[misc]

@@ -208,6 +208,14 @@ def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
         weights[names.index(name)] = weight
 
 
+def moves_to_shared_memory(function: Any) -> bool:
+    """Whether this, which a module is to apply to its tensors, comes from `Module.share_memory`.
+
+    The function says nothing else about itself than where it was defined. All versions.
+    """
+    return getattr(function, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}.")
+
+
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """The base class of all batch and instance norms. No public name; all versions."""
 BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm

@@ -16,6 +16,7 @@ from bed.stack import WIDTH, Stack, assert_at_rest, assert_gradients, batch, los
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from unshard import FullyShardedDataParallel as FSDP
 from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.engine.states import ParamState
 
@@ -149,6 +150,26 @@ def test_forward_called_as_a_function_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         layer.forward(torch.ones(2, 4))
     assert layer(torch.ones(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("front_end", ["fully_shard", "flat", "originals"])
+@world(1, 2)
+def test_share_memory_is_refused(front_end: str) -> None:
+    """Before sharding it does no harm; afterwards the next step would end the process."""
+    inner = nn.Linear(4, 4)
+    inner.share_memory()
+    model = nn.Sequential(
+        fully_shard(inner) if front_end == "fully_shard" else FSDP(inner, use_orig_params=front_end == "originals")
+    )
+    for each in (model, model[0]):
+        with pytest.raises(NotImplementedError, match=r"share_memory\(\) of Unit"):
+            each.share_memory()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert all(torch.isfinite(each.grad).all() for each in model.parameters() if each.grad is not None)
 
 
 class Source(nn.Module):

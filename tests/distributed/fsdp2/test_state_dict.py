@@ -134,12 +134,13 @@ def test_a_state_dict_needs_no_communication_and_stays_alive() -> None:
 
 @world(2)
 def test_plain_tensors_are_not_loaded_into_shards() -> None:
-    """Contract SDT-05: torch says so, naming the parameter; distributed ones are loaded."""
+    """Contract SDT-05: named, with the call that loads them; distributed ones are loaded."""
     model, reference = sharded(Stack(1)), Stack(1)
     nn.init.constant_(reference.head.weight, 0.25)
     before = full_values(model)
-    with pytest.raises(RuntimeError, match=r"head\.weight"):
-        model.load_state_dict(reference.state_dict())
+    for state in (reference.state_dict(), {"head.weight": reference.head.weight.detach()}):
+        with pytest.raises(RuntimeError, match=r"plain tensor for '(blocks|head\.weight).* set_model_state_dict"):
+            model.load_state_dict(state, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in full_values(model).items())
     where = model.head.weight.device_mesh
     model.load_state_dict({n: distribute_tensor(v, where, (Shard(0),)) for n, v in reference.state_dict().items()})

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from ...errors import StateError
+from typing import Any
+
+from ...errors import StateError, UnsupportedError
+from ...torch_private import moves_to_shared_memory
 from ..states import ParamState
 from ..unit import Unit
 
 _REMEDY = (
     "Return the tensor that the loss is computed from, or assign it to an attribute of the module that computes it"
 )
+
+
+def refuse_shared_memory(unit: Unit, function: Any) -> None:
+    """`Module.share_memory` gives each parameter other memory, which then ends the process in the next step."""
+    if moves_to_shared_memory(function):
+        raise UnsupportedError(
+            f"share_memory() of {unit}: its parameters are parts of a shard, whose memory cannot be moved to shared "
+            "memory. Call share_memory() before the module is sharded, which has no effect on the shards, or share a "
+            "full state dict with the other processes."
+        )
 
 
 def refuse_gradients_of_resharded(unit: Unit) -> None:

@@ -7,7 +7,9 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
@@ -69,6 +71,22 @@ def _is_cut(value: Any) -> bool:
         sizes = value.device_mesh.mesh.shape
         return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, value.placements, strict=True))
     return isinstance(value, ShardedTensor) and dist.get_world_size() > 1
+
+
+def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Torch would speak of an operation that mixes tensors and DTensors, once for every parameter."""
+    for name, parameter in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+            continue
+        if isinstance(parameter, DTensor):
+            raise ParameterError(
+                f"The state dict to load on rank {dist.get_rank()} has a plain tensor for {prefix + name!r}, which is "
+                f"sharded ({parameter.placements} over {parameter.device_mesh}). Load a full state dict with "
+                "torch.distributed.checkpoint.state_dict: set_model_state_dict(model, state_dict, options="
+                "StateDictOptions(full_state_dict=True)), or make each value a DTensor first: "
+                "distribute_tensor(value, parameter.device_mesh, parameter.placements)."
+            )
 
 
 def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full: str) -> None:
