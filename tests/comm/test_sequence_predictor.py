@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -74,3 +75,13 @@ def _same(stream: list[int], place: int) -> int:
     while length <= place and stream[place - length] == stream[len(stream) - 1 - length]:
         length += 1
     return length
+
+
+def test_numbers_leave_no_objects() -> None:
+    """Every model that ever was has numbers of its own, and an object for each would stay."""
+    predictor = SequencePredictor()
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(1000):
+        predictor.step(number)
+    assert len(gc.get_objects()) - before < 100

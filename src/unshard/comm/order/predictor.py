@@ -16,7 +16,11 @@ class SequencePredictor:
     def __init__(self, memory: int = MEMORY) -> None:
         self._memory = memory
         self._seen: list[int] = []
-        self._places: dict[int, list[int]] = {}
+        # A list of places per number would leave an object for each label of each model that ever was.
+        self._latest: dict[int, int] = {}
+        """The latest place of each number."""
+        self._before: list[int] = []
+        """For each place, the one before it with the same number, or -1."""
         self._dropped = 0
         self._next = -1  # the place of the expected number, always one that has been seen; -1: none is expected
 
@@ -26,7 +30,7 @@ class SequencePredictor:
         return self._dropped + len(self._seen)
 
     def knows(self, number: int) -> bool:
-        return number in self._places
+        return number in self._latest
 
     def last(self, count: int) -> list[tuple[int, int]]:
         """Positions and numbers of the latest."""
@@ -37,7 +41,8 @@ class SequencePredictor:
         """Add the next number; returns whether it was expected."""
         seen, expected = self._seen, self._next
         matches = expected >= 0 and seen[expected] == number
-        self._places.setdefault(number, []).append(len(seen))
+        self._before.append(self._latest.get(number, -1))
+        self._latest[number] = len(seen)
         seen.append(number)
         self._next = expected + 1 if matches else self._most_similar()
         if len(seen) > 2 * self._memory:
@@ -46,11 +51,14 @@ class SequencePredictor:
 
     def _most_similar(self) -> int:
         """The place after the earlier occurrence of the latest number with the longest equal history."""
-        longest, best = 0, -1
-        for place in reversed(self._places[self._seen[-1]][-1 - CANDIDATES : -1]):
+        longest, best, place = 0, -1, self._before[-1]
+        for _ in range(CANDIDATES):
+            if place < 0:
+                break
             length = self._common(place)
             if length > longest:
                 longest, best = length, place + 1
+            place = self._before[place]
         return best
 
     def _common(self, place: int) -> int:
@@ -72,9 +80,10 @@ class SequencePredictor:
         cut = len(self._seen) - self._memory
         del self._seen[:cut]
         self._dropped += cut
-        self._places = {}
+        self._latest, self._before = {}, []
         for place, number in enumerate(self._seen):
-            self._places.setdefault(number, []).append(place)
+            self._before.append(self._latest.get(number, -1))
+            self._latest[number] = place
         self._next -= cut
         if self._next < 0:
             self._next = self._most_similar()
