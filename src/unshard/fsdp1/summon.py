@@ -170,7 +170,7 @@ class FullParams:
             return
         unsharded = local.repeat(shards.world)
         if shard_numel:
-            shards.all_gather([unsharded], [local]).wait()
+            shards.all_gather([unsharded.view(torch.uint8)], [local.view(torch.uint8)]).wait()
         for param in self._sharded.params:
             cut = param.sharding
             assert param.unsharded is not None
