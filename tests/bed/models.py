@@ -71,7 +71,9 @@ def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 def _squared_error(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch
-    return F.mse_loss(model(inputs), targets)
+    outputs = model(inputs)
+    dtype = torch.promote_types(outputs.dtype, targets.dtype)  # which mse_loss itself does since torch 2.13
+    return F.mse_loss(outputs.to(dtype), targets.to(dtype))
 
 
 # --- transformer: the usual shape, equal blocks as units -------------------------------------------------------

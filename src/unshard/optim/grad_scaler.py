@@ -48,7 +48,7 @@ class GradScaler(OpenGradScaler):
                 f"process_group must be a process group that {where} belongs to, got {process_group!r}."
             )
         if device is None:
-            accelerator = torch.accelerator.current_accelerator()
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
             device = "cpu" if accelerator is None else accelerator.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._process_group = process_group

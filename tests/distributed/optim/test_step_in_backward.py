@@ -44,9 +44,9 @@ def offloaded(each: Case, build: Callable[[], nn.Module] | None = None) -> nn.Mo
 
 def grouped(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Biases and the like have a rate of their own."""
-    optimizer = make([each for each in model.parameters() if each.ndim > 1])
-    optimizer.add_param_group({"params": [each for each in model.parameters() if each.ndim == 1], "lr": 0.05})
-    return optimizer
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    others = [each for each in model.parameters() if each.ndim == 1]
+    return make([{"params": matrices}, {"params": others, "lr": 0.05}])
 
 
 def loss_of(model: nn.Module, each: Case, step: int) -> torch.Tensor:
