@@ -19,7 +19,9 @@ from ..torch_private import (
     add_gradient_hook,
     base_of,
     current_graph_task,
+    frame_not_compiled,
     inside_backward,
+    never_compiled,
     next_sequence_nr,
     sequence_nr_of,
 )
@@ -44,6 +46,7 @@ _WATCHED = "unshard_watched"
 _FINDING_ROOT = threading.RLock()
 
 
+@frame_not_compiled
 def state_of(module: nn.Module) -> FSDPState | None:
     """What a front-end attached to this very module, if any."""
     return module.__dict__.get(STATE_KEY)
@@ -195,6 +198,7 @@ class FSDPState:
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
+    @frame_not_compiled
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`function` as if it were the module's forward."""
         try:
@@ -430,6 +434,7 @@ class InputWatch:
         self._inputs += 1
         return watched
 
+    @never_compiled
     def _one_done(self, gradients: Any) -> None:
         if self._backward != current_graph_task():  # a retained graph is run through again
             self._backward, self._done = current_graph_task(), 0
@@ -447,6 +452,7 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
+@never_compiled
 def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
     """Parameters must not keep their modules' state alive."""
     state = ref()

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import StateError
 
 _DEEPEST = 128
+_CONTAINERS = (dict, list, tuple, set)  # `torch.compile` traces casts inside a unit, and does not know `dict | list`
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = 0) -> Any:
@@ -62,6 +63,6 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple | set):
+    if isinstance(value, _CONTAINERS):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -12,7 +12,7 @@ import torch
 
 from ..comm.order.announcements import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
-from ..torch_private import current_graph_task, inside_backward, queue_backward_callback
+from ..torch_private import current_graph_task, inside_backward, never_compiled, queue_backward_callback
 from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs
 from .checks.shared_parameters import refuse_shared_parameters, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
@@ -444,6 +444,7 @@ class BackwardEnd:
         self._root = weakref.ref(root)
         self._called = False
 
+    @never_compiled
     def __call__(self) -> None:
         self._called = True
         root = self._root()

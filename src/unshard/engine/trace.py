@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch.profiler import record_function
 
-from ..torch_private import disable_compiler, frames_compiled_by, profiler_enabled
+from ..torch_private import never_compiled, profiler_enabled
 
 log = logging.getLogger("unshard")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -24,16 +22,13 @@ def traced(stage: str) -> Callable[[_Method], _Method]:
     """Make a method of something that has a `unit` a stage of it, which `torch.compile` does not trace."""
 
     def decorate(method: _Method) -> _Method:
+        @never_compiled
         @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
-            # The compiler is asked only if somebody has imported it, which takes seconds and every optimizer does.
-            if "torch._dynamo" in sys.modules and (torch.compiler.is_compiling() or frames_compiled_by() is not None):
-                return watched(self, *args)
             if profiler_enabled() or log.isEnabledFor(logging.DEBUG):
                 return watched(self, *args)
             return method(self, *args)
 
-        @disable_compiler
         def watched(self: Any, *args: Any) -> Any:
             log.debug("%s: %s", stage, self.unit)
             if not profiler_enabled():

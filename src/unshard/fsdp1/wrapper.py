@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.api import UnshardHandle, refuse_shared_memory
+from ..engine.api import UnshardHandle, refuse_shared_memory, state_of
 from ..errors import ArgumentError, ConflictError, TrainingStateError, UnsupportedError
 from ..names import FSDP_PREFIX, behind_checkpoints
+from ..torch_private import frame_not_compiled
 from . import optim_legacy
 from . import optim_state as optim_states
 from .api import (
@@ -120,8 +121,10 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- forward and backward -------------------------------------------------------------------------------
 
+    @frame_not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._state.run(self, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)  # type: ignore[arg-type]
+        state: Any = state_of(self)
+        return state.run(self, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

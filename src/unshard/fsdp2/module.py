@@ -16,6 +16,7 @@ from ..comm.memory import pool_of_group, symmetric_pool
 from ..comm.user_collectives import AllGather, ReduceScatter
 from ..engine.api import FSDPState, Unit, UnshardHandle, refuse_shared_memory, state_of
 from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError
+from ..torch_private import frame_not_compiled
 from .copying import copy_sharded
 
 _FSDP_CLASSES: dict[type, type] = {}
@@ -229,6 +230,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     function = getattr(method, "__func__", method)
     is_bound, owner = function is not method, weakref.ref(module)
 
+    @frame_not_compiled
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         here = owner()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -87,34 +86,39 @@ def without_function_transforms() -> AbstractContextManager[Any]:
     return torch._C._DisableFuncTorch()
 
 
-frames_compiled_by: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""The compiler of the calling thread's Python frames, or None outside of compiled functions. All versions."""
-
-
-def disable_compiler(function: _Function) -> _Function:
-    """Exclude `function` from `torch.compile`: the graph breaks there and the function runs as Python.
-
-    `torch.compiler.disable` imports the compiler, which takes seconds in every program. This function imports it at the
-    first call. All versions.
-    """
-    return torch._disable_dynamo(function)  # type: ignore[return-value]
+_SKIP, _DEFAULT = torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynamo.eval_frame._FrameAction.DEFAULT
 
 
 def never_compiled(function: _Function) -> _Function:
-    """The same, but calls the disabled function only if the compiler is imported and compiles on this thread.
+    """Exclude `function` and all that it calls from `torch.compile`; returns `function` itself.
 
-    Otherwise the first call would import the compiler. Every optimizer imports it, so the import alone says little. All
-    versions.
+    As the outermost Python frame it is skipped without a graph break: a module whose hooks are such functions is
+    compiled with `fullgraph=True`. Called from compiled code it is a graph break, with the reason below. The decorator
+    `torch.compiler.disable` makes a frame that is traced and breaks in both cases, and imports the compiler, which
+    takes seconds. `set_code_exec_strategy` and the attributes are what it sets, too; checked with torch 2.12 and 2.13.
     """
-    disabled = disable_compiler(function)
+    _skip(function, recursive=True)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return function
 
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if "torch._dynamo" in sys.modules and (torch.compiler.is_compiling() or frames_compiled_by() is not None):
-            return disabled(*args)
-        return function(*args)
 
-    return call  # type: ignore[return-value]
+def frame_not_compiled(function: _Function) -> _Function:
+    """Exclude the code of `function` from `torch.compile`, and not the functions that it calls. All versions."""
+    _skip(function, recursive=False)
+    return function
+
+
+def _skip(function: Callable[..., Any], recursive: bool) -> None:
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(_SKIP, _SKIP if recursive else _DEFAULT)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+_REASON = (
+    "it is a hook of unshard, which all-gathers, reshards or reduces parameters. One graph cannot contain a sharded "
+    "module inside another one. Compile each sharded module by itself, or the outer one without fullgraph=True"
+)
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
