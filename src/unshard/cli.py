@@ -14,3 +14,7 @@ def main() -> int:
     asked = arguments[:1] in (["-h"], ["--help"])
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -217,6 +217,51 @@ def test_errors_are_the_programs_own(tmp_path: Path) -> None:
     assert done.stderr.startswith("unshard ")
 
 
+# Where a process imports PyTorch's FSDP first: by itself, in the middle of other modules of torch, as a submodule.
+FIRST_IMPORTS = [
+    "from torch.distributed.fsdp import FSDPModule",
+    "import torch.distributed.tensor.parallel; from torch.distributed.fsdp import FSDPModule",
+    "import torch.distributed.checkpoint.state_dict as s; assert s.FSDP.__module__.startswith('unshard.')\n"
+    "from torch.distributed._composable.fsdp.fully_shard import FSDPModule",
+]
+
+
+def test_child_processes(tmp_path: Path) -> None:
+    """A launcher that starts Python again, as Lightning's does, gets ours in every process, and grandchildren too."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = True\n")
+    child = "import sys; assert sys.customized and 'torch' not in sys.modules; here = list(sys.path)\n{}\n" + (
+        "import subprocess; assert not [each for each in here if 'child_processes' in each]\n"
+        "print(FSDPModule.__module__, flush=True)\n"
+    )
+    children = [child.format(first) for first in FIRST_IMPORTS]
+    children[0] = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {children[0]!r}], check=True)"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, subprocess, sys\n"
+        f"os.environ['PYTHONPATH'] += os.pathsep + {str(tmp_path)!r}\n"
+        f"for each in {children!r}:\n"
+        "    subprocess.run([sys.executable, '-c', each], check=True)\n"
+    )
+    assert python(*DROPIN, program).stdout.split() == ["unshard.fsdp2.module"] * len(children)
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    """Options of torchrun start that many processes; without them there is one."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from torch.distributed.fsdp import FSDPModule\n"
+        "print(FSDPModule.__module__, sys.argv[1:], os.environ.get('WORLD_SIZE'), flush=True)\n"
+    )
+    cli_run = ["-m", "unshard.cli", "run"]
+    both = python(*cli_run, "--standalone", "--nproc-per-node", "2", program, "--lr", "-m")
+    assert both.stdout.splitlines() == ["unshard.fsdp2.module ['--lr', '-m'] 2"] * 2
+    assert both.stderr.count("replaces torch") == 1
+    one = python(*cli_run, "--nproc-per-node=1", "--standalone", "-m", "program", "-x", cwd=tmp_path)
+    assert one.stdout.splitlines() == ["unshard.fsdp2.module ['-x'] 1"]
+    assert python(*cli_run, program).stdout.splitlines() == ["unshard.fsdp2.module [] None"]
+
+
 @pytest.mark.slow
 def test_processes_that_are_spawned(tmp_path: Path) -> None:
     """They import the main module anew, and get ours as well."""
@@ -236,8 +281,13 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert running.run([]) == running.run(["-m"]) == running.run(["-x"]) == 2
+    assert running.run([]) == running.run(["-m"]) == running.run(["-m", "-x"]) == 2
     assert "usage: unshard run" in capsys.readouterr().err
+    assert running.run(["--no-python", "program"]) == 2
+    assert "--no-python" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        running.run(["--no-such-option", "program.py"])
+    assert "--no-such-option" in capsys.readouterr().err
     assert running.run(["no_such_file.py"]) == 2
     assert "no file 'no_such_file.py'" in capsys.readouterr().err
     for arguments, status in ((["--help"], 0), (["run", "--help"], 0), ([], 2), (["walk"], 2), (["run"], 2)):

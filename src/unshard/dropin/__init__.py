@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import multiprocessing.spawn
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,17 +21,24 @@ from . import modules, references, torch_composable, torch_pipelining
 
 __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 
+CHILD_PROCESSES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child_processes")
+"""The folder with the `sitecustomize` that installs the drop-in in child processes."""
+
 _undo: list[Callable[[], Any]] = []
 
 
-def install() -> None:
+def install(child_processes: bool = False) -> None:
     """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` by our modules.
 
     References in modules that were imported before are replaced, too. PyTorch's own modules are among them: checkpoints
     and pipelines then test whether a module is our `FSDPModule`. A second call does nothing.
+
+    `child_processes`: also in all Python processes that this one starts with its environment, which changes PYTHONPATH.
+    `unshard run` does so. Processes that `multiprocessing` starts always have the drop-in.
     """
     if _undo:
         return
+    sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "unshard_dropin")]
     if not dist.is_available():
         raise UnsupportedError("unshard.dropin needs torch.distributed, which this build of PyTorch does not have.")
     for name in references.UNCHANGED:
@@ -41,6 +49,8 @@ def install() -> None:
         references.replace(stand_ins, _undo)
         _add_names()
         _install_in_spawned_processes()
+        if child_processes:
+            _install_in_child_processes()
     except BaseException:
         uninstall()
         raise
@@ -90,6 +100,17 @@ def _install_in_spawned_processes() -> None:
     """Processes that `multiprocessing` spawns import the main module again; they install before that."""
     prepare = multiprocessing.spawn.get_preparation_data
     _set(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
+
+
+def _install_in_child_processes() -> None:
+    """Launchers that start `python script.py` once more for each other rank."""
+    before = os.environ.get("PYTHONPATH")
+    rest = [each for each in (before or "").split(os.pathsep) if each and each != CHILD_PROCESSES]
+    os.environ["PYTHONPATH"] = os.pathsep.join([CHILD_PROCESSES, *rest])
+    if before is None:
+        _undo.append(functools.partial(os.environ.pop, "PYTHONPATH", None))
+    else:
+        _undo.append(functools.partial(os.environ.__setitem__, "PYTHONPATH", before))
 
 
 class _InSpawned:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import inspect
 import pkgutil
+import sys
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -39,7 +41,7 @@ class StandInModule(ModuleType):
         vars(self).update(_real=real, _ours=ours, _missing={})
         self.__file__ = file
         self.__package__ = real.__package__
-        self.__spec__ = importlib.machinery.ModuleSpec(real.__name__, None, is_package=hasattr(real, "__path__"))
+        self.__spec__ = importlib.machinery.ModuleSpec(real.__name__, _Loader(), is_package=hasattr(real, "__path__"))
         if hasattr(real, "__path__"):
             self.__path__ = []  # every module inside is in `sys.modules`; the import system must not find PyTorch's
         if hasattr(real, "__all__"):
@@ -75,6 +77,16 @@ class StandInModule(ModuleType):
         if name not in self._missing:
             self._missing[name] = MissingName(f"{self.__name__}.{name}", sorted(self._ours))
         return self._missing[name]
+
+
+class _Loader(importlib.abc.Loader):
+    """Returns the stand-in that is in `sys.modules`, for an import during which the drop-in was installed."""
+
+    def create_module(self, spec: Any) -> Any:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: Any) -> None:
+        """The stand-in is complete."""
 
 
 class MissingName:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import os
 import runpy
@@ -17,26 +18,45 @@ from . import install
 
 USAGE = """usage: unshard run script.py [arguments]
        unshard run -m module [arguments]
+       unshard run --nproc-per-node 8 [other options of torchrun] script.py [arguments]
 
-Runs a program as Python itself would, with torch.distributed.fsdp replaced by unshard.
-With several processes: torchrun ... -m unshard.dropin script.py [arguments]"""
+Runs a program as Python itself would, with torch.distributed.fsdp replaced by unshard. With options of torchrun it
+starts that many processes, as torchrun does."""
 
 
 def run(arguments: list[str]) -> int:
     """Run the program that the arguments name. Its exceptions and `sys.exit` reach the caller."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
-    if not rest or rest[0].startswith("-"):
-        asked = rest[:1] in (["-h"], ["--help"])
+    asked = rest[:1] in (["-h"], ["--help"])
+    if not rest or asked or (as_module and rest[0].startswith("-")):
         print(USAGE, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
+    if rest[0].startswith("-"):
+        return _run_processes(arguments)
     if not as_module and not os.path.exists(rest[0]):
         print(f"unshard run: there is no file {rest[0]!r}", file=sys.stderr)
         return 2
-    install()
+    install(child_processes=True)
     if os.environ.get("RANK", "0") == "0":
         print(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})", file=sys.stderr)
     (_run_module if as_module else _run_script)(rest)
+    return 0
+
+
+def _run_processes(arguments: list[str]) -> int:
+    """`torchrun` with these arguments, whose processes run `python -m unshard.dropin` with the program."""
+    launcher = importlib.import_module("torch.distributed.run")
+    parsed = launcher.get_args_parser().parse_args(arguments)
+    if parsed.no_python:
+        print("unshard run: --no-python starts a program that is not Python's; use torchrun.", file=sys.stderr)
+        return 2
+    program = [parsed.training_script, *parsed.training_script_args]
+    options = arguments[: len(arguments) - len(program)]
+    if parsed.module:
+        options = [each for each in options if each not in ("-m", "--module")]
+        program = ["-m", *program]
+    launcher.main([*options, "-m", "unshard.dropin", *program])
     return 0
 
 
