@@ -15,6 +15,8 @@ from .modules import StandInModule, in_packages, is_defined_in_packages, is_torc
 # PyTorch's `replicate` uses the internals of PyTorch's FSDP, so its references stay.
 UNCHANGED = ("torch.distributed._composable.replicate_with_fsdp",)
 DEPTH = 4  # of containers, classes and functions inside each other
+# Modules that do not know FSDP, nor let programs add to them: the search in them would take most of the time.
+NOT_SEARCHED = sys.stdlib_module_names | {"mpmath", "networkx", "numpy", "sympy", "torchgen", "unshard"}
 MUTABLE = (list, dict, set, functools.partial, FunctionType)
 
 Undo = Callable[[], None]
@@ -28,9 +30,11 @@ def replace(stand_ins: dict[str, StandInModule], undo: list[Undo]) -> None:
     every = {**missing, **ours}
     seen: set[int] = set()
     for name, module in _loaded():
-        # PyTorch's own modules keep the objects for which unshard has none, and are not searched deeply.
-        objects, depth = (ours, 1) if is_torch(name) else (every, DEPTH)
-        _Search(name, objects, undo, seen).mapping(vars(module), depth, name)
+        if not is_torch(name):
+            _Search(name, every, undo, seen).mapping(vars(module), DEPTH, name)
+        elif not ours.keys().isdisjoint(map(id, vars(module).values())):
+            # PyTorch's own modules keep the objects for which unshard has none. Those that use FSDP import its names.
+            _Search(name, ours, undo, seen).mapping(vars(module), 1, name)
 
 
 def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects]:
@@ -171,11 +175,11 @@ class _Search:
 
 
 def _loaded() -> Iterator[tuple[str, ModuleType]]:
-    """The modules to search: all but PyTorch's FSDP itself, its stand-ins and unshard."""
+    """The modules to search: all but PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType) or isinstance(module, StandInModule):
             continue
-        if name.split(".")[0] != "unshard" and name not in UNCHANGED and not in_packages(name):
+        if name.split(".")[0] not in NOT_SEARCHED and name not in UNCHANGED and not in_packages(name):
             yield name, module
 
 
