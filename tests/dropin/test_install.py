@@ -225,11 +225,25 @@ def test_references_of_torch_itself(installed: None) -> None:
 def test_torch_keeps_its_own_helpers(installed: None) -> None:
     """The compiler compares functions with some of PyTorch's, which it imports when it runs."""
     asking: dict[str, Any] = {"__name__": "torch._dynamo.variables.functions"}
-    source = "from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState; found = FSDPState._pre_forward"
+    source = "from torch.distributed.fsdp._flat_param import FlatParamHandle; found = FlatParamHandle.flatten_tensors"
     exec(source, asking)
-    assert asking["found"].__module__ == "torch.distributed.fsdp._fully_shard._fsdp_state"
+    assert asking["found"].__module__ == "torch.distributed.fsdp._flat_param"
     with pytest.raises(UnsupportedError):
         exec(source, {"__name__": "program"})
+
+
+def test_types_that_programs_only_name(installed: None) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+
+    assert FSDPState is unshard.engine.api.FSDPState and callable(FSDPState._lazy_init)
+    for each in (FSDPParam, FSDPParamGroup, RegisterPostBackwardFunction, FSDPStateContext):
+        assert isinstance(each, type) and not isinstance(installed, each)
+        with pytest.raises(UnsupportedError, match="cannot be created"):
+            each()
+        with pytest.raises(UnsupportedError, match="would have no effect"):
+            each.unshard = None
 
 
 def test_missing_names_say_so_where_they_are_used(installed: None) -> None:

@@ -230,7 +230,7 @@ def test_child_processes(tmp_path: Path) -> None:
     """A launcher that starts Python again, as Lightning's does, gets ours in every process, and grandchildren too."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = True\n")
     child = "import sys; assert sys.customized and 'torch' not in sys.modules; here = list(sys.path)\n{}\n" + (
-        "import subprocess; assert not [each for each in here if 'child_processes' in each]\n"
+        "import subprocess; assert not [each for each in here if 'dropin/child_processes' in each]\n"
         "print(FSDPModule.__module__, flush=True)\n"
     )
     children = [child.format(first) for first in FIRST_IMPORTS]
@@ -260,6 +260,24 @@ def test_several_processes(tmp_path: Path) -> None:
     one = python(*cli_run, "--nproc-per-node=1", "--standalone", "-m", "program", "-x", cwd=tmp_path)
     assert one.stdout.splitlines() == ["unshard.fsdp2.module ['-x'] 1"]
     assert python(*cli_run, program).stdout.splitlines() == ["unshard.fsdp2.module [] None"]
+
+
+def test_what_is_imported(tmp_path: Path) -> None:
+    """The drop-in imports no more of PyTorch than its FSDP does, and searches few modules for references."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch.distributed.fsdp\n"
+        "before = set(sys.modules)\n"
+        "import unshard\n"
+        "print(sorted(each for each in set(sys.modules) - before if each.split('.')[0] != 'unshard'))\n"
+        "import unshard.dropin.references as references\n"
+        "unshard.dropin.install()\n"
+        "heavy = ['torch._dynamo', 'torch._inductor', 'torch.distributed.checkpoint',\n"
+        "    'torch.distributed.pipelining', 'torch.distributed.run']\n"
+        "print([each for each in heavy if each in sys.modules])\n"
+        "print(sum(not references.is_torch(name) for name, _ in references._loaded()) < 30)\n"
+    )
+    assert python(program).stdout.splitlines() == ["[]", "[]", "True"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import multiprocessing.spawn
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..engine.api import name_stages
 from ..errors import UnsupportedError
 from . import modules, references, torch_composable, torch_pipelining
 
@@ -48,6 +50,8 @@ def install(child_processes: bool = False) -> None:
         _replace_modules(stand_ins)
         references.replace(stand_ins, _undo)
         _add_names()
+        name_stages("FSDP", logging.getLogger("torch.distributed.fsdp.fully_shard"))
+        _undo.append(name_stages)
         _install_in_spawned_processes()
         if child_processes:
             _install_in_child_processes()

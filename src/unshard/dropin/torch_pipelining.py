@@ -1,4 +1,4 @@
-"""What PyTorch's pipelines call on the state of a stage that `fully_shard` was applied to.
+"""Members that PyTorch's code and programs use of the state of a module that `fully_shard` was applied to.
 
 `torch.distributed.pipelining` runs the backwards of a step with gradient synchronisation off. After the last one it
 takes `fully_shard.state(stage)`, calls `post_backward()` on each parameter group of each of its states, and then
@@ -16,9 +16,16 @@ def _end_backward(state: FSDPState) -> None:
         state.find_root(state.modules()[0]).end_backward()
 
 
+def _find_root(state: FSDPState) -> None:
+    state.find_root(state.modules()[0])
+
+
 # Members of `FSDPState` while the drop-in is installed.
 MEMBERS = {
     "_state_ctx": property(lambda state: state),
     "all_states": (),  # no parameter group needs a call of its own: the last callback reduces them all
     "_root_post_backward_final_callback": _end_backward,
+    "_lazy_init": _find_root,
+    "_pre_forward": FSDPState.pre_forward,  # the compiler compares functions with these two
+    "_post_forward": FSDPState.post_forward,
 }

@@ -40,6 +40,7 @@ from .shard_lookup import (
 )
 from .side_stream import CopyStreams, StreamEvent
 from .states import Phase
+from .trace import name_stages
 from .unit import Unit
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "Options",
     "FSDPState",
     "UnshardHandle",
+    "name_stages",
     "state_of",
     "Phase",
     "Root",

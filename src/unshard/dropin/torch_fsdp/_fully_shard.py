@@ -4,11 +4,14 @@ Not in the file of `torch.distributed.fsdp`: PyTorch's FSDP1 and FSDP2 give some
 `_get_module_fsdp_state`, to different objects.
 """
 
+from typing import Any, NoReturn
+
 import torch.distributed as dist
 
 from ...comm.user_collectives import AllGather, Comm, ReduceScatter
-from ...engine.api import UnshardHandle
+from ...engine.api import FSDPState, UnshardHandle
 from ...engine.api import state_of as _get_module_fsdp_state
+from ...errors import UnsupportedError
 from ...fsdp2.fully_shard import fully_shard
 from ...fsdp2.meshes import (
     DataParallelMeshDims,
@@ -43,3 +46,35 @@ __all__ = [
 
 def _get_mesh_info(mesh: dist.DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
     return resolve_mesh_info(mesh, dp_mesh_dims)
+
+
+class _NameOnly(type):
+    """Types that programs name in `isinstance` and annotations. unshard has no such objects."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{cls.__name__} cannot be created: unshard replaces torch.distributed.fsdp and has only the name."
+        )
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise UnsupportedError(
+            f"{cls.__name__}.{name} cannot be assigned: unshard replaces torch.distributed.fsdp and does not use this "
+            "class, so the assignment would have no effect."
+        )
+
+
+class FSDPParam(metaclass=_NameOnly): ...
+
+
+class FSDPParamGroup(metaclass=_NameOnly):
+    def use_training_state(self) -> None:
+        """PyTorch's compiler compares functions with it."""
+
+
+class FSDPStateContext(metaclass=_NameOnly): ...
+
+
+class FSDPCommContext(metaclass=_NameOnly): ...
+
+
+class RegisterPostBackwardFunction(metaclass=_NameOnly): ...
