@@ -30,7 +30,8 @@ def test_a_rank_that_has_ended_or_been_killed() -> None:
     assert absent(ended) == {1: "rank 1 has ended with KeyError: 'x'; last announced to all-gather unit 'a', 20 s ago"}
     assert "rank 1 shows no sign of life since 10 s" in absent(other(), silent=(1,))[1]
     assert absent(Announcement(1), silent=(1,)) == {
-        1: "rank 1 has not sharded any module over this process group, or ended before it did"
+        1: "rank 1 has not sharded any module over this process group: it ended before it did, or runs PyTorch's FSDP "
+        "(start all ranks with `unshard run`)"
     }
 
 

@@ -56,7 +56,10 @@ def described(each: Announcement, mine: Announcement, silent: bool, now: float) 
             "never releases Python's global lock)"
         )
     if each.issued < 0 and not each.ended:
-        facts.append("has not sharded any module over this process group, or ended before it did")
+        facts.append(
+            "has not sharded any module over this process group: it ended before it did, or runs PyTorch's FSDP (start "
+            "all ranks with `unshard run`)"
+        )
     elif each.last:
         facts.append(f"last announced to {each.last}, {_ago(each.since, now)}")
     if each.place and not silent and not each.ended:
