@@ -42,10 +42,11 @@ def _zeros_like(parameter: nn.Parameter) -> nn.Parameter:
     return zeros
 
 
-def with_first_states(optim: torch.optim.Optimizer, given: StateDict) -> StateDict:
-    """The optimizer's own state dict `given`, with state for all parameters that get one at a step."""
-    listed = [key for group in given["param_groups"] for key in group["params"]]
-    keys = {id(each): key for each, key in zip(_parameters(optim), listed, strict=True)}
+def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
+    """The optimizer's own state dict `given`, with state for all parameters that get one at a step.
+
+    `keys`: the key of each parameter in it, by the parameter's id.
+    """
     without = [each for each in _trainable(optim) if not given["state"].get(keys[id(each)])]
     try:
         made = first_states(optim, without) if without else {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name, without_mark
-from ..errors import ArgumentError, listed
+from ..errors import ArgumentError, StateError, listed
 from ..names import clean_tensor_name
 from ..torch_private import as_dtensor
 from .api import StateDictSettings, StateDictType
@@ -43,32 +43,48 @@ def optim_state_dict(
     names = names_of(model, units)
     _refuse_unknown_parameters(optim, names)
     given = without_mark(optim.state_dict() if optim_state_dict is None else optim_state_dict)
+    keys = _keys(optim, given, model)
     if for_loading:
-        given = with_first_states(optim, given)
-    keys = _keys(optim, given)
-    for unit in units:
-        held = [(number, parameter, numbers) for number, (parameter, numbers) in enumerate(unit.parameters())]
-        if any(id(parameter) in keys for _, parameter, _ in held):
-            own = {n: given["state"].get(keys[id(p)], {}) for n, p, _ in held if id(p) in keys}
-            state.update(_unsharded_states(unit, own, settings))
+        given = with_first_states(optim, given, keys)
+    for unit in units:  # also those that this optimizer does not step: another rank's may
+        held = [parameter for parameter, _ in unit.parameters()]
+        own = {n: given["state"].get(keys[id(each)], {}) for n, each in enumerate(held) if id(each) in keys}
+        state.update(_unsharded_states(unit, own, settings))
     for parameter in _parameters(optim):
         if len(names[id(parameter)]) == 1 and names[id(parameter)][0] not in state:
-            own_state = given["state"].get(keys[id(parameter)])
+            own_state = given["state"].get(keys.get(id(parameter)))
             if own_state and not _is_in_unit(units, parameter):
-                state[names[id(parameter)][0]] = dict(own_state)
+                state[names[id(parameter)][0]] = {key: _copy(value) for key, value in own_state.items()}
+    if getattr(settings.optim_state_dict_config, "rank0_only", False) and dist.get_rank(group) != 0:
+        return {}
+    if "param_groups" not in given:
+        return {"state": state}
     groups = []
     for mine, theirs in zip(optim.param_groups, given["param_groups"], strict=True):
         expanded = [name for parameter in mine["params"] for name in names[id(parameter)]]
         groups.append({**{key: value for key, value in theirs.items() if key != "params"}, "params": expanded})
-    if getattr(settings.optim_state_dict_config, "rank0_only", False) and dist.get_rank(group) != 0:
-        return {}
     return {"state": state, "param_groups": groups}
 
 
-def _keys(optim: torch.optim.Optimizer, given: StateDict) -> dict[int, Any]:
-    """The key of each parameter in the optimizer's own state dict, by the parameter's id."""
-    keys = [key for group in given["param_groups"] for key in group["params"]]
-    return {id(parameter): key for parameter, key in zip(_parameters(optim), keys, strict=True)}
+def _keys(optim: torch.optim.Optimizer, given: StateDict, model: nn.Module) -> dict[int, Any]:
+    """The key of each parameter in the optimizer's own state dict, by the parameter's id.
+
+    Its number in the optimizer; of an optimizer that keeps state by name, the parameter's name in the model.
+    """
+    own = _parameters(optim)
+    keys = [key for group in given.get("param_groups", ()) for key in group["params"]]
+    if any(isinstance(key, str) for key in keys or given["state"]):
+        named = dict(model.named_parameters(remove_duplicate=False))
+        named.update({clean_tensor_name(name): parameter for name, parameter in named.items()})
+        wanted = keys or list(given["state"])
+        if named.keys() >= set(wanted):
+            return {id(named[key]): key for key in wanted}
+    return {id(parameter): key for parameter, key in zip(own, keys or range(len(own)), strict=True)}
+
+
+def _current_names(model: nn.Module) -> dict[int, str]:
+    """The name that each parameter has now, which optimizers that keep state by name use."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -107,8 +123,9 @@ def names_of(model: nn.Module, units: list[UnitParams]) -> dict[int, list[str]]:
 def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: StateDictSettings) -> dict[str, StateDict]:
     """Unsharded states of a unit's parameters by their original names, whichever ranks have them."""
     flat = not unit.use_orig_params
-    mine = {number: {name: _describe(each) for name, each in states.items()} for number, states in own.items()}
-    described = _described_by_all_ranks(unit, mine)
+    numels = [parameter.numel() for parameter, _ in unit.parameters()]
+    mine = {n: {name: _describe(each, numels[n]) for name, each in states.items()} for n, states in own.items()}
+    described = _described_by_all_ranks(unit, mine, {n for n, numel in enumerate(numels) if numel and n not in own})
     result: dict[str, StateDict] = {unit.names[n]: {} for n in _described_params(unit, described)}
     for name in dict.fromkeys(name for states in described.values() for name in states):
         having = [number for number, states in described.items() if name in states]
@@ -132,9 +149,12 @@ def _described_params(unit: UnitParams, described: dict[int, Any]) -> list[int]:
     return list(range(len(unit.names))) if any(described.values()) else []
 
 
-def _describe(value: Any) -> tuple[str, Any]:
-    """("sharded", dtype) of a state that is sharded as its parameter is, else ("same", value): all ranks have it."""
-    if isinstance(value, torch.Tensor) and value.ndim > 0:
+def _describe(value: Any, numel: int) -> tuple[str, Any]:
+    """("sharded", dtype) of a state that is sharded as its parameter is, else ("same", value): all ranks have it.
+
+    `numel`: of the parameter on this rank.
+    """
+    if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == numel:
         return "sharded", value.dtype
     return "same", value.cpu() if isinstance(value, torch.Tensor) else value
 
@@ -144,24 +164,52 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _described_by_all_ranks(unit: UnitParams, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _described_by_all_ranks(
+    unit: UnitParams, mine: dict[int, dict[str, Any]], absent: set[int]
+) -> dict[int, dict[str, Any]]:
     """The descriptions of each parameter's state that any rank has.
 
     A rank without elements of a parameter has none, or one that was loaded and that no step has updated since.
+    `absent`: parameters with elements on this rank that its optimizer does not have.
     """
     params = unit.sharded.params
     empty = {number for number in mine if unit.use_orig_params and params[number].sharded.numel() == 0}
-    everybody: list[Any] = [(mine, empty)]
+    everybody: list[Any] = [(mine, empty, absent)]
     if unit.group is not None and unit.group.size() > 1:
         everybody = [None] * unit.group.size()
-        dist.all_gather_object(everybody, (mine, empty), group=unit.group)
+        dist.all_gather_object(everybody, (mine, empty, absent), group=unit.group)
     merged: dict[int, dict[str, Any]] = {}
+    seen: dict[int, dict[str, Any]] = {}
     for without in (True, False):  # ranks with elements overwrite those without
-        for states_of, empties in everybody:
+        for rank, (states_of, empties, _) in enumerate(everybody):
             for number, states in states_of.items():
                 if (number in empties) is without:
+                    if not without:
+                        _refuse_different(unit, number, seen.setdefault(number, {}), states, rank)
+                        seen[number].update(states)
                     merged.setdefault(number, {}).update(states)
+    for rank, (_, _, missing) in enumerate(everybody):
+        if lacking := [unit.names[unit.parameters()[number][1][0]] for number in missing if merged.get(number)]:
+            raise StateError(
+                f"Rank {rank} of the group has elements of {listed(map(repr, lacking))} and no such parameter in its "
+                "optimizer, although other ranks have optimizer state of it. Build the optimizers of all ranks of the "
+                "same parameters."
+            )
     return dict(sorted(_with_tensor_parallel_ranks(unit, merged).items()))
+
+
+def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: StateDict, rank: int) -> None:
+    """A state of another size than the parameter's can be saved if it is the same on all ranks."""
+    for name, (kind, value) in states.items():
+        other = before.get(name, (kind, value))
+        if {kind, other[0]} == {"same"} and not (isinstance(value, torch.Tensor) and value.ndim):
+            continue  # counts of steps, which ranks keep alike
+        if kind != other[0] or (kind == "same" and not torch.equal(value, other[1])):
+            raise StateError(
+                f"The state {name!r} of {unit.names[unit.parameters()[number][1][0]]!r} has another size than the "
+                f"parameter, and is not the same on all ranks: rank {rank} of the group differs. Save what the "
+                "optimizer keeps besides, on each rank, with its own state_dict()."
+            )
 
 
 def _with_tensor_parallel_ranks(unit: UnitParams, merged: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -216,17 +264,20 @@ def optim_state_dict_to_load(
             if any(own.values()):
                 parts[id(parameter)] = _sharded_states(unit, own, numbers)
     state: dict[Any, StateDict] = {}
+    current = _current_names(model) if is_named_optimizer else None
     for number, parameter in enumerate(_parameters(optim)):
         mine = names[id(parameter)]
-        key = (mine[0] if len(mine) == 1 else "_flat_param") if is_named_optimizer else number
+        key = number if current is None else current[id(parameter)]
         if id(parameter) in parts:
             state[key] = parts[id(parameter)]
         elif mine[0] in given and not _is_in_unit(units, parameter):
             state[key] = dict(given[mine[0]])
-    result = {
-        "state": state,
-        "param_groups": _param_groups(optim, optim_state_dict["param_groups"], names, is_named_optimizer),
-    }
+    result: StateDict = {"state": state}
+    if "param_groups" in optim_state_dict:
+        result["param_groups"] = _param_groups(optim, optim_state_dict["param_groups"], names, current)
+        if is_named_optimizer:  # those of PyTorch compare the keys with what they would save
+            for loaded, own in zip(result["param_groups"], optim.state_dict()["param_groups"], strict=False):
+                loaded.update({key: value for key, value in own.items() if key not in loaded})
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -291,15 +342,17 @@ def _require_state_dict(optim: Any, given: Any) -> None:
             "optim_state_dict_to_load takes (model, optim, optim_state_dict): the optimizer and its state dict are the "
             "other way round."
         )
-    if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
+    if not isinstance(given, dict) or "state" not in given:
         found = (
             f"one with the keys {sorted(map(str, given))}" if isinstance(given, dict) else f"a {type(given).__name__}"
         )
         raise ArgumentError(f"optim_state_dict must be what optim_state_dict() returned, got {found}.")
 
 
-def _param_groups(optim: Any, given: list[StateDict], names: dict[int, list[str]], named: bool) -> list[StateDict]:
-    """The options of the given groups, with the optimizer's own numbers (or names) of the parameters."""
+def _param_groups(
+    optim: Any, given: list[StateDict], names: dict[int, list[str]], current: dict[int, str] | None
+) -> list[StateDict]:
+    """The options of the given groups, with the optimizer's own numbers (or current names) of the parameters."""
     groups: list[StateDict] = []
     number = 0
     by_name = {name: each for each in given for name in each["params"]}
@@ -307,7 +360,9 @@ def _param_groups(optim: Any, given: list[StateDict], names: dict[int, list[str]
         count = len(mine["params"])
         own = [name for parameter in mine["params"] for name in names[id(parameter)]]
         source = next((by_name[name] for name in own if name in by_name), given[min(len(groups), len(given) - 1)])
-        params: list[Any] = own if named else list(range(number, number + count))
+        params: list[Any] = list(range(number, number + count))
+        if current is not None:
+            params = [current[id(parameter)] for parameter in mine["params"]]
         groups.append({**{key: value for key, value in source.items() if key != "params"}, "params": params})
         number += count
     return groups
