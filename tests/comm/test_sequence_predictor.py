@@ -50,7 +50,7 @@ def test_memory_is_bounded_and_the_order_survives_that() -> None:
     assert misses(forecast, 200 * list(range(10))) == 11
     assert forecast.position == 2000
     assert len(forecast._seen) <= 201
-    assert sum(map(len, forecast._places.values())) == len(forecast._seen)
+    assert len(forecast._before) == len(forecast._seen) and len(forecast._latest) == 10
     assert forecast.last(3) == [(1997, 7), (1998, 8), (1999, 9)]
     misses(forecast, 201 * [99])
     assert forecast.knows(99) and not forecast.knows(3)

@@ -47,7 +47,7 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
             stacklevel=4,
         )
         return norm
-    return norm.to(functools.reduce(torch.promote_types, [each.dtype for each in gradients]))
+    return norm.to(functools.reduce(torch.promote_types, [each.dtype.to_real() for each in gradients]))
 
 
 def _total_norm(
@@ -148,6 +148,7 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
     """A norm of norms, in float32 whatever dtypes the gradients have; of float64 it is rounded at the end."""
     if not gradients:
         return torch.zeros((), device=device)
+    gradients = [each.abs() if each.is_complex() else each for each in gradients]
     dtype = functools.reduce(torch.promote_types, [each.dtype for each in gradients], torch.float32)
     norms = [each.to(gradients[0].device) for each in foreach_norm(gradients, order, dtype=dtype)]
     return torch.linalg.vector_norm(torch.stack(norms), order, dtype=dtype).to(device, torch.float32)

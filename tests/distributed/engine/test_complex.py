@@ -206,11 +206,11 @@ def test_the_wrapper(originals: bool) -> None:
     optimizer = adamw(model.parameters(), lr=0.01)
     for step in range(STEPS):
         backward_of_all(expected, step)
-        nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
         plain.step()
         plain.zero_grad()
         loss(model, step, dist.get_rank()).backward()
-        model.clip_grad_norm_(0.5)
+        torch.testing.assert_close(model.clip_grad_norm_(0.5).double(), norm.double(), rtol=1e-5, atol=0)
         optimizer.step()
         optimizer.zero_grad()
     found = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in full_parameters(model).items()}
