@@ -7,6 +7,7 @@ from . import observer
 from .checks.optimizer_steps import note_optimizer_step, without_mark
 from .checks.root_checks import refuse_shared_memory
 from .checks.saved_shards import refuse_shards_of_another_rank
+from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
 from .gather.extension import is_extended
 from .gather.slices import Slicing
@@ -14,12 +15,13 @@ from .hooks import FSDPState, UnshardHandle, state_of
 from .nested_tensors import tensors_in
 from .observer import Members
 from .options import Options
-from .param_group import ParamGroup
+from .param_group import ParamGroup, param_group_of
 from .params.cast_boundaries import boundary_policy, cast_boundaries
 from .params.flat_sharded import FlatShardedParams
 from .params.module_buffers import ModuleBuffers, warn_of_rounding
 from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
+from .params.sharded import ShardedParams
 from .reduce.division import division
 from .reduce.listeners import finish_steps, listen, unlisten
 from .reduce.sharded_grad import ShardedGrad, gradient_of
@@ -51,6 +53,9 @@ __all__ = [
     "unregistered_location_of",
     "is_extended",
     "ParamGroup",
+    "param_group_of",
+    "refuse_different_units",
+    "ShardedParams",
     "FlatShardedParams",
     "refuse_shards_of_another_rank",
     "refuse_shared_memory",

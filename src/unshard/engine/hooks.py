@@ -253,7 +253,7 @@ class FSDPState:
         """
         trained = [
             param.unsharded
-            for param in self.unit.params
+            for param in self.unit.used_params
             if param.unsharded is not None and param.unsharded.requires_grad
         ]
         for parameter in trained:
@@ -306,7 +306,7 @@ class FSDPState:
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
         """State dicts are taken from, and loaded into, the sharded parameters."""
         self.wait_for_uploads()
-        self.unit.reshard()
+        self.unit.rest()
         self.unit.rebind_params()
 
     def post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
@@ -375,7 +375,7 @@ class FSDPState:
         self._own_root = Root([state.unit for state in names])
         for state in names:
             state._root = weakref.ref(self._own_root)
-            state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.params)
+            state.casts_inputs = state.unit.policy.casts_inputs(state is self, empty=not state.unit.used_params)
         return self._own_root
 
     def _release_roots(self, names: dict[FSDPState, list[str]]) -> None:

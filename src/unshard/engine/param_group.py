@@ -17,17 +17,19 @@ from ..errors import CollectiveError, OrderError, ParameterError, StateError, li
 from ..torch_private import current_graph_task, foreach_copy, version_of
 from . import observer
 from .checks.caller import stack_level_of_program
+from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan
 from .gather.slices import Slicing
 from .params.offload import OffloadPlan
-from .params.param import ManagedParam
+from .params.param import ManagedParam, ParamLocation, mark_dropped
 from .params.sharded import ShardedParams
 from .params.unsharded import UnshardedParams
 from .reduce.gradients import GroupGradients
 from .reduce.listeners import LISTENERS, finish_steps
 
 if TYPE_CHECKING:
+    from .group_use import GroupUse
     from .unit import Unit
 
 ATTRIBUTE = "unshard_param_group"
@@ -103,6 +105,8 @@ class ParamGroup:
         self.gradients = GroupGradients(self.sharded, shards, replicas, device, number, name)
         self.number = number
         self.unit: weakref.ref[Unit] | None = None
+        self.uses: list[weakref.ref[GroupUse]] = []
+        """Of the units that use this group, if there are several."""
         self._device = device
         self._swap = self.sharded.make_swap()
         self._precision = Precision.POLICY
@@ -154,6 +158,16 @@ class ParamGroup:
     def unsharded_is_shard(self) -> bool:
         """Whether the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
         return self._unsharded is not None and self._unsharded.is_shard
+
+    @property
+    def precision(self) -> Precision:
+        """What is all-gathered next, or was last."""
+        return self._precision
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an all-gather was issued and not waited for."""
+        return self._in_flight is not None
 
     # -- all-gather -----------------------------------------------------------------------------------------
 
@@ -378,15 +392,73 @@ class ParamGroup:
             return
         if (unit := self._unit) is not None:
             unit.refuse_assigned_data()  # once bound anew, nothing tells
+        self._rebind(fewer=self._give_up_tied())
+
+    def _rebind(self, fewer: bool) -> None:
+        """`fewer`: some params were dropped."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
-        if self.sharded.rebind(self.unit_name):
+        if self.sharded.rebind(self.unit_name, fewer):
             self._forget_unsharded()
             self._swap = self.sharded.make_swap()  # of fewer params, if some were tied
         self._register()
         self._refresh_unsharded()
         # Conversions reach into the `.grad` objects, too, so these are no longer views of the sharded gradients.
         self.gradients.forget_buffers()
+
+    def adopt_tied(self) -> None:
+        """Use other units' parameters that a program has registered in the place of this group's. Only at rest."""
+        if self._give_up_tied() and self.params:
+            self._rebind(fewer=True)
+
+    def _give_up_tied(self) -> bool:
+        """Drop the params in whose place a program registered a sharded parameter of another unit (`tie_weights()`).
+
+        That unit keeps the parameter, and this group's unit uses it. True if there was one.
+        """
+        found = []
+        for param, current in self.sharded.replaced():
+            group = param_group_of(current)
+            theirs = None if group is None or group is self else group.param_of(current)
+            if group is not None and theirs is not None:
+                found.append((param, group, theirs))
+        reader = None if self.unit is None else self.unit()
+        if not found or reader is None:
+            return False
+        for param, group, theirs in found:
+            mesh = getattr(param.sharded, "device_mesh", None)
+            refuse_different_units(group, theirs, reader, param.name, param.policy, self.sharded.kind, mesh)
+        self.sharded.drop([param for param, *_ in found], reader)
+        for param, group, theirs in found:
+            for each in (param.sharded, param.origin()):
+                if each is not None:
+                    setattr(each, ATTRIBUTE, GroupReference())
+                    mark_dropped(each, f"{param.name!r}", f"{theirs.name!r} of unit {group.unit_name!r}")
+            group.lend(theirs, param.locations, reader)
+        return True
+
+    def param_of(self, parameter: torch.Tensor) -> ManagedParam | None:
+        """The param whose sharded parameter, or whose original one, this is."""
+        return next((each for each in self.params if self.sharded.shows(each, parameter)), None)
+
+    def users(self) -> list[GroupUse]:
+        """The uses by units that still exist, if there are several."""
+        return [use for ref in self.uses if (use := ref()) is not None and use.unit is not None]
+
+    def lend(self, param: ManagedParam, locations: list[ParamLocation], reader: Unit) -> None:
+        """Let the modules of another unit hold `param`, which belongs to this group, at `locations` too."""
+        owner = None if self.unit is None else self.unit()
+        assert owner is not None
+        param.locations.extend(locations)
+        self.sharded.bind_locations()
+        self._swap = self.sharded.make_swap()
+        self._refresh_unsharded()
+        owner.use(self)
+        reader.use(self).places += [(param, location) for location in locations]
+        if any(use.shows for use in self.users()):
+            self._swap.show_unsharded()
+        else:
+            self._swap.show_sharded()
 
     def change_transport(self, transport: Transport) -> None:
         """Send through another transport from now on; it may need another layout. Only at rest."""

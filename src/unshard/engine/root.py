@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
+from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -14,7 +15,7 @@ from ..comm.order.announcements import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import current_graph_task, inside_backward, never_compiled, queue_backward_callback
 from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs
-from .checks.shared_parameters import refuse_shared_parameters, warn_of_untied
+from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
 from .checks.unmanaged import Unmanaged
 from .dtype_rules import Precision
@@ -33,7 +34,12 @@ class Root:
         self.unit = units[0]
         """The unit of the root module."""
         for unit in units:
+            unit.refuse_assigned_data()
+            unit.adopt_tied()
+        for unit in units:
+            unit.drop_empty()
             unit.root = weakref.ref(self)
+        refuse_shared_with_others(units)
         self._number = {unit: number for number, unit in enumerate(units)}
         self._forward_order = ForwardOrder()
         self._backward_order = BackwardOrder(limit=8 * len(units))
@@ -62,9 +68,6 @@ class Root:
         """The one that ran the last forward. Backward may run in threads of autograd."""
         self._forwards = 0
         self._failed: tuple[int, Unit] = 0, self.unit
-        refuse_shared_parameters(units)
-        for unit in units:
-            unit.refuse_assigned_data()
         warn_of_untied(units)
 
     # -- forward --------------------------------------------------------------------------------------------
@@ -278,6 +281,8 @@ class Root:
             unit.watch_writes()
             if options.show_sharded_after_backward:
                 unit.show_sharded()
+        if unit.lends and not at_end:
+            return  # it is reduced at the end: units that use its parameters may come later in this backward
         for group in unit.param_groups:
             group.gradients.reduce(options, at_end)
         self._reducing.append(unit)
@@ -298,8 +303,9 @@ class Root:
                 self._finish_reductions(deque([unit]))
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """The parameters of `unit` have their gradients. They are complete, unless it ran more than once."""
-        if not self.unit.options.last_backward or unit in self._repeated:
+        """The parameters of `unit` have their gradients. They are complete, unless it, or a unit that uses them, ran
+        more than once."""
+        if not self.unit.options.last_backward or unit in self._repeated or unit.lends:
             return
         for listener in listeners():
             listener.gradients_ready([each for group in unit.param_groups for each in group.gradients.sharded_grads()])
@@ -314,11 +320,14 @@ class Root:
 
     @traced("root_post_backward")
     def end_backward(self) -> None:
-        for unit in reversed(self.units):
+        # Units whose parameters others use come last: then all of these are resharded, and their gradients are there.
+        ordered = self.units[::-1]
+        ordered.sort(key=_lends)
+        for unit in ordered:
             if unit.phase is Phase.BACKWARD:
                 self.after_backward(unit, at_end=True)
-            elif unit.has_gradients_to_reduce:
-                if unit not in self._in_this_backward:
+            elif unit.has_gradients_to_reduce or (unit.lends and self._came_to(unit)):
+                if not self._came_to(unit):
                     refuse_gradients_of_resharded(unit)
                 self.after_backward(unit, at_end=True)
         self._finish_reductions(self._all_reducing)
@@ -339,6 +348,10 @@ class Root:
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
         self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
+
+    def _came_to(self, unit: Unit) -> bool:
+        """Whether this backward came to `unit`, or to one that uses its parameters."""
+        return not self._in_this_backward.isdisjoint([unit, *unit.sharers] if unit.lends else [unit])
 
     def _reshard_unused(self) -> None:
         """What this backward did not come through: frozen units, all-gathers that nobody waited for."""
@@ -435,6 +448,9 @@ class Root:
         self._in_this_backward.clear()
         self._wait_for_copies()
         self.in_forward = self.in_backward = self._makes_graph = self._made_graph = False
+
+
+_lends = attrgetter("lends")
 
 
 class BackwardEnd:

@@ -12,9 +12,10 @@ from ..comm.interface import Transport
 from ..errors import ParameterError, listed
 from ..policies import MixedPrecisionPolicy
 from .dtype_rules import Precision
+from .group_use import GroupUse
 from .options import Options
 from .param_group import ParamGroup, Shown
-from .params.param import ManagedParam
+from .params.param import ManagedParam, ParamLocation
 from .states import ParamState, Phase, checked_move
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ STATE_KEY = "_unshard_state"  # of a module's `__dict__`: the hooks of its unit
 
 
 class Unit:
-    """Parameters, their buffers and their state. Never calls its root or another unit.
+    """Parameters, their buffers and their state. Never calls its root, nor other units than those that it shares with.
 
     It has a param group for every set of ranks that its parameters are sharded over: one, unless a user chooses other
     meshes for some of them.
@@ -37,6 +38,10 @@ class Unit:
     ):
         self.name = ""
         self.param_groups = param_groups
+        self.gathers: list[ParamGroup | GroupUse] = list(param_groups)
+        """What is all-gathered with the unit: its param groups, and those of units that it shares parameters with."""
+        self.lends = False
+        """Whether other units use its parameters. They are then reduced at the end of backward."""
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.param_state = ParamState.SHARDED
@@ -58,6 +63,44 @@ class Unit:
     def params(self) -> list[ManagedParam]:
         return [param for group in self.param_groups for param in group.params]
 
+    @property
+    def used_params(self) -> list[ManagedParam]:
+        """The same with the parameters of other units that are all-gathered with it."""
+        return [param for each in self.gathers for param in each.params]
+
+    @property
+    def sharers(self) -> list[Unit]:
+        """The other units that use one of its param groups, or whose param groups it uses."""
+        uses = [other for each in self.gathers if isinstance(each, GroupUse) for other in each.others()]
+        return list(dict.fromkeys(unit for use in uses if (unit := use.unit) is not None))
+
+    @property
+    def borrows_from(self) -> list[Unit]:
+        """The units whose parameters it uses."""
+        groups = [each.group for each in self.gathers if isinstance(each, GroupUse)]
+        owners = [unit for group in groups if group.unit is not None and (unit := group.unit()) is not None]
+        return [unit for unit in dict.fromkeys(owners) if unit is not self]
+
+    @property
+    def borrowed(self) -> list[tuple[ManagedParam, ParamLocation]]:
+        """Where its modules hold params of other units."""
+        return [place for each in self.gathers if isinstance(each, GroupUse) for place in each.places]
+
+    def use(self, group: ParamGroup) -> GroupUse:
+        """All-gather `group` with this unit from now on, together with the other units that do."""
+        for each in self.gathers:
+            if isinstance(each, GroupUse) and each.group is group:
+                return each
+        if group not in self.gathers:
+            use = GroupUse(self, group, holds=False, shows=False)
+            self.gathers.append(use)
+            return use
+        held = self.param_state is ParamState.UNSHARDED
+        use = GroupUse(self, group, held or self.param_state is ParamState.GATHERING, held and not self._shows_sharded)
+        self.gathers[self.gathers.index(group)] = use
+        self.lends = True
+        return use
+
     # -- parameters -----------------------------------------------------------------------------------------
 
     def all_gather(self) -> None:
@@ -69,11 +112,11 @@ class Unit:
             return
         started = 0
         try:
-            for group in self.param_groups:
+            for group in self.gathers:
                 group.all_gather(state is ParamState.SLICED)
                 started += 1
         except BaseException:
-            for group in self.param_groups[:started]:
+            for group in self.gathers[:started]:
                 group.cancel_all_gather()
                 group.reshard()
             raise
@@ -82,7 +125,7 @@ class Unit:
     def upload_early(self) -> None:
         """Copy offloaded shards to the device, because an all-gather follows soon."""
         if self.param_state is ParamState.SHARDED:
-            for group in self.param_groups:
+            for group in self.gathers:
                 group.upload_early()
 
     def unshard(self) -> None:
@@ -90,12 +133,12 @@ class Unit:
         if self.param_state is ParamState.UNSHARDED:
             if self._shows_sharded:
                 self._shows_sharded = False
-                for group in self.param_groups:
+                for group in self.gathers:
                     group.show_unsharded()
             return
         if self.param_state is not ParamState.GATHERING:
             self.all_gather()
-        for group in self.param_groups:
+        for group in self.gathers:
             group.wait_for_all_gather()
         self.param_state = ParamState.UNSHARDED
 
@@ -104,7 +147,7 @@ class Unit:
         if self.param_state is ParamState.UNSHARDED:
             self._shows_sharded = True
             self._shown = None
-            for group in self.param_groups:
+            for group in self.gathers:
                 group.show_sharded()
 
     def reshard(self) -> None:
@@ -114,7 +157,7 @@ class Unit:
             return
         if self._shown is not None:
             self._follow_changes()
-        for group in self.param_groups:
+        for group in self.gathers:
             if state is ParamState.GATHERING:
                 group.cancel_all_gather()
             group.reshard()
@@ -126,7 +169,7 @@ class Unit:
         if self.precision is not Precision.POLICY:
             self.reshard()  # slices exist in the policy's precision only
             return
-        for group in self.param_groups:
+        for group in self.gathers:
             group.keep_slice()
         self._move(ParamState.SLICED)
 
@@ -139,7 +182,7 @@ class Unit:
         """The dtype that forward inputs are cast to; None: they are not (no param_dtype, or several stored dtypes)."""
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
-        stored = {param.sharded.dtype for param in self.params if param.sharded.is_floating_point()}
+        stored = {param.sharded.dtype for param in self.used_params if param.sharded.is_floating_point()}
         return stored.pop() if len(stored) == 1 else None
 
     def select(self, precision: Precision) -> None:
@@ -153,7 +196,7 @@ class Unit:
             self._move(ParamState.SHARDED)
         else:
             self.reshard()
-        for group in self.param_groups:
+        for group in self.gathers:
             group.select(precision)
         self.precision = precision
 
@@ -180,13 +223,27 @@ class Unit:
             group.follow_changes(before)
 
     def _writes(self) -> int:
-        return sum([group.sharded.writes() for group in self.param_groups])
+        return sum([group.sharded.writes() for group in self.gathers])
 
     def rebind_params(self) -> None:
         """Copy parameters that a program replaced, or gave other memory, into the shards. Only at rest."""
         self.refuse_assigned_data()
         for group in self.param_groups:
             group.rebind_params()
+
+    def adopt_tied(self) -> None:
+        """Use the parameters of other units that a program has registered in the place of this unit's."""
+        if self.param_state is ParamState.SHARDED:
+            for group in self.param_groups:
+                group.adopt_tied()
+
+    def drop_empty(self) -> None:
+        """Forget param groups all of whose parameters were tied to those of other units."""
+        if self.param_state is ParamState.SHARDED:
+            empty = [group for group in self.param_groups if not group.params]
+            for group in empty:
+                self.param_groups.remove(group)
+                self.gathers.remove(group)
 
     def refuse_assigned_data(self) -> None:
         """Raise if a program assigned to `.data` of a parameter, which has no effect, and undo that."""
@@ -207,9 +264,15 @@ class Unit:
 
     def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
         """Send each param group through another transport from now on."""
-        self.reshard()
+        self.rest()
         for group in self.param_groups:
             group.change_transport(change(group))
+
+    def rest(self) -> None:
+        """Reshard it and the units that it shares parameters with: modules then hold the sharded parameters."""
+        self.reshard()
+        for unit in self.sharers:
+            unit.reshard()
 
     @property
     def unsharded_is_shard(self) -> bool:

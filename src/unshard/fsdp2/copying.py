@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.api import FSDPState, ManagedParam, ParamGroup, Unit, location_of, state_of
+from ..errors import UnsupportedError
 from ..torch_private import local_of, make_dtensor, spec_of
 
 _IN_PROGRESS = "unshard copies a model"
@@ -29,6 +30,8 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     if is_outermost:
         for state in states:
             _copy_unit(state, memo)
+        for state in states:
+            _copy_uses(state, states, memo)
         del memo[_IN_PROGRESS]
     return new
 
@@ -38,8 +41,9 @@ def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
     memo[_IN_PROGRESS] = True
     states = list(dict.fromkeys(state for child in module.modules() if (state := state_of(child))))
     for state in states:
-        state.unit.reshard()
+        state.unit.rest()
         state.unit.rebind_params()
+        _refuse_without_owner(state, states)
         memo[id(state)] = FSDPState.__new__(FSDPState)  # initialised in _copy_unit
         for param in state.unit.params:
             memo[id(param.sharded)] = _clone(param)
@@ -72,11 +76,33 @@ def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
         new.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))
 
 
+def _refuse_without_owner(state: FSDPState, states: list[FSDPState]) -> None:
+    for other in state.unit.borrows_from:
+        if other not in [each.unit for each in states]:
+            raise UnsupportedError(
+                f"{state.unit} cannot be copied without {other}, whose parameters it uses. Copy a module that contains "
+                "both."
+            )
+
+
+def _copy_uses(state: FSDPState, states: list[FSDPState], memo: dict[Any, Any]) -> None:
+    """Let the copied unit use the param groups that the unit uses of others."""
+    for other in states:
+        for number, group in enumerate(other.unit.param_groups):
+            if any(use.unit is state.unit for use in group.users()):
+                copied: FSDPState = memo[id(state)]
+                copied.unit.use(memo[id(other)].unit.param_groups[number])
+
+
 def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     params = [
         dataclasses.replace(
             param,
-            locations=[location_of(memo[id(location.module())], location.name) for location in param.locations],
+            locations=[
+                location_of(memo[id(module)], location.name)
+                for location in param.locations
+                if id(module := location.module()) in memo  # a unit outside the copied model may use it, too
+            ],
             sharded=memo[id(param.sharded)],
             local=local_of(memo[id(param.sharded)]),
             unsharded=None,

@@ -34,7 +34,7 @@ from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import is_replicated, own_parameters
 from .meshes import DataParallelMeshDims, DataParallelMeshInfo, resolve_mesh_info
 from .module import swap_class
-from .placements import ParamToShard, ShardPlacementFn, make_managed_param
+from .placements import ParamToShard, ShardPlacementFn, borrow, make_managed_param
 
 _log = logging.getLogger("unshard")
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -81,10 +81,12 @@ def fully_shard(
     prefixes = _prefixes(outermost)
     modules = _managed_modules(outermost)
     ignored = _checked_ignored(ignored_params)
-    params = _params_to_shard(modules, prefixes, ignored, info)
+    found = _params_to_shard(modules, prefixes, ignored, info)
+    params = [param for param in found if param.owner is None]
+    shared = [param for param in found if param.owner is not None]
     for param in params:
         param.choose_placement(shard_placement_fn)
-    facts = _facts(title, params, mp_policy)
+    facts = _facts(title, found, mp_policy)
     for transport in info.transports(device):
         require_agreement(transport, device, f"the module {title} that fully_shard was applied to", facts)
 
@@ -92,6 +94,8 @@ def fully_shard(
     boundary = boundary_policy([param for group in param_groups for param in group.params], mp_policy)
     unit = Unit(param_groups, device, boundary, options)
     unit.name = title
+    for each in shared:
+        borrow(each, unit, mp_policy, dp_mesh_dims)
     _move_buffers(modules, device)
     state = _attach(unit, outermost, {each: prefixes[each] for each in modules}, mp_policy)
     state.ignored = [
@@ -245,7 +249,7 @@ def _facts(title: str, params: list[ParamToShard], policy: MixedPrecisionPolicy)
         *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
         *(
             f"parameter {param.name!r} of shape {tuple(param.parameter.shape)}, {param.parameter.dtype}, "
-            f"sharded along dim {param.dim}"
+            f"sharded along dim {param.dim}{' by another unit' if param.owner else ''}"
             for param in params
         ),
     ]

@@ -200,7 +200,7 @@ class FSDPModule:
         """`.to()`, `.half()` and `to_empty()` convert the sharded parameters."""
         state = _state(self)
         refuse_shared_memory(state.unit, fn)
-        state.unit.reshard()
+        state.unit.rest()
         state.unit.refuse_assigned_data()  # after a conversion nothing tells
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         state.unit.rebind_params()

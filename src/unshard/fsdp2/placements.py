@@ -14,7 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..engine.api import ManagedParam, ParamLocation, is_extended
+from ..engine.api import (
+    ManagedParam,
+    ParamGroup,
+    ParamLocation,
+    ShardedParams,
+    Unit,
+    is_extended,
+    param_group_of,
+    refuse_different_units,
+)
 from ..errors import ArgumentError, DimensionError, UnsupportedError
 from ..layout.rows import RowSharding
 from ..policies import MixedPrecisionPolicy
@@ -52,6 +61,12 @@ class ParamToShard:
     locations: list[ParamLocation]
     mesh_info: DataParallelMeshInfo
     dim: int = 0
+
+    @property
+    def owner(self) -> ParamGroup | None:
+        """The param group of another call that has sharded the parameter already: modules of both calls share it."""
+        group = param_group_of(self.parameter)
+        return None if group is None or group.param_of(self.parameter) is None else group
 
     @property
     def name(self) -> str:
@@ -140,6 +155,19 @@ def make_managed_param(
             index = managed.tp_spec.mesh.mesh_dim_names.index  # type: ignore[union-attr]
             managed.partial_dims = frozenset(map(index, dims.shard_names + dims.replicate_names))
     return managed
+
+
+def borrow(param: ParamToShard, unit: Unit, policy: MixedPrecisionPolicy, dims: DataParallelMeshDims | None) -> None:
+    """Let the modules of `unit` hold a parameter that another unit has sharded."""
+    group = param.owner
+    theirs = None if group is None else group.param_of(param.parameter)
+    assert group is not None and theirs is not None
+    mesh = None  # unknown where modules were tied to a sharded parameter already
+    if param.parameter is not theirs.sharded:
+        mesh, _ = _mesh_and_placements(param, dims)
+    own_policy = policy.for_parameter(param.names)
+    refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, mesh)
+    group.lend(theirs, param.locations, unit)
 
 
 def _mesh_and_placements(

@@ -338,13 +338,16 @@ def _check_several_dtypes(grouped: bool) -> None:
 
 
 @world(2)
-def test_a_parameter_in_two_units_is_refused() -> None:
-    """Contract LZY-09: it would silently become two parameters."""
-    model = Stack()
-    model.blocks[1].first.weight = model.blocks[0].first.weight
+def test_a_parameter_in_two_units() -> None:
+    """Contract LZY-09: the first unit owns it, the other uses it."""
+    model, reference = Stack(), Stack()
+    for each in (model, reference):
+        each.blocks[1].first.weight = each.blocks[0].first.weight
     sharded(model)
-    with pytest.raises(ArgumentError, match=r"blocks.0.first.weight.*blocks.1.first.weight.*as one unit"):
-        model(batch())
+    for each in (model, reference):
+        loss_of(each).backward()
+    assert_gradients(model, reference)
+    assert [len(unit.params) for unit in units(model)] == [2, 4, 3, 4]
 
 
 @world(2)

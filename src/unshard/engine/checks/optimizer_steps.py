@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...errors import StateError, UnsupportedError, listed
 from ...torch_private import caller_in_checkpoint, inside_backward, own_parameters, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
-from ..params.param import Replacements, unsharded_name
+from ..params.param import Replacements, dropped_name, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
 from ..reduce.listeners import LISTENERS
 from ..root import Root
@@ -114,6 +114,7 @@ def _look(optimizer: Any, *unused: Any) -> None:
 def _check(optimizer: Any, parameters: list[Any]) -> None:
     _refuse_unsharded(optimizer, parameters)
     _refuse_replaced(optimizer, parameters)
+    _warn_of_dropped(optimizer, parameters)
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)
@@ -248,6 +249,18 @@ def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
             "the model was given others, by load_state_dict(..., assign=True) or an assignment to a module's "
             "attribute; its steps would change nothing of these. Build the optimizer after that, or load without "
             "assign=True, which keeps the parameters."
+        )
+
+
+def _warn_of_dropped(optimizer: Any, parameters: list[Any]) -> None:
+    """An optimizer that was built before parameters were tied still has those that the model has no more."""
+    dropped = [names for each in parameters if (names := dropped_name(each)) is not None]
+    if dropped:
+        pairs = listed(f"{name} is {owner} now" for name, owner in dropped)
+        warnings.warn(
+            f"This {type(optimizer).__name__} was built before parameters of the model were tied to others: {pairs}. "
+            "It still holds the former ones, which no module has any more. Build it after tying.",
+            stacklevel=5,
         )
 
 

@@ -1,41 +1,74 @@
-"""Parameters that two units, or a unit and a module outside all units, share: refused, or named in a warning.
-
-To support them, one unit would own the parameter (the front-ends merge only within one call) and the root would gather
-the owner for both and reduce once both are done.
-"""
+"""Parameters that units share and cannot, and those that a unit and a module outside all units share."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ...errors import ArgumentError
-from ...layout.flat import FlatSharding
+from ...errors import ArgumentError, listed
+from ...policies import MixedPrecisionPolicy
 from ...torch_private import own_parameters
-from ..unit import Unit
+from ..params.param import ManagedParam
 from .caller import stack_level_of_program
 
+if TYPE_CHECKING:
+    from ..param_group import ParamGroup
+    from ..unit import Unit
 
-def refuse_shared_parameters(units: list[Unit]) -> None:
-    """A parameter that two units were given would silently become two; so would one that was tied after that."""
-    seen: dict[int, tuple[str, Unit]] = {}
+
+def refuse_different_units(
+    group: ParamGroup,
+    param: ManagedParam,
+    reader: Unit,
+    name: str,
+    policy: MixedPrecisionPolicy,
+    kind: str,
+    mesh: Any = None,
+) -> None:
+    """Raise if `reader` cannot use `param` of another unit in place of its parameter `name`.
+
+    `kind`: how it would shard it itself, and `mesh`: over which mesh, if it has one.
+    """
+    owner = None if group.unit is None else group.unit()
+    differences = []
+    if kind != group.sharded.kind:
+        differences.append(f"the first is sharded by {group.sharded.kind}, the second by {kind}")
+    differences += [
+        f"{field} is {getattr(param.policy, field)} in the first and {getattr(policy, field)} in the second"
+        for field in _SAME
+        if getattr(param.policy, field) != getattr(policy, field)
+    ]
+    if isinstance(param.sharded, DTensor) and mesh is not None and mesh != param.sharded.device_mesh:
+        differences.append(f"the first is sharded over {param.sharded.device_mesh}, the second over {mesh}")
+    if owner is not None and owner.device != reader.device:
+        differences.append(f"the first computes on {owner.device}, the second on {reader.device}")
+    if owner is None or differences:
+        raise ArgumentError(
+            f"Parameters {param.name!r} (unit {group.unit_name!r}) and {name!r} (unit {reader.name!r}) are one and the "
+            f"same, but the units differ: {'; '.join(differences) or 'the first was deleted'}. Shard both with the "
+            "same arguments, or as one unit."
+        )
+
+
+_SAME = ("param_dtype", "reduce_dtype", "wire_dtype", "full_precision_in_eval")
+
+
+def refuse_shared_with_others(units: list[Unit]) -> None:
+    """A unit of another root runs at times that this root does not know."""
     for unit in units:
-        for param in unit.params:
-            now = [location.parameters.get(location.name) for location in param.locations]
-            owners = [seen.setdefault(id(each), (param.name, unit)) for each in (param.origin, *now)]
-            name, other = next((owner for owner in owners if owner[1] is not unit), owners[0])
-            if other is not unit:
-                remedy = (
-                    "sharded by two calls of fully_shard. Shard both modules as one unit: fully_shard([first, second])"
-                )
-                if isinstance(param.sharding, FlatSharding):
-                    remedy = "wrapped in two units. Wrap a module that contains both as one unit, and none of the two"
+        for other in unit.sharers:
+            if other not in units:
+                names = {id(param): param.name for param in (*unit.used_params, *other.used_params)}
+                both = {id(param) for param in unit.used_params} & {id(param) for param in other.used_params}
                 raise ArgumentError(
-                    f"Parameters {name!r} (unit {other.name!r}) and {param.name!r} (unit {unit.name!r}) are one "
-                    f"and the same, but were {remedy}."
+                    f"Units {unit.name!r} and {other.name!r} share parameters ({listed(names[each] for each in both)}) "
+                    "and are not below one root. Apply fully_shard, or FullyShardedDataParallel, to a module that "
+                    "contains both, and run that one; or give each its own parameters."
                 )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from ...comm.interface import Transport
-from ...errors import ParameterError, StateError
+from ...errors import ArgumentError, ParameterError, StateError
 from ...layout.collective_tensors import Region, UnitLayout
 from ...layout.flat import FLAT_LAYOUT
 from ..dtype_rules import Segments
@@ -18,10 +18,13 @@ from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation
-from .placeholder import placeholder_for
+from .placeholder import PlaceholderParam, placeholder_for
 from .shard import Shard
 from .sharded import ShardedParams
 from .swap import FlatParamSwap, ParamSwap
+
+if TYPE_CHECKING:
+    from ..unit import Unit
 
 
 @dataclass(eq=False)
@@ -84,6 +87,7 @@ class FlatShardedParams(ShardedParams):
     ):
         """`locations`: where the flat parameter is registered. `originals`: users see the original ones instead."""
         self.originals = originals
+        self.kind = self.kind_of(originals)
         nothing = torch.empty(0, dtype=params[0].sharded.dtype, device=offload.device)
         needed = any(param.sharded.requires_grad for param in params)
         self.flat = FlatParam(locations, nn.Parameter(nothing, requires_grad=needed), nothing, length)
@@ -95,10 +99,15 @@ class FlatShardedParams(ShardedParams):
         self._places: list[tuple[dict[str, Any], str, ManagedParam | FlatParam, int]] = []
         super().__init__(params, transport, offload)
 
+    @staticmethod
+    def kind_of(originals: bool) -> str:
+        return f"FullyShardedDataParallel with use_orig_params={originals}"
+
     # -- where parameters lie --------------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        return [*super().parameters(), self.flat.sharded]
+        placeholders: Any = self._placeholders.values()
+        return [*super().parameters(), self.flat.sharded, *placeholders]
 
     @property
     def one_parameter_each(self) -> bool:
@@ -118,7 +127,36 @@ class FlatShardedParams(ShardedParams):
         """Whether every parameter is the object that it was, wherever it lies."""
         return all(parameters.get(name) is each.sharded for parameters, name, each, _ in self._places)
 
-    def rebind(self, unit: str) -> bool:
+    def replaced(self) -> list[tuple[ManagedParam, Any]]:
+        if self.originals:
+            return super().replaced()
+        found = []
+        for param in self.params:
+            held = [location.parameters.get(location.name) for location in param.locations]
+            others = [each for each in held if isinstance(each, PlaceholderParam) and each is not self._at_rest(param)]
+            found += [(param, each) for each in others[:1]]
+        return found
+
+    def shows(self, param: ManagedParam, parameter: Any) -> bool:
+        return parameter is param.origin() or parameter is self._at_rest(param)
+
+    def _at_rest(self, param: ManagedParam) -> Any:
+        """What modules have of `param` at rest."""
+        return self._placeholders.get(param, param.sharded)
+
+    def drop(self, params: list[ManagedParam], reader: Unit) -> None:
+        if len(params) < len(self.params) or reader.root is not None:
+            why = "after the first forward" if reader.root is not None else "and the unit has other parameters, too"
+            raise ArgumentError(
+                f"Parameter {params[0].name!r} of unit {reader.name!r} was tied to another unit's parameter after it "
+                f"was wrapped, {why}: it is part of a flat parameter, from which it cannot be removed. Tie parameters "
+                "before wrapping, or wrap the module that has this one by itself and tie before the first forward."
+            )
+        super().drop(params, reader)
+        for location in self.flat.locations:
+            location.parameters.pop(location.name, None)
+
+    def rebind(self, unit: str, fewer: bool = False) -> bool:
         """Take over parameters that were given other memory from outside; true if the layout changed."""
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
@@ -185,11 +223,14 @@ class FlatShardedParams(ShardedParams):
         for each in (*self._resting, self.flat):
             _allow_gradients_in(each.sharded, kinds.gradient)
         self.placed = all(each.sharded.device == shard.device for each in self._resting)
+        self._written = [tensor for each in self._resting for tensor in (each.sharded, each.local)]
+        self.bind_locations()
+
+    def bind_locations(self) -> None:
         locations = [(each, location) for each in self._resting for location in each.locations]
         self._places = [
             (location.parameters, location.name, each, each.sharded.data_ptr()) for each, location in locations
         ]
-        self._written = [tensor for each in self._resting for tensor in (each.sharded, each.local)]
 
     def _begin(self, shard: Shard, piece: torch.Tensor) -> None:
         """The values that the params came with, and the parameters over them."""

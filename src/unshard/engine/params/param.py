@@ -121,3 +121,17 @@ def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
 def unsharded_name(parameter: Any) -> str | None:
     """The name of an unsharded parameter; None if it is not one."""
     return getattr(parameter, _UNSHARDED, None)
+
+
+_DROPPED = "unshard_dropped"
+
+
+def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
+    """Let a sharded parameter be known as one that no module has any more: it was tied to another unit's."""
+    setattr(parameter, _DROPPED, (name, owner))
+    Replacements.seen += 1
+
+
+def dropped_name(parameter: Any) -> tuple[str, str] | None:
+    """The name of a dropped parameter, and of the one in its place; None if it is not one."""
+    return getattr(parameter, _DROPPED, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,11 +26,16 @@ from .shard import META, Shard
 from .swap import ParamSwap
 from .writes import steps_of_this_rank
 
+if TYPE_CHECKING:
+    from ..unit import Unit
+
 
 class ShardedParams:
     """Keeps every sharded parameter inside the shard."""
 
     layout: ClassVar[UnitLayout] = ROW_LAYOUT
+    kind = "fully_shard"
+    """What users call to shard parameters so."""
 
     def __init__(self, params: list[ManagedParam], transport: Transport, offload: OffloadPlan):
         self.params = params
@@ -75,8 +80,29 @@ class ShardedParams:
         """Whether every parameter is the object that it was, whatever it holds."""
         return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
 
-    def rebind(self, unit: str) -> bool:
+    def replaced(self) -> list[tuple[ManagedParam, Any]]:
+        """The params in whose place a program has registered another parameter, and that parameter."""
+        found = []
+        for param in self.params:
+            registered = [location.parameters.get(location.name) for location in param.locations]
+            current = next((each for each in registered if each is not param.sharded), None)
+            if current is not None:
+                found.append((param, current))
+        return found
+
+    def shows(self, param: ManagedParam, parameter: Any) -> bool:
+        """Whether `parameter` is what modules have of `param` at rest, or had before it was sharded."""
+        return param.sharded is parameter or param.origin() is parameter
+
+    def drop(self, params: list[ManagedParam], reader: Unit) -> None:
+        """Forget params of the unit `reader` that it uses of other units from now on; `rebind` follows."""
+        self.params = [param for param in self.params if param not in params]
+
+    def rebind(self, unit: str, fewer: bool = False) -> bool:
         """Take over parameters that were given other storage from outside; true if the layout changed.
+
+        `fewer`: some params were dropped.
+
 
         `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
         all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,
@@ -88,7 +114,7 @@ class ShardedParams:
             merged = self._merge_tied()
             dtypes = [param.sharded.dtype for param in self.params]
             materialised = self.shard.device == META and self._device() != META
-            if dtypes == self.shard.segments.originals and not materialised and not merged:
+            if dtypes == self.shard.segments.originals and not materialised and not merged and not fewer:
                 self._bind(self.shard)
                 return False
             self.shard = self._lay_out()
@@ -208,11 +234,15 @@ class ShardedParams:
                 set_local_tensor(param.sharded, inside)
             param.local = local_of(param.sharded)
         self.placed = not self._misplaced(shard)
+        self.bind_locations()
+        self._written = [tensor for param in self.params for tensor in (param.sharded, param.local)]
+        self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
+
+    def bind_locations(self) -> None:
+        """To be called when params have other locations."""
         names = [(location.parameters, location.name, param) for param in self.params for location in param.locations]
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
-        self._written = [tensor for param in self.params for tensor in (param.sharded, param.local)]
-        self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
 
     def undo_assigned_data(self) -> list[str]:
         """Undo `parameter.data = tensor`; the names of those that it was done to.
