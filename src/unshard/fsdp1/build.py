@@ -25,6 +25,8 @@ from ..engine.api import (
     Unit,
     location_of,
     offload_plan_for,
+    param_group_of,
+    refuse_different_units,
     state_of,
     unregistered_location_of,
 )
@@ -70,6 +72,7 @@ def build_state(
     device = _compute_device(device_id, groups.mesh, groups.own, managed)
     if _initialise_from_meta(managed, device, param_init_fn):
         managed = _managed_by(module, ignored)
+    shared = managed.take_shared()
     _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params, groups)
     _move_buffers(managed, device)
     if sync_module_states:
@@ -80,7 +83,10 @@ def build_state(
         options.backward_prefetch = []
     policy = policy_for(call.mixed_precision, groups.traits.shards, policy_class)
     unit, handle = _flat_unit(module, managed, call, device, policy, options)
+    unit.name = type(module).__name__
     state = WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
+    for parameter, places in shared.items():
+        _borrow(parameter, places, unit, policy, call.use_orig_params)
     state.ignored = [
         location_of(owner, name)
         for owner in module.modules()
@@ -139,6 +145,11 @@ class Managed:
 
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = field(default_factory=dict)
+
+    def take_shared(self) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
+        """Remove, and return, the parameters that another unit has already: modules of both units share them."""
+        owned = [each for each in self.parameters if (group := param_group_of(each)) and group.param_of(each)]
+        return {each: self.parameters.pop(each) for each in owned}
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters and buffers."""
@@ -244,7 +255,6 @@ def _flat_unit(
         group = ParamGroup(params, shards, replicas, None, device, plan, None, shards.next_unit_number(), make)
     group.show_sharded()
     unit = Unit([group], device, policy, options)
-    unit.name = title
     sharded = flat_sharded_of(unit)
     assert sharded is not None
     if not use_orig_params:
@@ -278,6 +288,25 @@ def _managed_param(
         # At rest a plain tensor, as the others: `.data` of a DTensor cannot be a row of its elements.
         managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)
     return managed
+
+
+def _borrow(
+    parameter: nn.Parameter,
+    places: list[tuple[str, nn.Module, str]],
+    unit: Unit,
+    policy: MixedPrecisionPolicy,
+    use_orig_params: bool,
+) -> None:
+    """Let the modules of `unit` hold a parameter of another unit."""
+    group = param_group_of(parameter)
+    theirs = None if group is None else group.param_of(parameter)
+    assert group is not None and theirs is not None
+    refuse_different_units(group, theirs, unit, places[0][0], policy, FlatShardedParams.kind_of(use_orig_params))
+    make_location = location_of if use_orig_params else unregistered_location_of
+    if not use_orig_params:
+        for _, owner, name in places:
+            del own_parameters(owner)[name]
+    group.lend(theirs, [make_location(owner, name) for _, owner, name in places], unit)
 
 
 # -- before parameters are sharded: the device, values for meta tensors, values of rank 0 ----------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -40,6 +41,14 @@ class Call:
     limit_all_gathers: bool
 
 
+_STATES: weakref.WeakKeyDictionary[Unit, weakref.ref[WrapperState]] = weakref.WeakKeyDictionary()
+
+
+def _states_of(units: list[Unit]) -> list[WrapperState]:
+    found = (_STATES[unit]() for unit in units)
+    return [state for state in found if state is not None]
+
+
 class WrapperState(FSDPState):
     """Ties a flat unit to a wrapper, or to the module that the legacy call was applied to."""
 
@@ -51,13 +60,29 @@ class WrapperState(FSDPState):
 
     def __init__(self, unit: Unit, call: Call, handle: Handle | None, buffers: CastBuffers):
         super().__init__(unit)
-        self.call, self.handle = call, handle
+        self.call, self._handle = call, handle
+        _STATES[unit] = weakref.ref(self)
         self.own_buffers = buffers
         self.in_summon_full_params = False
         self.settings = default_settings()
         self.has_comm_hook = False
         self._extension: Any = None
         self.is_of_wrapper = False
+
+    @property
+    def handle(self) -> Handle | None:
+        """None if the unit has no parameters of its own."""
+        return self._handle if self.unit.param_groups else None
+
+    @property
+    def owners(self) -> list[WrapperState]:
+        """Of the units whose parameters this one uses, besides its own."""
+        return _states_of(self.unit.borrows_from)
+
+    @property
+    def sharers(self) -> list[WrapperState]:
+        """Of the units that use its parameters, or whose parameters it uses."""
+        return _states_of(self.unit.sharers)
 
     def __getstate__(self) -> Any:
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..comm.transports import transport_for
-from ..engine.api import FlatShardedParams, ManagedParam, refuse_shards_of_another_rank
+from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, refuse_shards_of_another_rank
 from ..errors import ArgumentError, ConflictError, StateError
 from ..layout.rows import RowSharding
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
@@ -127,6 +127,8 @@ class StateDictHandler:
     def __init__(self, state: WrapperState, wrapper_prefix: str = FSDP_PREFIX):
         self._state, self._wrapper_prefix = state, wrapper_prefix
         self._summoned: ExitStack | None = None
+        self._missing: list[str] = []
+        """Keys of other units' parameters that the state dict to load does not have."""
 
     @property
     def _type(self) -> StateDictType:
@@ -143,16 +145,22 @@ class StateDictHandler:
         """`fill()` is the module's own `state_dict`, in which the entries of this unit are converted."""
         if self._type is StateDictType.LOCAL_STATE_DICT:
             return self._save_local(module, fill, prefix)
-        with summon_full_params(module, recurse=False, writeback=False):
+        with summon_full_params(module, recurse=False, writeback=False, shared=False):
             state_dict = fill()
             self._convert_entries(module, state_dict, prefix)
+        self._save_shared(module, state_dict, prefix)
         return _without_prefixes(state_dict, prefix)
+
+    @property
+    def _drops(self) -> bool:
+        """Whether this rank's state dict is without parameters and buffers."""
+        config = self._state.settings.state_dict_config
+        return isinstance(config, FullStateDictConfig) and config.rank0_only and not self._is_first_rank()
 
     @torch.no_grad()
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert parameters to the type that is set, buffers to their original dtypes; `rank0_only` removes both."""
-        config = self._state.settings.state_dict_config
-        drop = isinstance(config, FullStateDictConfig) and config.rank0_only and not self._is_first_rank()
+        config, drop = self._state.settings.state_dict_config, self._drops
         storages = self._unsharded_storages()
         dtypes = self._buffer_dtypes(module, prefix)
         tensor_parallel = self._tensor_parallel_names(module, prefix)
@@ -209,6 +217,30 @@ class StateDictHandler:
             return _offloaded(full_value(unsharded), offload).clone()
         return _offloaded(unsharded, offload) if offload and unsharded.device.type != "cpu" else unsharded.clone()
 
+    @torch.no_grad()
+    def _save_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Parameters of other units, under the names that they have in this one."""
+        offload = self._state.settings.state_dict_config.offload_to_cpu
+        for owner, entries in self._shared_keys(module, prefix):
+            with summon_full_params(owner.modules()[0], recurse=False, writeback=False, shared=False):
+                for key, param, _ in entries:
+                    assert param.unsharded is not None
+                    state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # all ranks
+                    if self._drops:
+                        del state_dict[key]
+
+    def _borrowed_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam, ParamLocation]]:
+        """The keys of parameters that belong to other units."""
+        return self._keys(module, prefix, self._state.unit.borrowed)
+
+    def _shared_keys(
+        self, module: nn.Module, prefix: str
+    ) -> list[tuple[WrapperState, list[tuple[str, ManagedParam, ParamLocation]]]]:
+        """The same by unit. Without units that are summoned now, with all places where modules hold their parameters."""
+        keys = self._borrowed_keys(module, prefix)
+        owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
+        return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
+
     def _save_local(self, module: nn.Module, fill: Any, prefix: str) -> Any:
         self._flat_sharded()  # may refuse, so before anything is done
         state_dict = fill()
@@ -222,7 +254,8 @@ class StateDictHandler:
         if sharded is None:
             return
         if self._state.call.use_orig_params:
-            for key, _ in self._own_keys(module, prefix):
+            own = [key for key, _ in self._own_keys(module, prefix)]
+            for key in own + [key for key, *_ in self._borrowed_keys(module, prefix)]:
                 state_dict.pop(key, None)
         local = _offloaded(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
         state_dict[self._flat_key(prefix)] = shard_flat(local, sharded.flat.length, self._state.call.groups.own)
@@ -257,7 +290,9 @@ class StateDictHandler:
                 state_dict.update(self._tensor_parallel_entry(key, param, state_dict.get(key)))
             elif is_sharded(state_dict.get(key)):
                 state_dict[key] = full_tensor(state_dict[key], groups.own, device)
+        self._load_shared(module, state_dict, prefix)
         self._unshard(module, writeback=True)
+        self._skip_shared(module, state_dict, prefix)
         for key, param in own:
             # PyTorch's helpers fill in what a checkpoint lacks with the model's own parameter, which is sharded.
             if state_dict.get(key) is param.sharded and param.unsharded is not None:
@@ -272,13 +307,15 @@ class StateDictHandler:
 
     def end_loading(self, incompatible: Any) -> None:
         self._reshard()
+        incompatible.missing_keys.extend(self._missing)
+        self._missing = []
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_tensor_name(key) for key in keys]
 
     def _unshard(self, module: nn.Module, writeback: bool) -> None:
         """Enter `summon_full_params` until `_reshard`."""
         self._summoned = ExitStack()
-        self._summoned.enter_context(summon_full_params(module, recurse=False, writeback=writeback))
+        self._summoned.enter_context(summon_full_params(module, recurse=False, writeback=writeback, shared=False))
 
     def _reshard(self) -> None:
         stack, self._summoned = self._summoned, None
@@ -287,18 +324,59 @@ class StateDictHandler:
 
     def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam]]:
         """The key of each parameter, under all names that its module has."""
+        unit = self._state.unit
+        others = {id(location) for other in unit.sharers for _, location in other.borrowed}
+        places = [(param, location) for param in unit.params for location in param.locations]
+        mine = [place for place in places if id(place[1]) not in others]
+        return [(key, param) for key, param, _ in self._keys(module, prefix, mine)]
+
+    def _keys(
+        self, module: nn.Module, prefix: str, places: list[tuple[ManagedParam, ParamLocation]]
+    ) -> list[tuple[str, ManagedParam, ParamLocation]]:
         names: dict[int, list[str]] = {}
         for name, inner in module.named_modules(remove_duplicate=False):
             names.setdefault(id(inner), []).append(f"{name}." if name else "")
         keys = []
-        for param in self._state.unit.params:
-            for location in param.locations:
-                paths = names.get(id(location.module()), [""])
-                keys += [(prefix + _key(f"{path}{location.name}"), param) for path in paths]
+        for param, location in places:
+            paths = names.get(id(location.module()), [""])
+            keys += [(prefix + _key(f"{path}{location.name}"), param, location) for path in paths]
         return keys
+
+    @torch.no_grad()
+    def _load_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Write what this unit's names have for parameters of other units into these."""
+        if not self._state.owners:
+            return
+        self._state.find_root(module)
+        groups, device = self._state.call.groups, self._state.unit.device
+        for key, param, _ in self._borrowed_keys(module, prefix):
+            if param.tp_spec is not None:
+                state_dict.update(self._tensor_parallel_entry(key, param, state_dict.get(key)))
+            elif is_sharded(state_dict.get(key)):
+                state_dict[key] = full_tensor(state_dict[key], groups.own, device)
+        for owner, entries in self._shared_keys(module, prefix):
+            with summon_full_params(owner.modules()[0], recurse=False, writeback=True, shared=False):
+                for key, param, _ in entries:
+                    value = state_dict.get(key)
+                    assert param.unsharded is not None
+                    if value is not None and value is not param.sharded and value.shape == param.unsharded.shape:
+                        param.unsharded.copy_(value)
+
+    def _skip_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """What `_load_shared` has loaded is not loaded again."""
+        for key, _, location in [entry for _, entries in self._shared_keys(module, prefix) for entry in entries]:
+            if not self._state.call.use_orig_params:
+                if state_dict.pop(key, None) is None:
+                    self._missing.append(key)
+            elif key in state_dict:
+                state_dict[key] = location.parameters[location.name]
 
     def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         sharded, key = self._flat_sharded(), self._flat_key(prefix)
+        if self._state.call.use_orig_params:
+            state_dict.update(
+                (name, param.sharded) for name, param in self._keys(module, prefix, self._state.unit.borrowed)
+            )
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
         self._state.wait_for_uploads()
@@ -342,6 +420,8 @@ class HookedStateDictHandler(StateDictHandler):
             self._replace_by_flat_param(module, state_dict, prefix)
         self._convert_entries(module, state_dict, prefix)
         self._reshard()
+        if self._type is not StateDictType.LOCAL_STATE_DICT:
+            self._save_shared(module, state_dict, prefix)
 
     def _begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
         self.begin_loading(module, state_dict, prefix)

@@ -26,10 +26,12 @@ def summon_full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    shared: bool = True,
 ) -> Iterator[None]:
     """A context in which the wrapped modules below `module` hold unsharded parameters under their original names.
 
-    What is written to them is kept, unless `writeback` is False. All ranks have to enter together.
+    What is written to them is kept, unless `writeback` is False. All ranks have to enter together. `shared`: also
+    parameters of units outside that the modules share; the units that own them are summoned then.
     """
     if writeback and rank0_only:
         raise UnsupportedError("writeback=True with rank0_only=True: the ranks would have different parameters.")
@@ -38,11 +40,14 @@ def summon_full_params(
             "offload_to_cpu without rank0_only copies the whole model to the host on every rank.", stacklevel=3
         )
     own = wrapper_state_of(module)
-    states = wrapper_states(module) if recurse else ([] if own is None else [own])
-    for state in states:
-        _check(state, offload_to_cpu, with_grads)
     if own is not None:
         own.find_root(module)
+    states = wrapper_states(module) if recurse else ([] if own is None else [own])
+    if shared:
+        owners = dict.fromkeys(owner for state in states for owner in state.owners)
+        states += [each for each in owners if each not in states and not each.in_summon_full_params]
+    for state in states:
+        _check(state, offload_to_cpu, with_grads)
     with ExitStack() as stack:
         for state in states:
             if not state.handle:  # it has no parameters, but it cleans the names of those below it
@@ -51,6 +56,8 @@ def summon_full_params(
         units = [
             FullParams(state, writeback, rank0_only, offload_to_cpu, with_grads) for state in states if state.handle
         ]
+        for each in units:
+            each.rest()
         for each in units:
             each.gather()
         for each in units:
@@ -83,11 +90,17 @@ class FullParams:
         self._exposes = not rank0_only or self._rank == 0
         self._precision = self._unit.precision
 
+    def rest(self) -> None:
+        """Reshard it, if it is unsharded already: weights may have changed since."""
+        self._unit.reshard()
+        for state in self._state.sharers:
+            if not state.in_summon_full_params:
+                state.unit.reshard()
+
     def gather(self) -> None:
-        """All-gather in the stored dtype, also a unit that is unsharded already: weights may have changed since."""
+        """All-gather in the stored dtype."""
         unit, dtypes = self._unit, self._sharded.shard.segments.kinds[0]
-        unit.reshard()
-        if dtypes.compute != dtypes.original:
+        if dtypes.compute != dtypes.original or unit.sharers:
             unit.select(Precision.STORED)
         unit.all_gather()
 
