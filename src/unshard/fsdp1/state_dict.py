@@ -236,7 +236,7 @@ class StateDictHandler:
     def _shared_keys(
         self, module: nn.Module, prefix: str
     ) -> list[tuple[WrapperState, list[tuple[str, ManagedParam, ParamLocation]]]]:
-        """The same by unit. Without units that are summoned now, with all places where modules hold their parameters."""
+        """The same by unit, without units that are summoned now together with all places of their parameters."""
         keys = self._borrowed_keys(module, prefix)
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
@@ -374,9 +374,7 @@ class StateDictHandler:
     def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         sharded, key = self._flat_sharded(), self._flat_key(prefix)
         if self._state.call.use_orig_params:
-            state_dict.update(
-                (name, param.sharded) for name, param in self._keys(module, prefix, self._state.unit.borrowed)
-            )
+            state_dict.update((name, param.sharded) for name, param, _ in self._borrowed_keys(module, prefix))
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
         self._state.wait_for_uploads()
