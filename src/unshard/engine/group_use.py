@@ -70,11 +70,11 @@ class GroupUse:
 
     def wait_for_all_gather(self) -> None:
         """Wait, unless another unit has, and put the unsharded parameters on the modules of all units."""
-        self.shows = True
         if self.group.in_flight:
+            self.shows = True
             self.group.wait_for_all_gather()
         else:
-            self.group.show_unsharded()
+            self.show_unsharded()
 
     def reshard(self) -> None:
         """Empty the unsharded buffer, if no other unit needs it."""
@@ -88,8 +88,9 @@ class GroupUse:
         self.reshard()
 
     def show_unsharded(self) -> None:
+        if not self.shows and not any(use.shows for use in self.others()):
+            self.group.show_unsharded()
         self.shows = True
-        self.group.show_unsharded()
 
     def show_sharded(self) -> None:
         self.shows = False
