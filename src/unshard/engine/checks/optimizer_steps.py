@@ -123,7 +123,13 @@ def _check(optimizer: Any, parameters: list[Any]) -> None:
     if optimizer not in _guarded:
         optimizer.register_state_dict_pre_hook(_refuse_local_state)
         optimizer.register_state_dict_post_hook(_mark_state_dict)
+        optimizer.register_load_state_dict_post_hook(_forget)
         _guarded.add(optimizer)
+
+
+def _forget(optimizer: Any) -> None:
+    """After a load, it is looked at again. The id of the new state may be that of the old one, which is gone."""
+    _checked.pop(optimizer, None)
 
 
 def _refuse_local_state(optimizer: Any) -> None:
