@@ -15,7 +15,7 @@ class Left:
 
     resets = 0
 
-    def reset(self) -> None:
+    def fail_backward(self, error: BaseException | None) -> None:
         self.resets += 1
         raise RuntimeError("Connection closed by peer")
 

@@ -57,7 +57,7 @@ def warnings_logged() -> Iterator[list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    module_buffers._warn.cache_clear()
+    module_buffers._warn_once.cache_clear()
     logging.getLogger("unshard").addHandler(handler)
     try:
         yield records

@@ -348,6 +348,7 @@ def test_gradients_are_cleared_between_forward_and_backward(strategy: S, origina
         torch.testing.assert_close(gradient, expected[name])
 
 
+@pytest.mark.filterwarnings("ignore:There is one rank")
 @pytest.mark.parametrize("legacy", [False, True], ids=["wrapper", "legacy"])
 @world(1, 2)
 def test_a_model_that_ran_is_wrapped_again(legacy: bool) -> None:

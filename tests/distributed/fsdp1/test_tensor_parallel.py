@@ -407,6 +407,7 @@ def test_summon_full_params(originals: bool) -> None:
     assert_parameters(model, reference, 0)
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # torch 2.11, on a CPU mesh
 @both
 @world(4)
 def test_values_of_the_first_rank_and_meta(originals: bool) -> None:

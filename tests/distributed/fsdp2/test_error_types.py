@@ -289,6 +289,8 @@ def test_errors_are_subclasses_of_those_of_pytorch() -> None:
     for misuse in MISUSES:
         theirs, ours = outcome(misuse, peer), outcome(misuse, unshard)
         assert theirs is not None, f"{misuse.__name__} is no misuse"
+        if isinstance(theirs, AttributeError):
+            continue  # an older torch: it has no check, or no such method
         if not isinstance(ours, type(theirs)):
             wrong.append(f"{misuse.__name__}: {theirs!r:.200} there, {ours!r:.200} here")
     assert not wrong, "\n".join(wrong)
