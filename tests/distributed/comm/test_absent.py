@@ -27,8 +27,8 @@ def is_last() -> bool:
 
 
 def short_group() -> dist.ProcessGroup:
-    """All ranks, in a process group that waits for two seconds."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    """All ranks, in a process group that waits for five seconds: longer than a step takes on a busy machine."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
 
 
 @contextmanager

@@ -18,6 +18,9 @@ from torch import nn
 from unshard import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from unshard.optim import GradScaler, ShardedGradScaler, clip_grad_norm_
 
+# Torch 2.11 crashes when several threads make DTensor parameters: its fake tensor mode is shared by them.
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot make DTensors in several threads")
+
 RANKS, STEPS = 4, 4
 CASE = models.case("uneven")
 DOUBLE = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}

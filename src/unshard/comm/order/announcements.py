@@ -69,14 +69,16 @@ class Announcer:
         self._raised: dict[str, Any] = {}
         self._count = 0
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         _register_at_exit()
         _announcers.add(self)
         threading.Thread(target=self._run, name="unshard announces", daemon=True).start()
 
     def add(self, order: Order) -> None:
+        """It is announced at once: a rank that is killed soon after would seem to have sharded nothing."""
         with self._lock:
             self._orders.add(order)
+        self._wake.set()
 
     def _all_orders(self) -> list[Order]:
         with self._lock:
@@ -84,7 +86,9 @@ class Announcer:
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store cannot be reached: the job ends
-            while not self._stop.wait(self.interval):
+            while not self._stop.is_set():
+                self._wake.wait(self.interval)
+                self._wake.clear()
                 group = self._group()
                 if group is None or group is not dist.group.WORLD:
                     self.end("has left the job (destroy_process_group)")
@@ -101,6 +105,7 @@ class Announcer:
                 return
             if ended:
                 self._stop.set()
+                self._wake.set()
             self._count += 1
             now, groups = time.time(), {}
             for order in list(self._orders):
