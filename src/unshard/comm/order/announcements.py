@@ -72,7 +72,8 @@ class Announcer:
         self._stop, self._wake = threading.Event(), threading.Event()
         _register_at_exit()
         _announcers.add(self)
-        threading.Thread(target=self._run, name="unshard announces", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="unshard announces", daemon=True)
+        self._thread.start()
 
     def add(self, order: Order) -> None:
         """It is announced at once: a rank that is killed soon after would seem to have sharded nothing."""
@@ -133,6 +134,11 @@ class Announcer:
             with suppress(RuntimeError):
                 self.announce(ended=how)
 
+    def join(self) -> None:
+        """Wait for the thread after `end`. One that is inside the store while Python shuts down aborts the process."""
+        if self._process == os.getpid():
+            self._thread.join(timeout=2)
+
     def own(self, order: Order) -> Announcement:
         """What this rank would announce now."""
         issued, last = order.last_announced()
@@ -180,6 +186,7 @@ def announce_end() -> None:
         how += f" with {first_line_of(error)}"
     for announcer in list(_announcers):
         announcer.end(how)
+        announcer.join()
 
 
 def first_line_of(error: BaseException) -> str:
