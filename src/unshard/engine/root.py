@@ -13,8 +13,14 @@ import torch
 
 from ..comm.order.announcements import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
-from ..torch_private import current_graph_task, inside_backward, never_compiled, queue_backward_callback
-from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs
+from ..torch_private import (
+    current_graph_task,
+    inside_backward,
+    never_compiled,
+    queue_backward_callback,
+    runs_split_backward,
+)
+from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs, refuse_split_backward
 from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
 from .checks.unmanaged import Unmanaged
@@ -317,6 +323,8 @@ class Root:
                 refuse_two_threads(self.unit, self._thread, forward_only=True)
             self.in_backward = True
             queue_backward_callback(BackwardEnd(self))
+            if runs_split_backward(self._thread):
+                refuse_split_backward([unit for unit in self.units if self.awaits_backward(unit)])
 
     @traced("root_post_backward")
     def end_backward(self) -> None:

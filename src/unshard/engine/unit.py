@@ -150,6 +150,11 @@ class Unit:
             for group in self.gathers:
                 group.show_sharded()
 
+    @property
+    def shows_unsharded(self) -> bool:
+        """Whether the modules hold the unsharded parameters."""
+        return self.param_state is ParamState.UNSHARDED and not self._shows_sharded
+
     def reshard(self) -> None:
         """Empty the unsharded buffer; the modules hold the sharded parameters."""
         state = self.param_state

@@ -27,6 +27,28 @@ RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The code of the function that every backward is in, to be found in the stack of a thread. All versions."""
 
 
+def runs_split_backward(thread: int) -> bool:
+    """Whether the running backward is one for inputs only, of a pipeline schedule that splits backward in two.
+
+    `thread` is looked at if the backward was not started by the calling thread: hooks of CUDA tensors run in threads of
+    autograd. There is no public way to tell. All versions.
+    """
+    pipelining = sys.modules.get("torch.distributed.pipelining._backward")
+    if pipelining is None:
+        return False
+    split = pipelining.stage_backward_input.__code__
+    for first in (sys._getframe(), sys._current_frames().get(thread)):
+        frame, started_here = first, False
+        while frame is not None:
+            if started_here and frame.f_code is split:
+                return True
+            started_here = started_here or frame.f_code is RUN_BACKWARD
+            frame = frame.f_back
+        if started_here:
+            return False
+    return False
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` at the end of the running backward. Only valid inside a backward.
 

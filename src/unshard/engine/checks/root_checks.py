@@ -42,6 +42,22 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
     )
 
 
+def refuse_split_backward(units: list[Unit]) -> None:
+    """A pipeline schedule computes gradients of inputs and of parameters in two backwards, and takes the parameters
+    that the modules hold for those of the graph. If they hold sharded ones, it finds no parameters, and says nothing.
+    """
+    for unit in units:
+        kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronise
+        if not kept and any(param.sharded.requires_grad for param in unit.used_params):
+            raise StateError(
+                f"The schedule of this pipeline splits backward into one for inputs and one for parameters (ZeroBubble "
+                f"schedules do), and {unit} is resharded or reduced between them, so its parameters would get no "
+                "gradients. Shard all modules of the stage with reshard_after_forward=False, the stage's module itself "
+                "too, and use the drop-in (`unshard run`), with which the pipeline keeps a stage unsharded until the "
+                "end of the step. Or use a schedule that does not split backward: GPipe, 1F1B, Interleaved1F1B."
+            )
+
+
 def refuse_second_root(name: str) -> None:
     raise StateError(
         f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "
