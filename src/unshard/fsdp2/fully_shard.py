@@ -84,6 +84,8 @@ def fully_shard(
     found = _params_to_shard(modules, prefixes, ignored, info)
     params = [param for param in found if param.owner is None]
     shared = [param for param in found if param.owner is not None]
+    for param in shared:
+        param.refuse_same_place()
     for param in params:
         param.choose_placement(shard_placement_fn)
     facts = _facts(title, found, mp_policy)

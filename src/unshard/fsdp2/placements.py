@@ -72,6 +72,14 @@ class ParamToShard:
     def name(self) -> str:
         return self.names[0]
 
+    def refuse_same_place(self) -> None:
+        """Raise if the owner has the parameter from this very module, and not from another that is tied to it."""
+        theirs = None if self.owner is None else self.owner.param_of(self.parameter)
+        held = {(id(each.parameters), each.name) for each in theirs.locations} if theirs is not None else set()
+        if any((id(each.parameters), each.name) in held for each in self.locations):
+            unit = "" if self.owner is None else self.owner.unit_name
+            raise UnsupportedError(f"Parameter {self.name!r} is sharded already, by unit {unit!r}. {_BOTTOM_UP}")
+
     @property
     def local(self) -> torch.Tensor:
         """The parameter as a plain tensor: of a tensor-parallel one, this rank's part."""

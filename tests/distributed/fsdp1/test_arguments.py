@@ -294,15 +294,9 @@ def test_f1_41_a_unit_without_parameters() -> None:
 
 
 @world(2)
-def test_a_parameter_in_two_units_is_refused() -> None:
-    """Not silently two parameters."""
+def test_a_module_that_is_registered_twice() -> None:
+    """Its parameters are sharded once."""
     shared = nn.Linear(2, 2)
-    for originals in (True, False):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[1].weight = model[0].weight
-        model[0] = FSDP(model[0], use_orig_params=originals)
-        with pytest.raises(ValueError, match=r"belongs to another|one and the same"):
-            FSDP(model, use_orig_params=originals)(torch.ones(1, 2))
     assert FSDP(nn.Sequential(shared, shared)).params[0]._unpadded_unsharded_size == torch.Size((6,))
 
 
@@ -362,12 +356,7 @@ def test_f1_20_the_module_itself_may_be_ignored() -> None:
 @world(2)
 @quiet
 def test_what_is_said_of_a_wrapper_is_not_about_fully_shard() -> None:
-    """Tied weights over units, `optim.flat`, pickling."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    model[0], model[1] = FSDP(model[0]), FSDP(model[1])
-    with pytest.raises(ValueError, match=r"wrapped in two units. Wrap a module that contains both"):
-        FSDP(model)(torch.ones(1, 2))
+    """`optim.flat`, pickling."""
     for originals in (False, True):
         wrapped = FSDP(nn.Linear(2, 2), use_orig_params=originals)
         with pytest.raises(ValueError, match=r"flat is for parameters that fully_shard has sharded.*'weight'"):

@@ -386,7 +386,7 @@ def test_what_is_loaded_is_not_moved_to_the_device() -> None:
             second[1].load_state_dict({**saved, "param_groups": saved["param_groups"][:1]})
         assert_alike(second, first)
         assert not second[1]._optimizer_load_state_dict_pre_hooks
-        assert not second[1]._optimizer_load_state_dict_post_hooks
+        assert len(second[1]._optimizer_load_state_dict_post_hooks) == 1  # of the engine's checks
 
 
 @world(2)
