@@ -21,6 +21,7 @@ from ..torch_private import (
     current_graph_task,
     frame_not_compiled,
     inside_backward,
+    mark_fully_sharded,
     never_compiled,
     next_sequence_nr,
     sequence_nr_of,
@@ -86,6 +87,7 @@ class FSDPState:
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
+        mark_fully_sharded(module)
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
         self._attach_to_state_dicts(module)

@@ -229,3 +229,14 @@ def is_replicated(module: nn.Module) -> bool:
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
+def mark_fully_sharded(module: nn.Module) -> None:
+    """Let torch's composable `replicate`, applied to a module around this one, leave its parameters alone.
+
+    `replicate` otherwise replaces DTensors by their local tensors. The name of the attribute differs in each process,
+    so this has an effect only if something has imported `replicate` already. All versions.
+    """
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if contract is not None:
+        module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()

@@ -290,7 +290,9 @@ class ShardedParams:
         if not isinstance(current, DTensor):
             raise ParameterError(
                 f"{where} was replaced by a {type(current).__name__} that is not a DTensor. Write into the existing "
-                "parameter, or assign one made with torch.distributed.tensor.distribute_tensor."
+                "parameter, or assign one made with torch.distributed.tensor.distribute_tensor. If torch's composable "
+                "replicate() did it: import it before fully_shard is called, or pass it the sharded modules as "
+                "ignored_modules."
             )
         expected = param.sharding.local_shape(self._transport.rank)
         found = tuple(local_of(current).shape)
