@@ -192,12 +192,16 @@ def test_a_frozen_unit_and_one_frozen_later() -> None:
         torch.testing.assert_close(parameter, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("used", ["ab", "ba"])
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @world(2)
-def test_ranks_may_use_different_parameters_of_a_unit(originals: bool) -> None:
-    """The unit is reduced as a whole: a rank that did not use a parameter adds zeros."""
+def test_ranks_may_use_different_parameters_of_a_unit(originals: bool, used: str, strategy: ShardingStrategy) -> None:
+    """The unit is reduced as a whole: a rank that did not use a parameter adds zeros, and gets the sum."""
     torch.manual_seed(5)
-    reference = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    reference = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
 
     class Choice(nn.Module):
         def __init__(self) -> None:
@@ -207,12 +211,18 @@ def test_ranks_may_use_different_parameters_of_a_unit(originals: bool) -> None:
         def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
             return self.parts[which](x)
 
-    model = wrap(Choice(), [], use_orig_params=originals)
+    model = wrap(Choice(), [], use_orig_params=originals, sharding_strategy=strategy)
     x = torch.ones(2, 4)
-    model(x, "ab"[dist.get_rank()]).sum().backward()
-    (reference["a"](x).sum() + reference["b"](x).sum()).backward()
-    for name, gradient in full_gradients(model).items():
-        torch.testing.assert_close(gradient, reference.get_parameter(name.removeprefix("parts.")).grad / 2)
+    for _ in range(2):  # the second time they are added to those of the first
+        model(x, used[dist.get_rank()]).sum().backward()
+        (reference["a"](x).sum() + reference["b"](x).sum()).backward()
+        for name, gradient in full_gradients(model).items():
+            expected = reference.get_parameter(name.removeprefix("parts.")).grad
+            unused = torch.zeros_like(gradient)  # if one flat parameter has all gradients
+            torch.testing.assert_close(gradient, unused if expected is None else expected / 2)
+    held = {name: each.grad for name, each in model.named_parameters() if originals and each.numel()}
+    assert all((grad is None) == ("parts.c" in name) for name, grad in held.items())
+    assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in held.values() if grad is not None)
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])

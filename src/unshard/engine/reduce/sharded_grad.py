@@ -215,13 +215,16 @@ class ShardedGrad:
     def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
         """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
 
-        `absent` are parameters that had no gradient, where all of the unit is reduced all the same. `.grad` may be
-        there before its numbers, until the backward ends, unless somebody looks at them.
+        `absent` are parameters that had no gradient on this rank, where all of the unit is reduced all the same. If
+        they had one on another rank, the sum is not zero. `.grad` may be there before its numbers, until the backward
+        ends, unless somebody looks at them.
         """
         self._known_idle = False
         parameters, grads, locals_ = self._parameters, self.grads, self.locals
         if absent:
-            here = [number for number, param in enumerate(self._params) if param not in absent]
+            self.wait_for_copy()
+            numbered = enumerate(zip(self._params, locals_, strict=True))
+            here = [number for number, (param, local) in numbered if param not in absent or bool(local.any())]
             parameters, grads = [parameters[number] for number in here], [grads[number] for number in here]
             locals_ = [locals_[number] for number in here]
         before = list(map(gradient_of, parameters))
