@@ -63,6 +63,8 @@ def summon_full_params(
         for each in units:
             stack.callback(each.exit)
             each.enter()
+        if writeback:
+            stack.callback(_write_back, units)  # before the first is resharded: they may have each other's memory
         yield
 
 
@@ -122,25 +124,49 @@ class FullParams:
         if self._with_grads:
             self._unshard_gradients()
 
+    def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Places in the unsharded buffer, and the values that programs put elsewhere, by assignment.
+
+        Either a parameter was assigned, or a tensor to its `data`.
+        """
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if not self._exposes:
+            return found
+        for location, param in self._locations():
+            module, place = location.module(), param.unsharded_view
+            current = None if module is None else own_parameters(module).get(location.name)
+            if current is None or place is None:
+                continue
+            shape = place.shape if param.tp_spec is None else param.tp_spec.shape
+            if current.shape != shape:
+                raise ConflictError(
+                    f"Parameter {param.name!r} has the shape {tuple(current.shape)} now, expected {tuple(shape)}."
+                )
+            local = tp_part(param, current.detach())
+            if place.numel() and not _same_memory(local, place):
+                found.append((place, local))
+        return found
+
     def exit(self) -> None:
-        """Write back, and register what was registered before."""
+        """Keep what was written, and register what was registered before."""
         if self._exposes:
-            self._write_back_and_unregister()
+            self._keep_and_unregister()
         self._unit.reshard()
         self._unit.select(self._precision)
         self._state.in_summon_full_params = False
 
     @torch.no_grad()
-    def _write_back_and_unregister(self) -> None:
+    def _keep_and_unregister(self) -> None:
         flat = self._sharded.flat
-        if self._writeback:
-            for location, param in self._locations():
-                _write_back(location, param)
-            if self._with_grads:
-                self._write_back_gradients()
-        for _, param in self._locations():
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+        if self._writeback and self._with_grads:
+            self._write_back_gradients()
+        for param in self._sharded.params:
+            unsharded, place = param.unsharded, param.unsharded_view
+            if unsharded is None:
+                continue
+            unsharded.grad = None
+            if place is not None and param.tp_spec is None and not _same_memory(unsharded, place):
+                unsharded.data = place  # else no all-gather would reach it again
         if not self._state.call.use_orig_params:
             for location, _ in self._locations():
                 module = location.module()
@@ -213,17 +239,18 @@ def _register(location: ParamLocation, parameter: nn.Parameter) -> None:
         location_of(module, location.name).put(parameter)
 
 
-def _write_back(location: ParamLocation, param: ManagedParam) -> None:
-    """Copy a parameter that was assigned inside the context, or got other memory, into the unsharded buffer."""
-    module = location.module()
-    current = None if module is None else own_parameters(module).get(location.name)
-    if current is None or param.unsharded is None or param.unsharded_view is None:
-        return
-    if current.shape != param.unsharded.shape:
-        raise ConflictError(
-            f"Parameter {param.name!r} has the shape {tuple(current.shape)} now, expected "
-            f"{tuple(param.unsharded.shape)}."
-        )
-    local = tp_part(param, current.detach())
-    if local.data_ptr() != param.unsharded_view.data_ptr() and param.sharding.numel:
-        param.unsharded_view.copy_(local)
+@torch.no_grad()
+def _write_back(units: list[FullParams]) -> None:
+    """Copy parameters that were assigned inside the context, or got other memory, into the unsharded buffers."""
+    moved = [pair for unit in units for pair in unit.moved()]
+    buffers = {place.untyped_storage().data_ptr() for place, _ in moved}
+    # A program may have exchanged parameters: a place is read before it is written.
+    values = [each.clone() if each.untyped_storage().data_ptr() in buffers else each for _, each in moved]
+    for (place, _), value in zip(moved, values, strict=True):
+        place.copy_(value)
+
+
+def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether it is `place`, and not, for example, the same memory transposed."""
+    same = tensor.data_ptr() == place.data_ptr() and tensor.dtype == place.dtype
+    return same and tensor.shape == place.shape and tensor.stride() == place.stride()

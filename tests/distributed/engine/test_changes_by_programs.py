@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +358,36 @@ def test_state_that_one_rank_saved_and_all_load(kind: str, fresh: bool, tmp_path
         train(each, its, range(2, 4), kind)
     assert all(torch.equal(value, values(other)[name]) for name, value in values(model).items())
     assert "unshard_shard" not in loaded.param_groups[0]
+
+
+# -- unsharded parameters of the wrapper --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["flat", "originals", "legacy"])
+@world(1, 2)
+def test_data_assigned_to_summoned_parameters_is_trained_on(kind: str) -> None:
+    """Also memory of other parameters and units, exchanged or transposed; what is not to be written back is lost."""
+
+    def program(kind: str) -> nn.Module:
+        model = build(kind)
+        optimizer = adam(model)
+        train(model, optimizer, range(1), kind)
+        with nullcontext() if kind == "plain" else FSDP.summon_full_params(model):
+            a, b, c = model.a, model.b, model.c
+            a.weight.data = torch.eye(13, 7)
+            a.bias.data, b.bias.data = b.bias.data, a.bias.data
+            b.weight.data = b.weight.data.t()
+            c.weight.data = c.weight.data.double()
+            if kind == "plain":
+                c.weight.data = c.weight.data.float()
+        train(model, optimizer, range(1, 3), kind)
+        if kind != "plain":
+            with FSDP.summon_full_params(model, writeback=False):
+                model.b.weight.data = torch.zeros(13, 13)
+            with refused(AssertionError, r"b.weight' has the shape \(1, 13\) now, expected \(13, 13\)"):
+                with FSDP.summon_full_params(model):
+                    model.b.weight.data = torch.zeros(1, 13)
+        train(model, optimizer, range(3, 5), kind)
+        return model
+
+    assert_as_plain(program, kind)
