@@ -9,9 +9,10 @@ import pytest
 import torch
 from bed import world
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, input_gradient, loss_of, sharded
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from unshard import fully_shard
+from unshard import MixedPrecisionPolicy, fully_shard
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -59,6 +60,30 @@ def test_transforms(name: str, first: bool) -> None:
     loss_of(model).backward()
     loss_of(reference).backward()
     assert_gradients(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["input without", "input with gradient"])
+@pytest.mark.parametrize("reshard", [False, True], ids=["kept", "resharded"])
+@world(2)
+def test_forward_mode_first_in_mixed_precision(reshard: bool, needs_grad: bool) -> None:
+    """The first forward of all is one whose tensors have tangents, and casts lie between them and the parameters."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for transform in (TRANSFORMS["jvp"], dual):
+        model, reference = sharded(mp_policy=policy, reshard_after_forward=reshard), Stack().bfloat16()
+        x = batch(requires_grad=needs_grad)
+        expected = transform(reference, x.detach().bfloat16())
+        torch.testing.assert_close(transform(model, x), expected, rtol=0, atol=0)
+        model.zero_grad()
+        model.reset_iter_state()
+        loss_of(model).backward()
+        assert_at_rest(model)
+
+
+def dual(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The tangent of the output, by dual numbers."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
 def fail(gradient: torch.Tensor) -> None:
