@@ -34,7 +34,7 @@ class PrecisionAudit:
     def __enter__(self) -> PrecisionAudit:
         if observer.current is not None:
             raise StateError(
-                "Another precision audit is under way, and the engine takes one observer. Leave that block first, or "
+                "Another precision audit is active, and the engine takes one observer. Leave that block first, or "
                 "audit the root module, which covers all units."
             )
         # Made again: the model may have been converted since the audit was made.
