@@ -24,11 +24,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from bed.worker import CLEAN, READY, RELEASE, Job, Outcome, serve
+from bed.worker import CLEAN, PATIENCE, READY, RELEASE, Job, Outcome, serve
 
 MOST_RANKS = 4
-START_TIMEOUT = 120.0  # the server's imports, on a busy machine
-CLEAN_TIMEOUT = 60.0  # leaving a process group, on the same
+START_TIMEOUT = 300.0  # the server's imports, on a busy machine
+CLEAN_TIMEOUT = 300.0  # leaving a process group, on the same
 STACK_TIMEOUT = 20.0
 
 # What the server imports before any worker is forked from it. Nothing in here may start threads or touch a GPU.
@@ -105,7 +105,7 @@ class Pool:
         size: int,
         kwargs: dict[str, Any] | None = None,
         backend: str = "gloo",
-        timeout: float = 120.0,
+        timeout: float = PATIENCE,
         filters: Iterable[str] = (),
     ) -> list[Any]:
         """Call an importable function on ranks 0 to `size - 1` and return what each rank returned."""

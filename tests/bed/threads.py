@@ -13,7 +13,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 Group = threaded.ProcessLocalGroup
 
 
-def run_threads(size: int, body: Callable[[int], Any], timeout: float = 60.0) -> list[Any]:
+def run_threads(size: int, body: Callable[[int], Any], timeout: float = 300.0) -> list[Any]:
     """`body(rank)` in a thread for each rank of a job; what they return. The first exception is raised here."""
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     store, results, errors = dist.HashStore(), [None] * size, []

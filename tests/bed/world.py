@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from bed import pool
+from bed.worker import PATIENCE
 
 
-def world(*sizes: int, backend: str = "gloo", timeout: float = 120.0) -> Callable[[Callable[..., Any]], Any]:
+def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated test once for each world size, as a job of the shared pool.
 
     The body finds its place with `dist.get_rank()` and `dist.get_world_size()`. Its arguments (parameters and

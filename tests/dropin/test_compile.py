@@ -14,7 +14,7 @@ from unshard import dropin
 
 # The compiler of torch 2.11 looks at the gradients of all tensors that it meets.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@world(2, timeout=180)
+@world(2)
 def test_compiled_blocks() -> None:
     with dropin.stand_in():
         from torch.distributed.fsdp import fully_shard

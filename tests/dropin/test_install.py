@@ -398,4 +398,4 @@ def test_installing_first_thing() -> None:
         assert torch.distributed.pipelining.stage.FSDPModule is FSDPModule is unshard.FSDPModule
         assert torch.distributed.checkpoint.state_dict.StateDictType is unshard.StateDictType
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)

@@ -125,7 +125,7 @@ def _losses(model: nn.Module, steps: int = 3) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
-@world(2, timeout=240)
+@world(2)
 def test_one_graph_per_unit(name: str) -> None:
     """Contract INT-04, with `fullgraph=True`: the hooks are skipped without a graph break."""
     build, graphs = MODELS[name]
@@ -138,7 +138,7 @@ def test_one_graph_per_unit(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@world(2, timeout=240)
+@world(2)
 def test_sharded_modules_inside_a_graph() -> None:
     """One graph cannot contain them: `fullgraph=True` raises an error that names the remedy."""
     model = _compiled_after(_stack(), fully_shard, lambda module: None)
@@ -151,7 +151,7 @@ def test_sharded_modules_inside_a_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@world(2, timeout=400)
+@world(2)
 def test_inductor() -> None:
     expected = _losses(_stack())
     model = _compiled_after(_stack(), fully_shard, lambda module: module.compile(fullgraph=True))

@@ -17,7 +17,7 @@ from unshard import MixedPrecisionPolicy, fully_shard
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["blocks before", "blocks after", "model"])
-@world(1, 3, timeout=120)
+@world(1, 3)
 def test_compile(how: str) -> None:
     """Contract INT-04: graphs break at the hooks; what lies between is compiled. One rank sends nothing, three do."""
     model, reference = Stack(2), Stack(2)

@@ -170,7 +170,7 @@ def test_an_audit_changes_nothing() -> None:
         raise ZeroDivisionError
     assert_removed(watched)
     with precision_audit(watched):
-        with pytest.raises(StateError, match="under way"), precision_audit(plain):
+        with pytest.raises(StateError, match="is active"), precision_audit(plain):
             raise AssertionError
         assert observer.current is not None  # the refused one did not end this one
     assert_removed(watched)
