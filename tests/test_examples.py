@@ -19,7 +19,7 @@ def train(folder: Path, steps: int, processes: int = 2) -> dict[int, str]:
     command += [f"--nproc-per-node={processes}", str(program), f"--steps={steps}", "--every=2", f"--folder={folder}"]
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     words = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     return {int(step): loss for _, step, _, loss in words}

@@ -20,6 +20,6 @@ DROPIN = ["-m", "unshard.dropin"]
 def python(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGES}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=cwd)
     assert done.returncode == status, done.stderr
     return done

@@ -18,6 +18,7 @@ from ..policies import MixedPrecisionPolicy
 from ..torch_private import (
     add_gradient_hook,
     base_of,
+    calls_on_stack,
     current_graph_task,
     frame_not_compiled,
     inside_backward,
@@ -44,6 +45,7 @@ from .transport_settings import TransportSettings
 from .unit import ROOT, STATE_KEY, Unit
 
 _WATCHED = "unshard_watched"
+_NESTED = 0  # of `FSDPState._handled`, where all other numbers are ids
 _FINDING_ROOT = threading.RLock()
 
 
@@ -73,6 +75,7 @@ class FSDPState:
         self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
         self._handled: list[int] = []
         self._first_node = 0
+        self._ran = False  # a forward that writes parameters does so the first time, too
         self._side_outputs = SideOutputs()
         self.casts_inputs = unit.policy.cast_forward_inputs
         """Whether inputs of forward are cast; for some policies that depends on where the root is."""
@@ -130,8 +133,12 @@ class FSDPState:
     @traced("pre_forward")
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
+        nested = self._is_nested() if self._handled else False
         # An exception that is already being handled when forward begins is not forward's.
         self._handled.append(id(sys.exc_info()[1]))
+        if nested:
+            self._handled.append(_NESTED)
+            return self._enter_nested(args, kwargs)
         precision = unit.precision_in(module.training)
         if self.buffers is not None:
             self.buffers.enter(cast=precision is Precision.POLICY)
@@ -159,6 +166,9 @@ class FSDPState:
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
             self._first_node = next_sequence_nr()
+            if not self._ran:
+                self._ran = True
+                unit.watch_shown()
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
@@ -174,6 +184,8 @@ class FSDPState:
         if not self._handled:
             return output  # our own pre_forward did not run
         before = self._handled.pop()
+        if before == _NESTED:
+            return self._leave_nested(module, output)
         if self.buffers is not None:
             self.buffers.leave()
         if root is None:
@@ -197,6 +209,30 @@ class FSDPState:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_as_list(root)):
                 root.after_forward(unit, graph, returns, unwatched=not returns and self._watch_parameters())
+        dtype = unit.policy.output_dtype
+        return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
+
+    def _is_nested(self) -> bool:
+        """Whether a module of the unit called itself, or another one of its list.
+
+        A call that was left by a KeyboardInterrupt looks the same, except that it is not on the stack.
+        """
+        return self.unit.phase is Phase.FORWARD and calls_on_stack(self.modules()) > 1
+
+    def _enter_nested(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A nested call is a part of the outer one, which needs the unsharded parameters until its own end."""
+        if self.casts_inputs:
+            return cast_inputs(args, kwargs, self.unit.compute_dtype_in(self.unit.precision))
+        return args, kwargs
+
+    def _leave_nested(self, module: nn.Module, output: Any) -> Any:
+        unit, error = self.unit, sys.exc_info()[1]
+        if id(error) != self._handled.pop():
+            explain(error, module, unit)
+            return output  # the outer call ends the forward, unless it catches the exception
+        self._to_run.discard(weakref.ref(module))
+        if unit.phase is Phase.FORWARD and torch.is_grad_enabled():
+            output, _ = self._watch_outputs(output)  # forward may call backward itself
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
@@ -417,6 +453,7 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
+            state.unit.watch_shown()
 
 
 class InputWatch:

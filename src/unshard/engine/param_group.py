@@ -334,7 +334,8 @@ class ParamGroup:
             warnings.warn(
                 f"Unsharded parameters of unit {self.unit_name!r} were written ({listed(written)}), and the writes are "
                 "lost: modules have them from forward to backward only, and the next all-gather takes the sharded "
-                "ones. Write parameters before forward, after backward, or after model.reshard().",
+                "ones. Write parameters before forward, after backward, or after model.reshard(). A parameter that "
+                "forward itself writes, as nn.Embedding(max_norm=...) does, has to be left out of sharding.",
                 stacklevel=stack_level_of_program(),
             )
 

@@ -212,8 +212,12 @@ class Unit:
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
-            if self.param_state is ParamState.UNSHARDED:
-                self._shown = [group.shown_unsharded() for group in self.param_groups]
+        self.watch_shown()
+
+    def watch_shown(self) -> None:
+        """Notice until the next `reshard` that unsharded parameters are written, by the program or by forward."""
+        if self._shown is None and self.shows_unsharded:
+            self._shown = [group.shown_unsharded() for group in self.param_groups]
 
     @property
     def stale(self) -> bool:

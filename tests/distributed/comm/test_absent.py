@@ -26,10 +26,21 @@ def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def short_group() -> dist.ProcessGroup:
-    """All ranks, in a process group that waits for five seconds: longer than a step takes on a busy machine."""
+def short_group(seconds: float = 5) -> dist.ProcessGroup:
+    """All ranks, in a process group that waits for few seconds."""
     dist.barrier()  # the time that ranks take to start does not count
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def after_three_steps() -> nn.Module:
+    """A model whose collectives wait for few seconds from now on: on a busy machine a step has taken longer."""
+    group = short_group(seconds=600)
+    model = sharded(mesh=DeviceMesh.from_group(group, "cpu"))
+    for _ in range(3):
+        step(model, [0, 1, 2])
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
+    return model
 
 
 @contextmanager
@@ -55,9 +66,7 @@ def test_a_rank_that_is_busy_with_something_else() -> None:
     """Both errors name the rank that was late, also that of the rank itself, once it comes."""
     late, rank = dist.get_world_size() - 1, dist.get_rank()
     with quick():
-        model = sharded(mesh=DeviceMesh.from_group(short_group(), "cpu"))
-        for _ in range(3):
-            step(model, [0, 1, 2])
+        model = after_three_steps()
         expected = (
             rf"Rank {rank} wanted to all-gather unit '\(root\)', in the process group of ranks 0, .* waited for rank "
             rf"{late}: rank {late} last announced to reduce-scatter the gradients of unit '\(root\)', \d+ s ago; is "
@@ -129,9 +138,7 @@ def _raise_in(model: nn.Module, stage: str) -> None:
 @world(2)
 def test_one_rank_raises_and_does_not_go_on() -> None:
     with quick():
-        model = sharded(mesh=DeviceMesh.from_group(short_group(), "cpu"))
-        for _ in range(3):
-            step(model, [0, 1, 2])
+        model = after_three_steps()
         if is_last():
             with pytest.raises(ValueError, match="bad data"):
                 _raise_in(model, "forward")
@@ -187,7 +194,7 @@ def announcing() -> list[threading.Thread]:
 @world(1, 2)
 def test_the_thread_lives_as_long_as_the_job() -> None:
     for thread in announcing():  # of another test on this worker
-        thread.join(60)
+        thread.join(300)
     with quick():
         step(sharded(), [0, 1, 2])
         step(sharded(), [0, 1, 2])
@@ -196,5 +203,5 @@ def test_the_thread_lives_as_long_as_the_job() -> None:
     dist.barrier()
     dist.destroy_process_group()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not announcing()

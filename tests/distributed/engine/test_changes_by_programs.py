@@ -218,6 +218,31 @@ def test_freezing_while_the_root_is_kept_unsharded(kind: str) -> None:
     assert_as_plain(program, kind)
 
 
+@kinds
+@world(2)
+def test_freezing_a_resharded_unit_between_forward_and_backward(kind: str) -> None:
+    """Autograd drops gradients of parameters that are frozen when it comes to them, and keeps those they have."""
+
+    def program(kind: str) -> nn.Module:
+        model = build(kind)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        loss_of(model, 5, kind).backward()
+        frozen = list(model.b.parameters()) if flat else [model.b.weight]
+        loss = loss_of(model, 6, kind)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        loss.backward()
+        for parameter in frozen:
+            assert parameter.grad is not None
+            parameter.requires_grad_(True)
+        optimizer.step()
+        train(model, optimizer, range(1, 3), kind)
+        return model
+
+    flat = kind == "flat"
+    assert_as_plain(program, kind)
+
+
 @pytest.mark.parametrize("how", ["in place", "data"])
 @world(1, 2)
 def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
@@ -242,6 +267,35 @@ def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
         return model
 
     assert_as_plain(program, "fully_shard")
+
+
+@world(2)
+def test_writes_after_unshard_are_lost() -> None:
+    model = build("fully_shard")
+    before = values(model)
+    for wait in (False, True):
+        handle = model.a.unshard(async_op=wait)
+        if handle is not None:
+            handle.wait()
+        with torch.no_grad():
+            model.a.weight.zero_()
+        with pytest.warns(UserWarning, match=r"were written \(weight.*lost"):
+            model.a.reshard()
+        model.a.unshard()
+        model.a.reshard()
+        assert torch.equal(values(model)["a.weight"], before["a.weight"])
+
+
+@kinds
+@world(2)
+def test_a_forward_that_writes_parameters(kind: str) -> None:
+    """As every forward does it, the first one tells."""
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4))
+    model[0] = sharded(model[0], kind)
+    model = sharded(model, kind)
+    with pytest.warns(UserWarning, match=r"were written \((0\.)?weight.*max_norm"):
+        model(torch.arange(8)).sum().backward()
+    model(torch.arange(8)).sum().backward()
 
 
 @pytest.mark.parametrize("kind", ["flat", "originals", "legacy"])

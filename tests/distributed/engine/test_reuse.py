@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -53,6 +55,98 @@ def test_gathers_of_a_unit_used_several_times(reshard: bool, uses: int) -> None:
         reference(batch()).square().mean().backward()
         assert_gradients(model, reference)
     assert_at_rest(model)
+
+
+class Recursive(nn.Module):
+    """Calls itself, and computes with its own parameters before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        x = torch.tanh(self.down(x))
+        if depth:
+            x = self(x, depth - 1)
+        return torch.tanh(self.up(x)) if depth % 2 else x
+
+
+class CallsRecursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = Recursive(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        return self.head(self.inner(x, depth))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@world(1, 2)
+def test_a_unit_that_calls_itself(reshard: bool) -> None:
+    """As the root and below it: a nested call is a part of the outer one, which needs the parameters to its end."""
+    for as_root in (True, False):
+        model, reference = CallsRecursive(), CallsRecursive()
+        fully_shard(model.inner, reshard_after_forward=reshard)
+        if as_root:
+            model, reference = model.inner, reference.inner
+        else:
+            fully_shard(model)
+        for depth in (1, 2, 3):
+            for requires_grad in (False, True):
+                inputs = [batch(depth, requires_grad) for _ in range(2)]
+                results = [each(x, depth) for each, x in zip((model, reference), inputs, strict=True)]
+                torch.testing.assert_close(*results)
+                for result in results:
+                    result.square().mean().backward()
+                assert_gradients(model, reference)
+                if requires_grad:
+                    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+                assert_at_rest(model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch(), 2), reference(batch(), 2))
+        if reshard:
+            assert_at_rest(model)
+
+
+class Interrupted(Recursive):
+    def forward(self, x: torch.Tensor, depth: int, error: type[BaseException] | None = None) -> torch.Tensor:
+        if depth == 0 and error is not None:
+            raise error
+        x = self.down(x)
+        with suppress(ValueError):
+            x = self(x, depth - 1, error) if depth else x
+        return self.up(x)
+
+
+@pytest.mark.parametrize("below", [True, False])
+@world(2)
+def test_an_exception_leaves_a_unit_that_calls_itself(below: bool) -> None:
+    """Caught by an outer call, which goes on; or a KeyboardInterrupt, for which torch calls no hooks."""
+    torch.manual_seed(0)
+    inner = Interrupted()
+    reference = copy.deepcopy(inner)
+    model = fully_shard(inner, reshard_after_forward=True)
+    if below:
+        model = fully_shard(Through(inner))
+    for error in (ValueError, KeyboardInterrupt, None):
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(), 2, error)
+            continue
+        model(batch(), 2, error).square().mean().backward()
+        reference(batch(), 2, error).square().mean().backward()
+        assert_gradients(inner, reference)
+        assert_at_rest(model)
+
+
+class Through(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: object) -> torch.Tensor:
+        return self.inner(*args)
 
 
 @world(2, 3)

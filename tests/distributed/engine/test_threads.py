@@ -43,7 +43,7 @@ class Other:
 
     def finish(self) -> None:
         self._go.set()
-        self._thread.join(60)
+        self._thread.join(300)
         assert not self._thread.is_alive()
 
 

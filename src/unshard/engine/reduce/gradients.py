@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
-from operator import is_not
+from operator import attrgetter, is_not
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from .gradient_packing import Gradients
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
 from .unreduced import UnreducedGradients
+
+_is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # no Python function: hot
 
 
 class GroupGradients:
@@ -120,6 +122,7 @@ class GroupGradients:
             and gradients
             and options.synchronise
             and all(map(is_not, gradients, repeat(None)))
+            and all(map(_is_trained, self._params))
             and not torch.is_grad_enabled()
         ):
             deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
@@ -191,7 +194,8 @@ class GroupGradients:
     def _take(self) -> dict[int, torch.Tensor]:
         """Gradients by parameter; those of the unsharded parameters are cleared."""
         found = enumerate(map(gradient_of, self._unsharded))
-        gradients = {index: grad for index, grad in found if grad is not None}
+        params = self._params  # of one that was frozen after forward, autograd drops the gradient
+        gradients = {index: grad for index, grad in found if grad is not None and _is_trained(params[index])}
         for index in self._special:
             if index in gradients:
                 param = self._params[index]
@@ -207,14 +211,13 @@ class GroupGradients:
     def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
         """Add what graphs of the other precision left. All in the reduce dtype: to be packed they must have one."""
         for index, parameter in self.others:
-            if (grad := parameter.grad) is not None:
-                param = self._params[index]
+            if (grad := parameter.grad) is not None and _is_trained(param := self._params[index]):
                 if param.tp_spec is not None:
                     grad = local_gradient(grad, param.tp_spec, param.partial_dims)
                 if param.sharding.numel:
                     both = index in gradients
                     gradients[index] = self._to_reduce(index, gradients[index]) + grad if both else grad
-                parameter.grad = None
+            parameter.grad = None
         for index in gradients:
             gradients[index] = self._to_reduce(index, gradients[index])
         _sort(gradients)
@@ -239,7 +242,7 @@ class GroupGradients:
         """Zeros for trainable parameters that this rank did not use and another one may have."""
         kept = self._unreduced.sums() if self._unreduced is not None else {}
         for index, param in enumerate(self._params):
-            trained = param.unsharded is not None and param.unsharded.requires_grad
+            trained = param.unsharded is not None and param.unsharded.requires_grad and _is_trained(param)
             if index not in gradients and index not in kept and param.sharding.numel and trained:
                 kinds = self._sharded.shard.segments.dtypes(index)
                 dtype = kinds.reduce if self._varied else kinds.compute
