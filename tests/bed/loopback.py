@@ -221,6 +221,8 @@ def job(
         if check:
             group.check()
     finally:
+        if device == "cuda":
+            torch.cuda.synchronize()  # what nobody waited for must not write memory that is used again
         if dist.is_initialized():
             dist.destroy_process_group()
         _make.pop()

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from bed import loopback
+from bed.stack import assert_at_rest, loss_of, sharded
+from torch import nn
 
-from unshard.engine.root import BackwardEnd
+from unshard.engine import root as root_module
+from unshard.engine.backward_end import BackwardEnd
+from unshard.torch_private import queue_backward_callback
 
 
 class Left:
@@ -15,8 +24,8 @@ class Left:
 
     resets = 0
 
-    def fail_backward(self, error: BaseException | None) -> None:
-        self.resets += 1
+    def drop_backward(self, number: int) -> None:
+        self.resets += number
         raise RuntimeError("Connection closed by peer")
 
 
@@ -25,6 +34,57 @@ def test_a_failure_after_a_failure_is_not_reported(monkeypatch: pytest.MonkeyPat
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     root: Any = Left()
-    end = BackwardEnd(root)
+    end = BackwardEnd(root, 1)
     del end
     assert root.resets == 1 and not told
+
+
+class Boom(Exception):
+    pass
+
+
+def _raise(*unused: object) -> None:
+    raise Boom
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str) -> None:
+    """By another thread: of a backward on a GPU, autograd's own may be the last to hold it."""
+    held: list[Callable[[], None]] = []
+
+    def queue(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        queue_backward_callback(callback)
+
+    def drop_the_first(*unused: object) -> None:
+        thread = Thread(target=held.pop, args=(0,))
+        thread.start()
+        thread.join()
+
+    def raise_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(_raise)
+
+    def drop_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(drop_the_first)
+
+    with loopback.job(2), mock.patch.object(root_module, "queue_backward_callback", queue):
+        model = sharded()
+        loss_of(model).backward()
+        expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        held.clear()
+        for _ in range(2):
+            hook = model.blocks[1].register_forward_hook(raise_in_backward)
+            with pytest.raises(Boom):
+                loss_of(model).backward()
+            hook.remove()
+            if when == "forward":
+                hook = model.blocks[1].register_forward_pre_hook(drop_the_first)
+            else:
+                hook = model.blocks[1].register_forward_hook(drop_in_backward)
+            model.zero_grad()
+            loss_of(model).backward()
+            hook.remove()
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                assert torch.equal(parameter.grad.to_local(), gradient)
+            held.clear()
+            assert_at_rest(model)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Set
-from contextlib import suppress
 from operator import attrgetter
-from threading import get_ident
+from threading import RLock, get_ident
 
 import torch
 
@@ -16,10 +15,10 @@ from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import (
     current_graph_task,
     inside_backward,
-    never_compiled,
     queue_backward_callback,
     runs_split_backward,
 )
+from .backward_end import BackwardEnd
 from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs, refuse_split_backward
 from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
@@ -73,6 +72,8 @@ class Root:
         self._thread = 0
         """The one that ran the last forward. Backward may run in threads of autograd."""
         self._forwards = 0
+        self._backwards = 0
+        self._recovering = RLock()
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
 
@@ -117,7 +118,8 @@ class Root:
         if (self.in_backward or (self.in_forward and unit is self.unit)) and not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
-            self.reset()
+            with self._recovering:
+                self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
         """With the root, switch all units that follow `eval()`: they are prefetched before their own forward."""
@@ -322,7 +324,8 @@ class Root:
             if self.in_forward and self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread, forward_only=True)
             self.in_backward = True
-            queue_backward_callback(BackwardEnd(self))
+            self._backwards += 1
+            queue_backward_callback(BackwardEnd(self, self._backwards))
             if runs_split_backward(self._thread):
                 refuse_split_backward([unit for unit in self.units if self.awaits_backward(unit)])
 
@@ -356,6 +359,16 @@ class Root:
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
         self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
+
+    def drop_backward(self, number: int) -> None:
+        """An exception left the backward of this number, if it is still under way.
+
+        Of a backward on a GPU, autograd's own thread may be the last to let go, while the program is in its next
+        forward, which has recovered already.
+        """
+        with self._recovering:
+            if self.in_backward and self._backwards == number:
+                self.fail_backward(None)
 
     def _came_to(self, unit: Unit) -> bool:
         """Whether this backward came to `unit`, or to one that uses its parameters."""
@@ -459,31 +472,3 @@ class Root:
 
 
 _lends = attrgetter("lends")
-
-
-class BackwardEnd:
-    """Called at the end of a backward; deleted without a call if the backward raised."""
-
-    def __init__(self, root: Root):
-        self._root = weakref.ref(root)
-        self._called = False
-
-    @never_compiled
-    def __call__(self) -> None:
-        self._called = True
-        root = self._root()
-        if root is not None:
-            try:
-                root.end_backward()
-            except BaseException as error:
-                root.fail_backward(error)
-                raise
-
-    def __del__(self) -> None:
-        root = self._root()
-        # A backward inside another one may be dropped while the outer one still unwinds: see `recover`.
-        if not self._called and root is not None and not inside_backward():
-            # The exception that left the backward reaches the user. If the reset fails too, because another rank is
-            # gone, a second traceback helps nobody; the next forward tries again.
-            with suppress(Exception):
-                root.fail_backward(None)
