@@ -54,6 +54,10 @@ def test_stages_of_a_pipeline(schedule: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11: the first messages of this schedule end in Gloo's 'Pair is not connected'",
+)
 @world(4)
 def test_schedule_that_splits_backward() -> None:
     """ZeroBubble, four stages kept after forward: gradients of parameters come later than those of inputs."""
@@ -106,7 +110,9 @@ def test_split_backward_of_resharded_units_is_refused() -> None:
             else:
                 with pytest.raises(RuntimeError) as raised:
                     backward.stage_backward_input([output], None, [inputs], model.parameters())
-                assert "reshard_after_forward=False" in str(raised.value.__cause__)
+                assert "reshard_after_forward=False" in str(
+                    raised.value.__cause__ or raised.value
+                )  # torch 2.11 adds none
             model.reset_iter_state()
             model.set_reshard_after_backward(True)
             model.set_requires_gradient_sync(True)
