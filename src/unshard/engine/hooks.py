@@ -27,7 +27,7 @@ from ..torch_private import (
     next_sequence_nr,
     sequence_nr_of,
 )
-from .checks.dtype_mismatch import explain
+from .checks.forward_errors import explain
 from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
 from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank

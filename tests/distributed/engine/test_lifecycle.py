@@ -152,6 +152,31 @@ def test_forward_called_as_a_function_is_refused() -> None:
     assert layer(torch.ones(2, 4)).shape == (2, 4)
 
 
+class UsesWeight(nn.Module):
+    """Computes with the weight of a layer without a call of the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer.weight
+
+
+@world(2)
+def test_a_weight_of_another_unit_is_used_directly() -> None:
+    """The error of torch has a note with the module and the remedy."""
+    model = nn.Sequential(UsesWeight(nn.Linear(4, 4)))
+    fully_shard(model[0].layer)
+    fully_shard(model)
+    expected = r"mixed torch\.Tensor and DTensor.*\n\nunshard: in UsesWeight '0'. It uses a parameter of another unit"
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 4))
+    assert_at_rest(model)
+    model[0].layer.unshard()
+    assert model(torch.ones(2, 4)).shape == (2, 4)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("front_end", ["fully_shard", "flat", "originals"])
 @world(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -322,6 +323,27 @@ def test_steps_of_replaced_parameters() -> None:
     optimizer = adam(module)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+@flat_or_originals
+@world(1, 2)
+def test_optimizers_over_whole_parameters(originals: bool) -> None:
+    """They see this rank's elements only, and say nothing. A rank alone has all of them."""
+    whole = dist.get_world_size() == 1
+    for kind, over in ((torch.optim.LBFGS, "inner products"), (torch.optim.Adafactor, "rows and columns")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if whole else "error")
+            model = FSDP(nn.Linear(4, 4), use_orig_params=originals)
+        optimizer = kind(model.parameters())
+
+        def closure(model: nn.Module = model) -> torch.Tensor:
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        with nullcontext() if whole else pytest.warns(UserWarning, match=f"{over}.* has only its own elements of"):
+            optimizer.step(closure)
 
 
 @flat_or_originals

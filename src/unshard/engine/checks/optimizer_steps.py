@@ -119,6 +119,7 @@ def _check(optimizer: Any, parameters: list[Any]) -> None:
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)
     _warn_of_plain_scaler(parameters)
+    _warn_of_parts(optimizer, parameters)
     _refuse_state_of_another_rank(optimizer, parameters)
     if optimizer not in _guarded:
         optimizer.register_state_dict_pre_hook(_refuse_local_state)
@@ -159,6 +160,24 @@ def _warn_of_plain_scaler(parameters: list[Any]) -> None:
             stacklevel=stack_level_of_program(),
         )
 
+
+def _warn_of_parts(optimizer: Any, parameters: list[Any]) -> None:
+    """Plain tensors with this rank's elements do not know the rest of the parameter, as DTensors do."""
+    over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
+    name = cut_flat(parameters) if over else None
+    if name is not None:
+        warnings.warn(
+            f"{type(optimizer).__name__} computes {over}, but rank {dist.get_rank()} has only its own elements of "
+            f"{name!r}, as a plain tensor: the steps differ from those of the unsharded model. Use an optimizer that "
+            "steps each element by itself (AdamW, SGD), or fully_shard.",
+            stacklevel=stack_level_of_program(),
+        )
+
+
+_OVER_WHOLE: dict[type, str] = {
+    torch.optim.LBFGS: "inner products over all parameters",
+    torch.optim.Adafactor: "means over the rows and columns of each parameter",
+}
 
 _MARK = "unshard_shard"
 """A key of the first param group in state dicts: which shard, of how many, the plain tensors in it are."""

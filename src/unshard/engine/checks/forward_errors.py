@@ -1,6 +1,7 @@
-"""A user's forward that mixes dtypes: in which module, which tensors, and the field of a policy that helps.
+"""What is added to torch's errors in a user's forward: in which module, which tensors, and what helps.
 
-Torch's own message names neither the module nor the reason, and the reason is nearly always one field of a policy.
+If dtypes are mixed, torch's own message names neither the module nor the reason, and the reason is nearly always one
+field of a policy. If sharded and plain tensors are mixed, a parameter of another unit was used.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CERTAINLY = re.compile(
     r"type \(.+\) and .+ type \(.+\) should be the same",
     re.IGNORECASE,
 )
+_SHARDED_AND_PLAIN = "got mixed torch.Tensor and DTensor"
 _SEEN = "_unshard_seen"
 _SHOWN = 12
 _CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
@@ -49,28 +51,44 @@ class Place:
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
-    """Append to an error of mixed dtypes that left the forward of `top` where it happened and what to do."""
+    """Append to an error of mixed tensors that left the forward of `top` where it happened and what to do."""
     if not isinstance(error, RuntimeError | TypeError | ValueError) or getattr(error, _SEEN, False):
         return
     # The innermost unit judges: by the time the error reaches those around it, its parameters are sharded again.
     setattr(error, _SEEN, True)
     text = str(error)
+    if _SHARDED_AND_PLAIN in text:
+        place = _innermost(error.__traceback__, top)
+        if place is not None:
+            error.args = (f"{text}\n\nunshard: in {_where(place, top, unit)}. {_SHARDED_WEIGHT}",)
+        return
     if not _ABOUT_DTYPES.search(text):
         return
     place = _innermost(error.__traceback__, top)
     if place is None or (len(place.dtypes) < 2 and not _CERTAINLY.search(text)):
         return  # whatever it is about, it is not this
-    path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
-    kind = type(place.module).__name__
-    if place.module is top:
-        kind = kind.removeprefix("FSDP")  # as the user wrote it
-    where = f"{kind} {path!r}" if path else f"{kind}, the root"
+    where = _where(place, top, unit)
     facts = "; ".join(
         f"{what} {_listed(dtypes)}"
         for what, dtypes in (("parameters", place.parameters), ("buffers", place.buffers), ("values", place.values))
         if dtypes
     )
     error.args = (f"{text}\n\nunshard: dtypes do not match in {where}. It has {facts}. {_remedy(unit, place)}",)
+
+
+_SHARDED_WEIGHT = (
+    "It uses a parameter of another unit, which is sharded at this moment: only the forward of that unit gathers it. "
+    "Call that unit's module itself; or shard both modules as one unit, fully_shard([one, other]); or call "
+    "module.unshard() before and module.reshard() after."
+)
+
+
+def _where(place: Place, top: nn.Module, unit: Unit) -> str:
+    path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
+    kind = type(place.module).__name__
+    if place.module is top:
+        kind = kind.removeprefix("FSDP")  # as the user wrote it
+    return f"{kind} {path!r}" if path else f"{kind}, the root"
 
 
 def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
