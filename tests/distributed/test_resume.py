@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 import unshard
 from unshard import FullyShardedDataParallel as FSDP
-from unshard import StateDictType, fully_shard
+from unshard import StateDictType, dropin, fully_shard
+from unshard.composable import fully_shard as legacy
 
 CASE = CASES[1]  # uneven: some ranks have no elements of some parameters
 OPTIONS = {
@@ -36,8 +38,10 @@ OPTIONS = {
     "full": {"full_state_dict": True, "cpu_offload": True},
     "broadcast": {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
 }
+WRAPPED = ("flat", "originals", "legacy")  # without the drop-in torch's helpers refuse them
+DROPIN = " with the drop-in"
 QUICK = {("fully_shard", "sharded", 2, 3), ("fully_shard", "broadcast", 3, 1), ("originals", "sharded", 2, 3)}
-QUICK |= {("flat optimizer", "flattened", 4, 2)}
+QUICK |= {("flat optimizer", "flattened", 4, 2), (f"originals{DROPIN}", "sharded", 2, 3)}
 
 
 def build(kind: str, lr: float) -> tuple[nn.Module, Any]:
@@ -47,7 +51,7 @@ def build(kind: str, lr: float) -> tuple[nn.Module, Any]:
     else:
         model = CASE.build()
         for unit in CASE.units(model):
-            fully_shard(unit)
+            (legacy if kind == "legacy" else fully_shard)(unit)
     first, *others = model.parameters()
     groups = [{"params": [first], "lr": lr / 2}, {"params": others}] if others else [{"params": [first]}]
     optimizer = torch.optim.AdamW(groups, lr, weight_decay=0.1)
@@ -67,7 +71,7 @@ def whole(value: Any) -> Any:
 
 def state_of(kind: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """All of it, in plain tensors by the names of parameters: gathered here, or by the wrapper's own method."""
-    if kind in ("flat", "originals"):
+    if kind in WRAPPED:
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -95,7 +99,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 def get(kind: str, way: str, model: nn.Module, optimizer: Any, for_loading: bool = False) -> dict[str, Any]:
-    if kind in ("flat", "originals"):
+    if kind in WRAPPED:
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = FSDP.optim_state_dict(model, optimizer, for_loading=for_loading)
             return {"model": model.state_dict(), "optimizer": state}
@@ -108,7 +112,7 @@ def get(kind: str, way: str, model: nn.Module, optimizer: Any, for_loading: bool
 
 
 def put(kind: str, way: str, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    if kind in ("flat", "originals"):
+    if kind in WRAPPED:
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
@@ -123,9 +127,19 @@ def put(kind: str, way: str, model: nn.Module, optimizer: Any, state: dict[str, 
 
 
 def save(kind: str, way: str, folder: str) -> None:
+    with dropin.stand_in() if kind.endswith(DROPIN) else nullcontext():
+        _save(kind, kind.removesuffix(DROPIN), way, folder)
+
+
+def resume(kind: str, way: str, folder: str) -> None:
+    with dropin.stand_in() if kind.endswith(DROPIN) else nullcontext():
+        _resume(kind, kind.removesuffix(DROPIN), way, folder)
+
+
+def _save(through: str, kind: str, way: str, folder: str) -> None:
     model, optimizer = build(kind, 0.1)
     train(model, optimizer, range(3))
-    state, at = get(kind, way, model, optimizer), Path(folder)
+    state, at = get(through, way, model, optimizer), Path(folder)
     if "full_state_dict" in OPTIONS[way]:
         if dist.get_rank() == 0:
             torch.save(state, at / "full.pt")
@@ -136,7 +150,7 @@ def save(kind: str, way: str, folder: str) -> None:
         torch.save(expected, at / "expected.pt")
 
 
-def resume(kind: str, way: str, folder: str) -> None:
+def _resume(through: str, kind: str, way: str, folder: str) -> None:
     at = Path(folder)
     expected = torch.load(at / "expected.pt", weights_only=False)
     for stepped in (False, True):
@@ -148,17 +162,22 @@ def resume(kind: str, way: str, folder: str) -> None:
             empty: dict[str, Any] = {"model": {}, "optimizer": {}}
             state = torch.load(at / "full.pt", weights_only=False) if here else empty
         else:
-            state = get(kind, way, model, optimizer, for_loading=True)
+            state = get(through, way, model, optimizer, for_loading=True)
             dcp.load(state, checkpoint_id=str(at / "checkpoint"))
-        put(kind, way, model, optimizer, state)
+        put(through, way, model, optimizer, state)
         assert_same(state_of(kind, model, optimizer), expected)
         train(model, optimizer, range(3, 4))
 
 
+WAYS = {
+    **dict.fromkeys(("fully_shard", "flat optimizer", f"fully_shard{DROPIN}"), tuple(OPTIONS)),
+    **dict.fromkeys(WRAPPED, ("sharded",)),
+    **dict.fromkeys([f"{kind}{DROPIN}" for kind in WRAPPED], ("sharded", "full")),
+}
 ROWS = [
     pytest.param(kind, way, *ranks, marks=() if (kind, way, *ranks) in QUICK else pytest.mark.slow)
-    for kind in ("fully_shard", "flat optimizer", "flat", "originals")
-    for way in (OPTIONS if kind in ("fully_shard", "flat optimizer") else ("sharded",))
+    for kind, ways in WAYS.items()
+    for way in ways
     for ranks in ((2, 2), (2, 3), (4, 2), (3, 1))
 ]
 
@@ -169,4 +188,4 @@ def test_resumed_state_is_that_of_the_run_that_went_on(
 ) -> None:
     for body, ranks in ((save, before), (resume, after)):
         arguments = {"kind": kind, "way": way, "folder": str(tmp_path)}
-        pool.shared().run((body.__module__, body.__qualname__), ranks, arguments, "gloo", 120.0, ["ignore"])
+        pool.shared().run((body.__module__, body.__qualname__), ranks, arguments, filters=["ignore"])

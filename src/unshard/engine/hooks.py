@@ -19,7 +19,6 @@ from ..torch_private import (
     add_gradient_hook,
     base_of,
     calls_on_stack,
-    current_graph_task,
     frame_not_compiled,
     inside_backward,
     mark_fully_sharded,
@@ -32,6 +31,7 @@ from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
 from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank
 from .dtype_rules import Precision, cast_floats, cast_inputs
+from .input_watch import InputWatch, alias_of
 from .nested_tensors import map_tensors, tensors_in
 from .options import Options
 from .params.cast_boundaries import CastBoundary
@@ -272,7 +272,7 @@ class FSDPState:
 
     def _alias_with_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            tensor = _alias_of(tensor)
+            tensor = alias_of(tensor)
             add_gradient_hook(tensor, self._pre_backward_hook())
         return tensor
 
@@ -327,10 +327,10 @@ class FSDPState:
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
             if not args[0].requires_grad:
                 return args, kwargs
-            watched = _alias_of(args[0])
+            watched = alias_of(args[0])
             add_gradient_hook(watched, self.post_backward)
             return (watched,), kwargs
-        watch = InputWatch(self)
+        watch = InputWatch(self.post_backward)
         return map_tensors(watch.through, (args, kwargs))
 
     @traced("post_backward")
@@ -454,41 +454,6 @@ class UnshardHandle:
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
             state.unit.watch_shown()
-
-
-class InputWatch:
-    """Several inputs: the unit's backward is over when the gradients of all of them are done."""
-
-    def __init__(self, state: FSDPState):
-        self._state = state
-        self._inputs = 0
-        self._done = 0
-        self._backward = -1
-
-    def through(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        watched = _alias_of(tensor)
-        add_gradient_hook(watched, self._one_done)
-        self._inputs += 1
-        return watched
-
-    @never_compiled
-    def _one_done(self, gradients: Any) -> None:
-        if self._backward != current_graph_task():  # a retained graph is run through again
-            self._backward, self._done = current_graph_task(), 0
-        self._done += 1
-        if self._done == self._inputs:
-            self._state.post_backward()
-
-
-def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor with a place of its own in the graph.
-
-    Indexing with nothing makes an alias, whose backward hands the gradient on; that of a view reshapes it. But not
-    every subclass of tensors knows it.
-    """
-    return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
 @never_compiled

@@ -17,8 +17,9 @@ from ..torch_private import as_dtensor
 from .api import StateDictSettings, StateDictType
 from .first_optim_state import warn_about_missing, with_first_states
 from .flat_parameter import flat_sharded_of, in_memory_order, shard_begins
+from .sharded_tensors import full_tensor, shard_tensor
 from .state import WrapperState, wrapper_states
-from .state_dict import full_tensor, get_state_dict_type, shard_tensor
+from .state_dict_type import get_state_dict_type
 from .tensor_parallel import full_value, tensor_parallel_groups, tp_part
 
 StateDict = dict[str, Any]

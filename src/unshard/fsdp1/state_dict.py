@@ -1,121 +1,29 @@
-"""State dicts of a wrapped module: which type is set, saving and loading, and sharded tensors in them."""
+"""State dicts of a wrapped module: saving and loading."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, refuse_shards_of_another_rank
-from ..errors import ArgumentError, ConflictError, StateError
-from ..layout.rows import RowSharding
+from ..errors import StateError
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
-from ..torch_private import ShardedTensor, as_dtensor, make_dtensor, make_sharded_tensor, read_sharded_tensor
+from ..torch_private import as_dtensor, read_sharded_tensor
 from .api import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
     StateDictType,
-    default_settings,
 )
 from .flat_parameter import FLAT_PARAM, flat_sharded_of
-from .state import WrapperState, wrapper_states
+from .sharded_tensors import full_tensor, is_sharded, offloaded, shard_flat, shard_tensor
+from .state import WrapperState
 from .summon import summon_full_params
-from .tensor_parallel import full_value, shard_on_meshes, tp_part
-
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def set_state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None = None,
-    optim_state_dict_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings:
-    """Set the type for all wrapped modules below `module`; returns the previous settings."""
-    warnings.warn(
-        # PyTorch's helpers for checkpoints ignore a warning that begins so.
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. get_state_dict and "
-        "set_state_dict of torch.distributed.checkpoint.state_dict take the model after unshard.dropin.install(); "
-        "without that, use these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
-        FutureWarning,
-        stacklevel=3,
-    )
-    given: Any = state_dict_type
-    if not isinstance(given, StateDictType):
-        names = ", ".join(f"StateDictType.{each.name}" for each in StateDictType)
-        raise ArgumentError(f"state_dict_type must be one of {names}, got {given!r}.")
-    expected, expected_optim = _CONFIGS[state_dict_type]
-    config = state_dict_config or expected()
-    optim_config = optim_state_dict_config or expected_optim()
-    for each, wanted in ((config, expected), (optim_config, expected_optim)):
-        if type(each) is not wanted:
-            raise StateError(f"{state_dict_type.name} takes a {wanted.__name__}, got a {type(each).__name__}.")
-    states = wrapper_states(module)
-    before = get_state_dict_type(module)
-    for state in states:
-        state.settings = StateDictSettings(state_dict_type, _for_mesh(state, config), _for_mesh(state, optim_config))
-    return before
-
-
-def _for_mesh(state: WrapperState, config: Any) -> Any:
-    """Sharded tensors are DTensors if the module was wrapped with a mesh."""
-    if isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
-        return replace(config, _use_dtensor=state.call.groups.mesh is not None)
-    return config
-
-
-def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of all wrapped modules below `module`, which must be the same."""
-    found: StateDictSettings | None = None
-    for state in wrapper_states(module):
-        if found is not None and state.settings != found:
-            raise ConflictError(
-                f"Wrapped modules disagree about the type of state dict: {found} and {state.settings} in "
-                f"{state.unit}. Call set_state_dict_type with a module that contains all of them."
-            )
-        found = state.settings
-    return found or default_settings()
-
-
-@contextmanager
-def state_dict_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None = None,
-    optim_state_dict_config: OptimStateDictConfig | None = None,
-) -> Iterator[None]:
-    """The same as `set_state_dict_type`, until the context ends."""
-    before = [(state, state.settings) for state in wrapper_states(module)]
-    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-    try:
-        yield
-    finally:
-        for state, settings in before:
-            state.settings = settings
-
-
-# -- saving and loading -----------------------------------------------------------------------------------------------
+from .tensor_parallel import full_value, tp_part
 
 
 class StateDictHandler:
@@ -183,7 +91,7 @@ class StateDictHandler:
                 if drop:
                     del state_dict[key]
                 else:
-                    state_dict[key] = _offloaded(value.detach().to(dtypes[key]), config.offload_to_cpu)
+                    state_dict[key] = offloaded(value.detach().to(dtypes[key]), config.offload_to_cpu)
 
     def _is_first_rank(self) -> bool:
         """Whether this rank keeps a full state dict with `rank0_only`: one rank of those that share the model."""
@@ -214,8 +122,8 @@ class StateDictHandler:
         if self._type is StateDictType.SHARDED_STATE_DICT:
             return shard_tensor(unsharded, self._state, offload)
         if isinstance(unsharded, DTensor):
-            return _offloaded(full_value(unsharded), offload).clone()
-        return _offloaded(unsharded, offload) if offload and unsharded.device.type != "cpu" else unsharded.clone()
+            return offloaded(full_value(unsharded), offload).clone()
+        return offloaded(unsharded, offload) if offload and unsharded.device.type != "cpu" else unsharded.clone()
 
     @torch.no_grad()
     def _save_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -257,7 +165,7 @@ class StateDictHandler:
             own = [key for key, _ in self._own_keys(module, prefix)]
             for key in own + [key for key, *_ in self._borrowed_keys(module, prefix)]:
                 state_dict.pop(key, None)
-        local = _offloaded(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
+        local = offloaded(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
         state_dict[self._flat_key(prefix)] = shard_flat(local, sharded.flat.length, self._state.call.groups.own)
 
     def _flat_key(self, prefix: str) -> str:
@@ -438,76 +346,3 @@ def _without_prefixes(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + clean_tensor_name(key.removeprefix(prefix))] = state_dict.pop(key)
     return state_dict
-
-
-def _offloaded(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
-    return tensor.cpu() if offload else tensor
-
-
-# -- sharded tensors --------------------------------------------------------------------------------------------------
-
-
-def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) -> Any:
-    """An unsharded parameter, or a state of it, as a sharded state dict has it; a DTensor if it is tensor parallel.
-
-    In a model with tensor parallelism, plain parameters are on the same mesh as the others, replicated.
-    """
-    groups, meshes = state.call.groups, state.tensor_parallel_meshes()
-    if isinstance(unsharded, DTensor):
-        return shard_on_meshes(unsharded, groups, unsharded.device_mesh, offload)
-    if len(meshes) == 1 and groups.mesh is not None:
-        return shard_on_meshes(unsharded, groups, meshes[0], offload)
-    return shard_rows(_offloaded(unsharded, offload), groups.own, groups.mesh)
-
-
-def shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
-    """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group.
-
-    A rank without rows has an empty shard: `torch.distributed.checkpoint` leaves out a ShardedTensor without shards on
-    a rank, takes the checkpoint for one of an old version then, and does not find the optimizer's `param_groups`.
-    """
-    cut = RowSharding(tuple(unsharded.shape), group.size())
-    rows = unsharded.narrow(0, *cut.rows(group.rank())).clone()
-    if mesh is not None:
-        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-        return make_dtensor(rows, mesh, placements, unsharded.shape)
-    shards = []
-    for rank in range(group.size()):
-        offsets = [cut.rows(rank)[0], *[0] * (unsharded.ndim - 1)]
-        shards.append((offsets, list(cut.local_shape(rank)), dist.get_global_rank(group, rank)))
-    return make_sharded_tensor(rows, shards, tuple(unsharded.shape), group)
-
-
-def shard_flat(local: torch.Tensor, length: int, group: Any) -> Any:
-    """This rank's shard of a flat tensor, which has padding, as a ShardedTensor without padding."""
-    shard_numel, rank = local.numel(), group.rank()
-    shards = []
-    for each in range(group.size()):
-        first, count = each * shard_numel, min(max(length - each * shard_numel, 0), shard_numel)
-        if count or (each == 0 and not length):  # torch refuses a ShardedTensor without shards
-            shards.append(([first], [count], dist.get_global_rank(group, each)))
-    mine = min(max(length - rank * shard_numel, 0), shard_numel)
-    return make_sharded_tensor(local[:mine].clone(), shards, (length,), group)
-
-
-def is_sharded(value: Any) -> bool:
-    return isinstance(value, DTensor | ShardedTensor)
-
-
-@torch.no_grad()
-def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
-    """A DTensor or ShardedTensor unsharded; another value as it is. All ranks of the group have to call."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if not isinstance(value, ShardedTensor):
-        return value
-    shape, dtype, local = read_sharded_tensor(value)
-    cut = RowSharding(shape, group.size())
-    padded = torch.zeros((cut.chunk, *shape[1:]), dtype=dtype, device=device)
-    if local is not None:
-        padded[: local.shape[0]] = local.to(device)
-    if group.size() == 1:
-        return padded[: shape[0]]
-    unsharded = torch.empty((cut.chunk * group.size(), *shape[1:]), dtype=dtype, device=device)
-    transport_for(group, device).all_gather([unsharded.view(torch.uint8)], [padded.view(torch.uint8)]).wait()
-    return unsharded[: shape[0]]

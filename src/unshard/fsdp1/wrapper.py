@@ -43,7 +43,8 @@ from .state import (
     wrapper_state_of,
     wrapper_states,
 )
-from .state_dict import StateDictHandler, get_state_dict_type, set_state_dict_type, state_dict_type
+from .state_dict import StateDictHandler
+from .state_dict_type import get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
 from .tensor_parallel import data_parallel_mesh
 
