@@ -54,6 +54,7 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert "unshard / unsharded: wall" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*unused: object) -> None:
         raise RuntimeError("no such luck\nsecond line")
@@ -67,6 +68,7 @@ def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatc
     assert {row["peer"] for row in found["ratios"]} == {"fsdp2", "unsharded"}
 
 
+@pytest.mark.slow
 def test_collectives(run: Run) -> None:
     rows = rows_of(run("collectives", *SIMULATED, "--cases", "tiny:1x4:bf16", "--warmup", "2"))
     assert list(rows) == SIDES
@@ -78,6 +80,7 @@ def test_collectives(run: Run) -> None:
     assert rows["unshard"]["copied_mib"] < rows["fsdp2"]["copied_mib"]
 
 
+@pytest.mark.slow
 def test_optimizer(run: Run) -> None:
     found = run("optimizer", "--place", "gloo", "--sides", "unsharded,fsdp2,unshard", "--parameters", "8,16",
                 "--dtype", "fp32", "--steps", "1", "--warmup", "1")  # fmt: skip
@@ -85,6 +88,7 @@ def test_optimizer(run: Run) -> None:
     assert [row["parameters"] for row in found["rows"]] == [8] * 3 + [16] * 3
 
 
+@pytest.mark.slow
 def test_memory(run: Run) -> None:
     rows = rows_of(run("memory", *SIMULATED, "--cases", "tiny:1x4:fp32"), "rest_mib", "peak_mib")
     model = Case.parse("tiny:1x4:fp32").build(torch.device("cpu"))
@@ -108,6 +112,7 @@ def test_endurance(run: Run) -> None:
     assert rows["unshard"]["more_objects"] < max(0, rows["fsdp2"]["more_objects"]) + 100
 
 
+@pytest.mark.slow
 def test_shards_on_the_host(run: Run) -> None:
     hosts = ["fsdp2-offload", "unshard-offload", "unshard-offload-step-in-backward", "unshard-offload-state"]
     assert not set(hosts) & set(sides.known("all"))

@@ -245,6 +245,7 @@ def test_child_processes(tmp_path: Path) -> None:
     assert python(*DROPIN, program).stdout.split() == ["unshard.fsdp2.module"] * len(children)
 
 
+@pytest.mark.slow
 def test_several_processes(tmp_path: Path) -> None:
     """Options of torchrun start that many processes; without them there is one."""
     program = tmp_path / "program.py"

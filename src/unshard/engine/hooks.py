@@ -27,6 +27,7 @@ from ..torch_private import (
     sequence_nr_of,
 )
 from .checks.forward_errors import explain
+from .checks.lost_writes import warn_of_lost_writes
 from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
 from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank
@@ -36,7 +37,7 @@ from .nested_tensors import map_tensors, tensors_in
 from .options import Options
 from .params.cast_boundaries import CastBoundary
 from .params.module_buffers import ModuleBuffers
-from .params.param import ParamLocation
+from .params.param import ManagedParam, ParamLocation
 from .root import Root
 from .side_outputs import SideOutputs
 from .states import ParamState, Phase
@@ -76,6 +77,7 @@ class FSDPState:
         self._handled: list[int] = []
         self._first_node = 0
         self._ran = False  # a forward that writes parameters does so the first time, too
+        self._versions: dict[ManagedParam, int] | None = None
         self._side_outputs = SideOutputs()
         self.casts_inputs = unit.policy.cast_forward_inputs
         """Whether inputs of forward are cast; for some policies that depends on where the root is."""
@@ -168,7 +170,8 @@ class FSDPState:
             self._first_node = next_sequence_nr()
             if not self._ran:
                 self._ran = True
-                unit.watch_shown()
+                self.warn_of_writes()
+                self.watch_writes()
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
@@ -192,6 +195,7 @@ class FSDPState:
             return output  # our own pre_forward refused
         error = sys.exc_info()[1]
         if id(error) != before:
+            self._versions = None
             explain(error, module, unit)
             root.fail_forward(unit, error)
             return output
@@ -205,12 +209,27 @@ class FSDPState:
                 returns = returns or watched
                 if self._side_outputs.expected():
                     self._watch_side_outputs(output)
+                    if self._versions is not None:
+                        self.warn_of_writes()
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_as_list(root)):
                 root.after_forward(unit, graph, returns, unwatched=not returns and self._watch_parameters())
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
+
+    def watch_writes(self) -> None:
+        """Note how often the unsharded parameters have been written."""
+        self._versions = self.unit.versions()
+
+    def warn_of_writes(self) -> None:
+        """Writes since then are lost: of a program after `unshard`, or of forward."""
+        versions, self._versions = self._versions, None
+        if versions and self.unit.shows_unsharded:
+            now = self.unit.versions()
+            written = [param.name for param, version in versions.items() if now.get(param, version) != version]
+            if written:
+                warn_of_lost_writes(self.unit.name, written)
 
     def _is_nested(self) -> bool:
         """Whether a module of the unit called itself, or another one of its list.
@@ -453,7 +472,7 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
-            state.unit.watch_shown()
+            state.watch_writes()
 
 
 @never_compiled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
-from ..errors import CollectiveError, OrderError, ParameterError, StateError, listed
+from ..errors import CollectiveError, OrderError, ParameterError, StateError
 from ..torch_private import current_graph_task, foreach_copy, version_of
 from . import observer
-from .checks.caller import stack_level_of_program
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan
@@ -319,8 +317,8 @@ class ParamGroup:
         """The unsharded parameters as programs see them now."""
         return [(each, version_of(each), each.requires_grad, each.data_ptr()) for each in self._swap.unsharded]
 
-    def follow_changes(self, before: list[Shown]) -> None:
-        """Freeze what was frozen since, and say which writes are lost."""
+    def follow_changes(self, before: list[Shown]) -> list[str]:
+        """Freeze what was frozen since; returns the names of what was written since, which is lost."""
         written = []
         for param, (unsharded, version, required, address) in zip(self.params, before, strict=False):
             if unsharded.requires_grad != required:
@@ -330,14 +328,7 @@ class ParamGroup:
                 unsharded.data = param.unsharded_view  # else no all-gather would reach it again
             if moved or version_of(unsharded) != version:
                 written.append(param.name)
-        if written:
-            warnings.warn(
-                f"Unsharded parameters of unit {self.unit_name!r} were written ({listed(written)}), and the writes are "
-                "lost: modules have them from forward to backward only, and the next all-gather takes the sharded "
-                "ones. Write parameters before forward, after backward, or after model.reshard(). A parameter that "
-                "forward itself writes, as nn.Embedding(max_norm=...) does, has to be left out of sharding.",
-                stacklevel=stack_level_of_program(),
-            )
+        return written
 
     def show_sharded(self) -> None:
         """The modules hold the sharded parameters, while the unsharded buffer is kept."""

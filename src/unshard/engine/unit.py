@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ..comm.interface import Transport
 from ..errors import ParameterError, listed
 from ..policies import MixedPrecisionPolicy
+from ..torch_private import version_of
+from .checks.lost_writes import warn_of_lost_writes
 from .dtype_rules import Precision
 from .group_use import GroupUse
 from .options import Options
@@ -160,14 +163,15 @@ class Unit:
         state = self.param_state
         if state is ParamState.SHARDED:
             return
-        if self._shown is not None:
-            self._follow_changes()
+        written = self._follow_changes() if self._shown is not None else None
         for group in self.gathers:
             if state is ParamState.GATHERING:
                 group.cancel_all_gather()
             group.reshard()
         self._shows_sharded = False
         self.param_state = ParamState.SHARDED
+        if written:
+            warn_of_lost_writes(self.name, written)
 
     def keep_slice(self) -> None:
         """Keep a slice of the unsharded parameters until backward, as an integer `reshard_after_forward` asks."""
@@ -212,12 +216,8 @@ class Unit:
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
-        self.watch_shown()
-
-    def watch_shown(self) -> None:
-        """Notice until the next `reshard` that unsharded parameters are written, by the program or by forward."""
-        if self._shown is None and self.shows_unsharded:
-            self._shown = [group.shown_unsharded() for group in self.param_groups]
+            if self.param_state is ParamState.UNSHARDED:
+                self._shown = [group.shown_unsharded() for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
@@ -225,11 +225,26 @@ class Unit:
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         return held and self._writes_before is not None and self._writes_before != self._writes()
 
-    def _follow_changes(self) -> None:
-        """Before the unit is resharded: what the program did to the unsharded parameters while it could see them."""
+    def _follow_changes(self) -> list[str]:
+        """Before the unit is resharded: what the program did to the unsharded parameters while it could see them.
+
+        Returns the names of those that it has written.
+        """
         shown, self._shown = self._shown, None
+        written = []
         for group, before in zip(self.param_groups, shown or (), strict=True):
-            group.follow_changes(before)
+            written += group.follow_changes(before)
+        return written
+
+    def versions(self) -> dict[ManagedParam, int]:
+        """How often unsharded parameters have been written. On a GPU, recurrent layers move theirs in forward."""
+        return {
+            param: version_of(param.unsharded)
+            for param in self.params
+            if param.unsharded is not None
+            and not param.unsharded.is_inference()
+            and not isinstance(param.locations[0].module(), nn.RNNBase)
+        }
 
     def _writes(self) -> int:
         return sum([group.sharded.writes() for group in self.gathers])

@@ -54,7 +54,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the module has the sharded ones again."""
-        _state(self).unit.reshard()
+        state = _state(self)
+        state.warn_of_writes()
+        state.unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard the model and drop the state of an unfinished iteration. Only on the root.
