@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from bed import loopback
-from bed.stack import assert_at_rest, loss_of, sharded
+from bed.stack import Stack, assert_at_rest, loss_of, sharded
 from torch import nn
 
+from unshard import FullyShardedDataParallel
 from unshard.engine import root as root_module
 from unshard.engine.backward_end import BackwardEnd
 from unshard.torch_private import queue_backward_callback
@@ -47,6 +48,45 @@ def _raise(*unused: object) -> None:
     raise Boom
 
 
+def raise_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    output.register_hook(_raise)
+
+
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(front_end: str) -> None:
+    """It gets the sharded parameters. While a backward runs, or in another thread, nothing is brought to rest."""
+    held: list[Callable[[], None]] = []
+
+    def queue(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        queue_backward_callback(callback)
+
+    def look(*unused: object) -> None:
+        assert len(list(model.parameters())) == len(before)
+        thread = Thread(target=lambda: seen.append(len(list(model.parameters()))))
+        thread.start()
+        thread.join()
+
+    with loopback.job(2), mock.patch.object(root_module, "queue_backward_callback", queue):
+        model, seen = Stack(), []
+        inner = model
+        if front_end == "wrapper":
+            model = FullyShardedDataParallel(model, use_orig_params=True)
+        else:
+            sharded(model)
+        before = list(model.parameters())
+        hook = inner.blocks[1].register_forward_hook(raise_in_backward)
+        with pytest.raises(Boom):
+            loss_of(model).backward()
+        hook.remove()
+        assert list(map(id, model.parameters())) == list(map(id, before))
+        loss = loss_of(model)
+        loss.register_hook(look)
+        loss.backward()
+        assert seen == [len(before)] and all(each.grad is not None or not each.numel() for each in before)
+        held.clear()
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str) -> None:
     """By another thread: of a backward on a GPU, autograd's own may be the last to hold it."""
@@ -60,9 +100,6 @@ def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str) -> No
         thread = Thread(target=held.pop, args=(0,))
         thread.start()
         thread.join()
-
-    def raise_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        output.register_hook(_raise)
 
     def drop_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(drop_the_first)

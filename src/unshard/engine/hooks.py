@@ -404,6 +404,12 @@ class FSDPState:
         else:
             root.reset()
 
+    def rest_after_exception(self) -> None:
+        """Bring the model to rest, if an exception has left its backward and nobody has noticed yet."""
+        root = self._root()
+        if root is not None:
+            root.rest_after_exception()
+
     def find_root(self, module: nn.Module) -> Root:
         """The root, which is the first module to run: then all units below it are known."""
         return self._root() or self._become_root(module)

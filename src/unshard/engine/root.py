@@ -13,6 +13,7 @@ import torch
 from ..comm.order.announcements import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import (
+    any_thread_in_backward,
     current_graph_task,
     inside_backward,
     queue_backward_callback,
@@ -369,6 +370,12 @@ class Root:
         with self._recovering:
             if self.in_backward and self._backwards == number:
                 self.fail_backward(None)
+
+    def rest_after_exception(self) -> None:
+        """To be called when the program looks at parameters: after a failed backward it may come before autograd's
+        thread, and would find unsharded ones."""
+        if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
+            self.drop_backward(self._backwards)
 
     def _came_to(self, unit: Unit) -> bool:
         """Whether this backward came to `unit`, or to one that uses its parameters."""

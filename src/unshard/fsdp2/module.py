@@ -188,6 +188,12 @@ class FSDPModule:
         for state in self._states(recurse):
             setattr(state.unit.options, option, value)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module: the sharded parameters, except between forward and backward."""
+        if not torch.compiler.is_compiling():
+            _state(self).rest_after_exception()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also of unsharded parameters and those that are accumulated without synchronisation.
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,17 @@ def inside_backward() -> bool:
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The code of the function that every backward is in, to be found in the stack of a thread. All versions."""
+
+
+def any_thread_in_backward() -> bool:
+    """Whether some thread is inside a backward that it has started. There is no public way to tell. All versions."""
+    for first in list(sys._current_frames().values()):
+        frame: FrameType | None = first
+        while frame is not None:
+            if frame.f_code is RUN_BACKWARD:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def runs_split_backward(thread: int) -> bool:
