@@ -163,15 +163,15 @@ class Unit:
         state = self.param_state
         if state is ParamState.SHARDED:
             return
-        written = self._follow_changes() if self._shown is not None else None
+        if self._shown is not None:
+            self._reshard_and_follow_changes()
+            return
         for group in self.gathers:
             if state is ParamState.GATHERING:
                 group.cancel_all_gather()
             group.reshard()
         self._shows_sharded = False
         self.param_state = ParamState.SHARDED
-        if written:
-            warn_of_lost_writes(self.name, written)
 
     def keep_slice(self) -> None:
         """Keep a slice of the unsharded parameters until backward, as an integer `reshard_after_forward` asks."""
@@ -225,16 +225,15 @@ class Unit:
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         return held and self._writes_before is not None and self._writes_before != self._writes()
 
-    def _follow_changes(self) -> list[str]:
-        """Before the unit is resharded: what the program did to the unsharded parameters while it could see them.
-
-        Returns the names of those that it has written.
-        """
+    def _reshard_and_follow_changes(self) -> None:
+        """What the program did to the unsharded parameters while it could see them is done to the sharded ones."""
         shown, self._shown = self._shown, None
         written = []
         for group, before in zip(self.param_groups, shown or (), strict=True):
             written += group.follow_changes(before)
-        return written
+        self.reshard()
+        if written:
+            warn_of_lost_writes(self.name, written)
 
     def versions(self) -> dict[ManagedParam, int]:
         """How often unsharded parameters have been written. On a GPU, recurrent layers move theirs in forward."""
