@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from bed import world
 from bed.branches import Branches, quick, sharded, step
 from bed.stack import assert_at_rest, assert_gradients, batch
+from bed.worker import _forget_meshes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -201,7 +204,11 @@ def test_the_thread_lives_as_long_as_the_job() -> None:
     (*threads,) = announcing()
     assert len(threads) == (dist.get_world_size() > 1)
     dist.barrier()
+    group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
+    _forget_meshes()
+    gc.collect()
+    assert group() is None  # the thread, which wakes up later, does not hold it
     for thread in threads:
         thread.join(300)
     assert not announcing()

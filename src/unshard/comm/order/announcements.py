@@ -90,14 +90,18 @@ class Announcer:
             while not self._stop.is_set():
                 self._wake.wait(self.interval)
                 self._wake.clear()
-                group = self._group()
-                if group is None or group is not dist.group.WORLD:
+                if self._has_left():
                     self.end("has left the job (destroy_process_group)")
                     break
                 self.announce()
                 for order in self._all_orders():
                     order.warn_of_absent()
         _announcers.discard(self)
+
+    def _has_left(self) -> bool:
+        """No local variable of the thread may hold the process group while it waits: it would outlive the job."""
+        group = self._group()
+        return group is None or group is not dist.group.WORLD
 
     def announce(self, ended: str = "") -> None:
         """Write where this rank is. One request: torch reports each further one, once the store is gone."""
