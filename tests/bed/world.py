@@ -18,6 +18,8 @@ def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Call
     The body finds its place with `dist.get_rank()` and `dist.get_world_size()`. Its arguments (parameters and
     fixtures) are pickled on the way to the ranks: `tmp_path` travels, `monkeypatch` does not. The body must be a
     function at the top of its module, for the workers import it by name.
+
+    With all of 1, 2, 3 and 4 ranks, the last is a slow test: it takes the longest, and 2 and 3 find nearly everything.
     """
     if not sizes or not all(isinstance(size, int) for size in sizes):
         raise TypeError("name the world sizes: @world(1, 2, 4)")
@@ -40,7 +42,10 @@ def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Call
         test.body = body  # type: ignore[attr-defined]
         if "world_size" not in parameters:
             test.__signature__ = inspect.Signature([*parameters.values(), extra])  # type: ignore[attr-defined]
-        ids = [f"{size}ranks" for size in sizes]
-        return pytest.mark.parametrize("world_size", sizes, ids=ids)(test)
+        slow = {4} if {1, 2, 3, 4}.issubset(sizes) else set()
+        values = [
+            pytest.param(size, id=f"{size}ranks", marks=pytest.mark.slow if size in slow else ()) for size in sizes
+        ]
+        return pytest.mark.parametrize("world_size", values)(test)
 
     return decorate
