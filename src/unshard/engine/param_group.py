@@ -315,11 +315,18 @@ class ParamGroup:
 
     def shown_unsharded(self) -> list[Shown]:
         """The unsharded parameters as programs see them now."""
-        return [(each, version_of(each), each.requires_grad, each.data_ptr()) for each in self._swap.unsharded]
+        flat = self.sharded.flat_parameter
+        parameters = [*self._swap.unsharded, *([] if flat is None else [flat])]
+        return [(each, version_of(each), each.requires_grad, each.data_ptr()) for each in parameters]
 
     def follow_changes(self, before: list[Shown]) -> list[str]:
         """Freeze what was frozen since; returns the names of what was written since, which is lost."""
         written = []
+        flat = self.sharded.flat_parameter
+        if flat is not None:
+            *before, (_, version, _, _) = before
+            if version_of(flat) != version:
+                written.append("the flat parameter")
         for param, (unsharded, version, required, address) in zip(self.params, before, strict=False):
             if unsharded.requires_grad != required:
                 param.sharded.requires_grad_(not required)

@@ -148,10 +148,12 @@ class Unit:
     def show_sharded(self) -> None:
         """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`."""
         if self.param_state is ParamState.UNSHARDED:
+            written = self._follow_changes()
             self._shows_sharded = True
-            self._shown = None
             for group in self.gathers:
                 group.show_sharded()
+            if written:
+                warn_of_lost_writes(self.name, written)
 
     @property
     def shows_unsharded(self) -> bool:
@@ -164,7 +166,10 @@ class Unit:
         if state is ParamState.SHARDED:
             return
         if self._shown is not None:
-            self._reshard_and_follow_changes()
+            written = self._follow_changes()
+            self.reshard()
+            if written:
+                warn_of_lost_writes(self.name, written)
             return
         for group in self.gathers:
             if state is ParamState.GATHERING:
@@ -178,9 +183,12 @@ class Unit:
         if self.precision is not Precision.POLICY:
             self.reshard()  # slices exist in the policy's precision only
             return
+        written = self._follow_changes()
         for group in self.gathers:
             group.keep_slice()
         self._move(ParamState.SLICED)
+        if written:
+            warn_of_lost_writes(self.name, written)
 
     def precision_in(self, training: bool) -> Precision:
         """What a forward in training or evaluation mode computes in."""
@@ -216,8 +224,8 @@ class Unit:
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
-            if self.param_state is ParamState.UNSHARDED:
-                self._shown = [group.shown_unsharded() for group in self.param_groups]
+        if self._shown is None and self.shows_unsharded:
+            self._shown = [group.shown_unsharded() for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
@@ -225,15 +233,16 @@ class Unit:
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         return held and self._writes_before is not None and self._writes_before != self._writes()
 
-    def _reshard_and_follow_changes(self) -> None:
-        """What the program did to the unsharded parameters while it could see them is done to the sharded ones."""
+    def _follow_changes(self) -> list[str]:
+        """Freeze what the program has frozen while it could see the unsharded parameters; returns what it has written.
+
+        A warning of that comes last: as an error it would leave the unit half resharded.
+        """
         shown, self._shown = self._shown, None
         written = []
-        for group, before in zip(self.param_groups, shown or (), strict=True):
+        for group, before in zip(self.param_groups, shown or (), strict=shown is not None):
             written += group.follow_changes(before)
-        self.reshard()
-        if written:
-            warn_of_lost_writes(self.name, written)
+        return written
 
     def versions(self) -> dict[ManagedParam, int]:
         """How often unsharded parameters have been written. On a GPU, recurrent layers move theirs in forward."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unshard import FullyShardedDataParallel as FSDP
-from unshard import fully_shard
+from unshard import ShardingStrategy, fully_shard
 from unshard.composable import fully_shard as legacy
 
 KINDS = ["fully_shard", "flat", "originals", "legacy"]
@@ -267,6 +267,42 @@ def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
         return model
 
     assert_as_plain(program, "fully_shard")
+
+
+@pytest.mark.parametrize("originals", [False, True])
+@world(2)
+def test_changes_of_a_wrapper_that_is_kept_unsharded(originals: bool) -> None:
+    """SHARD_GRAD_OP: freezing after a backward without synchronisation is kept; writes are lost, and that is said."""
+
+    def program(kind: str) -> nn.Module:
+        torch.manual_seed(3)
+        model: Any = Net()
+        if kind != "plain":
+            options = {"use_orig_params": originals, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            model.b = FSDP(model.b, **options)
+            model = FSDP(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        with nullcontext() if kind == "plain" else model.no_sync():
+            loss_of(model, 5, kind).backward()
+        loss = loss_of(model, 6, kind)
+        for parameter in model.b.parameters():
+            parameter.requires_grad_(False)
+        loss.backward()
+        for parameter in model.b.parameters():
+            assert not parameter.requires_grad
+        optimizer.step()
+        train(model, optimizer, range(1, 3), kind)
+        return model
+
+    assert_as_plain(program, "wrapper")
+    model = program("wrapper")
+    with torch.no_grad():
+        model(torch.ones(1, 7))
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+        with pytest.warns(UserWarning, match="written.*lost"):
+            model(torch.ones(1, 7))
+            model.state_dict()
 
 
 @world(2)

@@ -114,6 +114,10 @@ class FlatShardedParams(ShardedParams):
         return self.originals
 
     @property
+    def flat_parameter(self) -> nn.Parameter | None:
+        return None if self.originals else self.flat.sharded
+
+    @property
     def locations(self) -> list[ParamLocation]:
         return [location for each in self._resting for location in each.locations]
 

@@ -55,6 +55,11 @@ class ShardedParams:
         return origins + [param.sharded for param in self.params]
 
     @property
+    def flat_parameter(self) -> nn.Parameter | None:
+        """The one parameter that programs see instead of the original ones, if any."""
+        return None
+
+    @property
     def rank(self) -> int:
         """Among those that shard."""
         return self._transport.rank
