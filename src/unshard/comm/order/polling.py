@@ -35,14 +35,19 @@ class PollingWork:
 
     def wait(self) -> None:
         order, work = self._order, self._work
+        ended: object = None
         while True:
             try:
                 work.wait(_SHORT_TIMEOUT if order.error else order.poll_interval)
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                waited_for = work.works[0] if isinstance(work, Works) and work.works else work
+                if waited_for is ended:  # before the wait, so that the error is its own
                     order.raise_failed(error, self._label)
-                self._look_for_errors()
+                if work.is_completed():
+                    ended = waited_for  # perhaps just after the time was over: the next wait tells
+                else:
+                    self._look_for_errors()
 
     def _look_for_errors(self) -> None:
         try:
