@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +39,19 @@ def test_a_failure_after_a_failure_is_not_reported(monkeypatch: pytest.MonkeyPat
     assert root.resets == 1 and not told
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What is called at the end of each backward, so that it lives on where autograd drops it."""
+    callbacks: list[Callable[[], None]] = []
+
+    def queue(callback: Callable[[], None]) -> None:
+        callbacks.append(callback)
+        queue_backward_callback(callback)
+
+    monkeypatch.setattr(root_module, "queue_backward_callback", queue)
+    return callbacks
+
+
 class Boom(Exception):
     pass
 
@@ -53,13 +65,10 @@ def raise_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
-def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(front_end: str) -> None:
+def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(
+    front_end: str, held: list[Callable[[], None]]
+) -> None:
     """It gets the sharded parameters. While a backward runs, or in another thread, nothing is brought to rest."""
-    held: list[Callable[[], None]] = []
-
-    def queue(callback: Callable[[], None]) -> None:
-        held.append(callback)
-        queue_backward_callback(callback)
 
     def look(*unused: object) -> None:
         assert len(list(model.parameters())) == len(before)
@@ -67,7 +76,7 @@ def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(front_end: st
         thread.start()
         thread.join()
 
-    with loopback.job(2), mock.patch.object(root_module, "queue_backward_callback", queue):
+    with loopback.job(2):
         model, seen = Stack(), []
         inner = model
         if front_end == "wrapper":
@@ -88,13 +97,8 @@ def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(front_end: st
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str) -> None:
+def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str, held: list[Callable[[], None]]) -> None:
     """By another thread: of a backward on a GPU, autograd's own may be the last to hold it."""
-    held: list[Callable[[], None]] = []
-
-    def queue(callback: Callable[[], None]) -> None:
-        held.append(callback)
-        queue_backward_callback(callback)
 
     def drop_the_first(*unused: object) -> None:
         thread = Thread(target=held.pop, args=(0,))
@@ -104,7 +108,7 @@ def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str) -> No
     def drop_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(drop_the_first)
 
-    with loopback.job(2), mock.patch.object(root_module, "queue_backward_callback", queue):
+    with loopback.job(2):
         model = sharded()
         loss_of(model).backward()
         expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]

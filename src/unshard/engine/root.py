@@ -362,7 +362,7 @@ class Root:
         self.reset()
 
     def drop_backward(self, number: int) -> None:
-        """An exception left the backward of this number, if it is still under way.
+        """An exception left the backward of this number, if it has not ended and no other has begun.
 
         Of a backward on a GPU, autograd's own thread may be the last to let go, while the program is in its next
         forward, which has recovered already.
