@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -228,10 +229,11 @@ def test_after_exceptions() -> None:
 
 @world(2)
 def test_collectives() -> None:
-    """A use is one all-gather, as of any unit, and each backward reduces the weight once."""
+    """A use is one all-gather, as of any unit, and each backward reduces the weight once, after its last use."""
     weight = tied_case().build().tokens.weight.numel()
-    for order in ("tokens head", "head tokens"):
+    for order, reduce_unused in product(("tokens head", "head tokens"), (False, True)):
         model = sharded_tied(order, reshard_after_forward=True)
+        model.set_reduce_scatter_unused_params(reduce_unused)
         for step in range(3):
             with Collectives() as calls:
                 whole_loss(model, step).backward()
