@@ -11,12 +11,13 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-one test-other test-all test-versions bench lint format types clean
+.PHONY: help install demo test test-one test-other test-all test-gpu test-versions bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (two to three minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-all run the slow ones, too"
+	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
@@ -56,6 +57,11 @@ test-other: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# The environment has torch without CUDA: TORCH_PYTHON is an interpreter that has it, and pytest.
+TORCH_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=src $(TORCH_PYTHON) -m pytest tests/gpu
 
 # Pairs of Python and torch, each with an environment of its own under .versions/. The interpreters must be on the PATH.
 # The package index has torch for Linux with CUDA libraries only: 3 GB to download for each version of torch.

@@ -37,19 +37,19 @@ def path(way: str) -> Iterator[None]:
 
 
 def full_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Full tensors through the host: DTensor's own gather is not made for Gloo with CUDA tensors."""
+    """Full tensors, gathered where the backend can: DTensor's own gather is not made for Gloo with CUDA tensors."""
     if not isinstance(tensors[0], DTensor):
         return [each.cpu() for each in tensors]
-    theirs = tensors[0].device_mesh
-    mesh = init_device_mesh("cpu", tuple(theirs.shape), mesh_dim_names=theirs.mesh_dim_names)
-    return full(
-        [
-            DTensor.from_local(
-                each.to_local().cpu(), mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
-            )
-            for each in tensors
-        ]
-    )
+    mesh, device = tensors[0].device_mesh, "cuda"
+    if dist.get_backend() == "gloo":
+        mesh, device = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names), "cpu"
+    on_device = [
+        DTensor.from_local(
+            each.to_local().to(device), mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+        )
+        for each in tensors
+    ]
+    return [each.cpu() for each in full(on_device)]
 
 
 def check(each: Case, steps: int = 10, **options: object) -> nn.Module:
@@ -60,6 +60,12 @@ def check(each: Case, steps: int = 10, **options: object) -> nn.Module:
     record = train(model, each, steps, rank=rank, size=size, read=full_on_host, device="cuda")
     assert_close(record, reference)
     return model
+
+
+def rows_of_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """What `fully_shard` gives this rank of a parameter, if it is sharded over all ranks."""
+    pieces, rank = tensor.chunk(dist.get_world_size()), dist.get_rank()
+    return pieces[rank] if rank < len(pieces) else tensor[:0]
 
 
 @contextmanager

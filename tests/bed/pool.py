@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from bed import mps
 from bed.worker import CLEAN, PATIENCE, READY, RELEASE, Job, Outcome, serve
 
 MOST_RANKS = 4
@@ -87,11 +88,13 @@ class _Worker:
 class Pool:
     """Up to `MOST_RANKS` workers. `grace` is how long the other ranks may go on after one has failed.
 
-    `filters` are warning filters for every job, in the words of pytest's `filterwarnings`.
+    `filters` are warning filters for every job, in the words of pytest's `filterwarnings`. `environment` are variables
+    of the workers alone.
     """
 
     def __init__(self, grace: float = 5.0) -> None:
         self.filters: tuple[str, ...] = ()
+        self.environment: dict[str, str] = {}
         self._grace = grace
         self.wait = connection.wait  # tests of the pool decide themselves when time is up
         self._workers: list[_Worker | None] = [None] * MOST_RANKS
@@ -134,8 +137,13 @@ class Pool:
             raise
         return _conclude(job, outcomes)
 
+    def use(self, environment: dict[str, str]) -> None:
+        """From now on, workers have these variables."""
+        self._discard_all()
+        self.environment = environment
+
     def close(self) -> None:
-        self._discard([worker for worker in self._workers if worker])
+        self._discard_all()
         self._store = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -150,7 +158,7 @@ class Pool:
         for place in range(size):
             worker = self._workers[place]
             if worker is None or not worker.process.is_alive():
-                self._workers[place] = self._fork()
+                self._workers[place] = self._fork(place)
                 fresh.append(self._workers[place])
         try:
             limit = time.monotonic() + START_TIMEOUT
@@ -164,14 +172,15 @@ class Pool:
             raise JobFailed(f"a worker could not start: {error!r}; its output says why", {}) from error
         return [worker for worker in self._workers[:size] if worker]
 
-    def _fork(self) -> _Worker:
+    def _fork(self, place: int) -> _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         with _environment(SINGLE_THREADED):  # a process with threads cannot be forked safely
             forkserver.ensure_running()
         ours, theirs = context.Pipe()
         dump = os.path.join(self._folder, f"worker{next(self._numbers)}.txt")
-        process = context.Process(target=serve, args=(theirs, self._store.port, dump), daemon=True)
+        environment = {**mps.SOCKETS, **mps.host_of(place), **self.environment}
+        process = context.Process(target=serve, args=(theirs, self._store.port, dump, environment), daemon=True)
         process.start()
         theirs.close()  # so that the worker's death reads as an end of file here
         return _Worker(process, ours, dump)
@@ -201,6 +210,8 @@ class Pool:
     def _release(self, workers: list[_Worker], outcomes: dict[int, Outcome]) -> None:
         """Let the ranks leave the job. After a failure nobody knows what state they are in, and new ones are cheap."""
         if any(outcome.kind in _GRAVITY for outcome in outcomes.values()):
+            if self.environment:
+                self._discard_all()  # a process that dies with kernels under way takes down the others that share MPS
             self._discard(workers)
             return
         for worker in workers:
@@ -220,6 +231,9 @@ class Pool:
             return "" if message == CLEAN else message.decode(errors="replace")
         except (EOFError, OSError):
             return f"while cleaning up, {worker.death()}"
+
+    def _discard_all(self) -> None:
+        self._discard([worker for worker in self._workers if worker])
 
     def _discard(self, workers: Iterable[_Worker]) -> None:
         for worker in workers:

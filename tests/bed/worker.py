@@ -59,8 +59,9 @@ class Outcome:
     when: float = field(default_factory=time.monotonic)
 
 
-def serve(pipe: Connection, port: int, dump: str) -> None:
+def serve(pipe: Connection, port: int, dump: str, environment: dict[str, str]) -> None:
     """Run jobs from the pipe until the pool closes it."""
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends the workers
     with open(dump, "w") as stacks:
         # The handlers write without Python's help, so a worker that hangs or crashes inside C++ reports too.
@@ -111,8 +112,9 @@ def _run(store: dist.Store, message: bytes) -> Outcome:
 def _enter(rank: int, job: Job, store: dist.Store) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if job.backend == "nccl":
-        torch.cuda.init()  # as a program that selects its device does; a mesh warns of a device nobody chose
+    if job.backend == "nccl":  # as a program does; a mesh warns of a device nobody chose
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.init()
     dist.init_process_group(
         job.backend,
         store=dist.PrefixStore(job.id, store),

@@ -42,10 +42,13 @@ def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Call
         test.body = body  # type: ignore[attr-defined]
         if "world_size" not in parameters:
             test.__signature__ = inspect.Signature([*parameters.values(), extra])  # type: ignore[attr-defined]
-        slow = {4} if {1, 2, 3, 4}.issubset(sizes) else set()
-        values = [
-            pytest.param(size, id=f"{size}ranks", marks=pytest.mark.slow if size in slow else ()) for size in sizes
-        ]
+        values = [pytest.param(size, id=f"{size}ranks", marks=_marks(size, sizes, backend)) for size in sizes]
         return pytest.mark.parametrize("world_size", values)(test)
 
     return decorate
+
+
+def _marks(size: int, sizes: tuple[int, ...], backend: str) -> list[pytest.MarkDecorator]:
+    if backend == "nccl":
+        return [pytest.mark.nccl_ranks] if size > 1 else []
+    return [pytest.mark.slow] if size == 4 and {1, 2, 3, 4}.issubset(sizes) else []

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: several ranks that share it (Gloo), one rank on NCCL, one rank of a loop-back job."""
+"""The engine on a CUDA device: ranks of NCCL and of Gloo that share it, one rank of a loop-back job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 @pytest.mark.parametrize("way", ["rows", "packed"])
 @pytest.mark.parametrize("each", CASES, ids=str)
-@world(1, backend="nccl")
+@world(1, 2, 3, 4, backend="nccl")
 def test_parity_on_nccl(each: Case, way: str) -> None:
     with path(way):
         check(each)
@@ -61,16 +61,9 @@ def test_ordering_on_a_stream_of_its_own(way: str, failures: bool) -> None:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_offload(size: int, pin: bool) -> None:
+@world(1, 2, 3, backend="nccl")
+def test_offload(pin: bool) -> None:
     """Contract OFF-02, OFF-03, OFF-07: shards and gradients rest on the host; the device computes."""
-    from bed import pool
-
-    backend = "nccl" if size == 1 else "gloo"
-    pool.shared().run(offloaded, size, {"pin": pin}, backend)
-
-
-def offloaded(pin: bool) -> None:
     model = check(case("transformer"), steps=4, offload_policy=CPUOffloadPolicy(pin_memory=pin))
     for parameter in model.parameters():
         assert parameter.to_local().device.type == "cpu" and parameter.device_mesh.device_type == "cuda"

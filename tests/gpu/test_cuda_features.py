@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from bed import world
-from bed.cuda import check, path, real_collectives
+from bed.cuda import check, path, real_collectives, rows_of_rank
 from bed.models import CASES, Case, case
 from bed.stack import Stack, batch, input_gradient, sharded
 from bed.tensor_subclass import SplitTensor, with_split_weights
@@ -56,20 +55,20 @@ def test_collectives_of_nccl_in_several_dtypes() -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer", "uneven", "recurrent"])
-@world(4)
+@world(4, backend="nccl")
 def test_slices(name: str) -> None:
     """Contract RAF-04."""
     check(case(name), steps=4, reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("name", ["transformer", "recurrent"])
-@world(4)
+@world(4, backend="nccl")
 def test_shards_and_replicas(name: str) -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
     check(case(name), steps=4, mesh=mesh)
 
 
-@world(4)
+@world(4, backend="nccl")
 def test_several_meshes_in_one_call() -> None:
     """Contract LAY-12."""
     flat = init_device_mesh("cuda", (4,), mesh_dim_names=("all",))
@@ -82,15 +81,9 @@ def test_several_meshes_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_shards_with_their_own_gather_protocol(size: int, offload: bool) -> None:
+@world(1, 2, 3, backend="nccl")
+def test_shards_with_their_own_gather_protocol(offload: bool) -> None:
     """Contract EXT-06, EXT-10."""
-    from bed import pool
-
-    pool.shared().run(extended, size, {"offload": offload}, "nccl" if size == 1 else "gloo")
-
-
-def extended(offload: bool) -> None:
     model, reference = with_split_weights(Stack().cuda()), Stack().cuda()
     policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     for block in model.blocks:
@@ -100,14 +93,13 @@ def extended(offload: bool) -> None:
         for each in (model, reference):
             each(batch(seed).cuda()).square().mean().backward()
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            local = theirs.grad.chunk(dist.get_world_size())[dist.get_rank()] if len(theirs) > 1 else theirs.grad
-            torch.testing.assert_close(mine.grad.to_local().cuda(), local, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(mine.grad.to_local().cuda(), rows_of_rank(theirs.grad), rtol=1e-3, atol=1e-5)
     assert SplitTensor.seen
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("kept", [False, True], ids=["freed", "kept"])
-@world(1, backend="nccl")
+@world(1, 2, 3, backend="nccl")
 def test_gradient_penalty(kept: bool, offload: bool) -> None:
     """A device's backward runs in a thread of its own: what it records comes last in the second one, not first."""
     options = {"reshard_after_forward": not kept, "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
@@ -117,11 +109,11 @@ def test_gradient_penalty(kept: bool, offload: bool) -> None:
             out, slope = input_gradient(each, batch().cuda().requires_grad_(), aside=False)
             ((slope.norm(dim=1) - 1).square().mean() + out.mean()).backward()
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor().cpu(), theirs.grad.cpu(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.grad.to_local().cuda(), rows_of_rank(theirs.grad), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@world(1, backend="nccl")
+@world(1, 2, backend="nccl")
 def test_a_compiled_block() -> None:
     """Contract INT-04."""
     model, reference = Stack(1).cuda(), Stack(1).cuda()
@@ -135,7 +127,7 @@ def test_a_compiled_block() -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-@world(1, backend="nccl")
+@world(1, 2, 4, backend="nccl")
 def test_a_captured_step() -> None:
     """Contract INT-09: forward and backward of a sharded model inside a CUDA graph."""
     model, reference = Stack(2).cuda(), Stack(2).cuda()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from bed import pool, world
+from bed import world
 from bed.models import Case, case, shard
 from bed.parity import each_unit
 from torch import nn
@@ -55,13 +55,8 @@ def differing(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_bitwise_as_on_the_device(size: int, precision: MixedPrecisionPolicy) -> None:
-    """NCCL, and ranks that share the device."""
-    pool.shared().run(same_numbers, size, {"precision": precision}, "nccl" if size == 1 else "gloo")
-
-
-def same_numbers(precision: MixedPrecisionPolicy) -> None:
+@world(1, 2, 3, backend="nccl")
+def test_bitwise_as_on_the_device(precision: MixedPrecisionPolicy) -> None:
     # The loss of the other one does not take bf16.
     for each in (case("transformer"), *([case("uneven")] if precision.param_dtype is None else [])):
         here = trained(each, OffloadPolicy(), precision)
@@ -88,7 +83,7 @@ def slow_side_streams(cycles: int = 3_000_000) -> Iterator[None]:
         yield
 
 
-@world(1, backend="nccl")
+@world(1, 2, backend="nccl")
 def test_copies_that_are_late() -> None:
     """The computation waits for them, and would not come out right if it did not."""
     each = case("transformer")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bed import pool, world
+from bed import world
 from bed.flat_optimizers import by_decay, local, nan_buffer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -73,14 +73,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("chunk", [0, stream.CHUNK_BYTES])
 @pytest.mark.parametrize("name", list(KINDS))
-@pytest.mark.parametrize("size", [1, 2])
-def test_bitwise_as_on_the_device(size: int, name: str, chunk: int) -> None:
-    """On one rank of NCCL, and on two of Gloo that share the device."""
-    backend = "nccl" if size == 1 else "gloo"
-    pool.shared().run(same_bits, size, {"name": name, "chunk": chunk}, backend)
-
-
-def same_bits(name: str, chunk: int) -> None:
+@world(1, 2, backend="nccl")
+def test_bitwise_as_on_the_device(name: str, chunk: int) -> None:
     kind, options = KINDS[name]
     here = build(OffloadPolicy(), kind, **options)
     train(*here)

@@ -46,7 +46,7 @@ def batch(rank: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("param", [F32, F16, B16])
 @pytest.mark.parametrize("reduce", [None, F32, B16])
-@world(2)
+@world(2, backend="nccl")
 def test_gradients_of_every_precision(param: torch.dtype, reduce: torch.dtype | None) -> None:
     """The table MPT-05 to MPT-16 on the device; both ranks see the same batch, so the mean is the gradient itself."""
     model = Net().cuda()
@@ -95,7 +95,7 @@ def check_overrides(rtol: float) -> None:
     assert model.scale.dtype == F32 and torch.equal(model.scale, plain.scale)
 
 
-@world(2, 3)
+@world(2, 3, backend="nccl")
 def test_overrides_buffers_and_eval() -> None:
     check_overrides(1e-6)
 
@@ -106,7 +106,7 @@ def test_overrides_in_one_group_of_nccl() -> None:
         check_overrides(0)
 
 
-@world(2, 4)
+@world(2, 4, backend="nccl")
 def test_a_narrow_wire() -> None:
     gradients = []
     for wire in (None, B16):
@@ -132,7 +132,7 @@ def test_a_narrow_wire_of_nccl() -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@world(2)
+@world(2, backend="nccl")
 def test_eval_between_forward_and_backward(reshard: bool) -> None:
     """On the device memory that is freed too early is reused at once."""
     case = CASES[0]
@@ -154,7 +154,7 @@ def test_eval_between_forward_and_backward(reshard: bool) -> None:
 
 @pytest.mark.parametrize("param", [F16, B16])
 @pytest.mark.parametrize("features", [1, 2])
-@world(2)
+@world(2, backend="nccl")
 def test_batch_norm(param: torch.dtype, features: int) -> None:
     """Contract MP-38, MP-39: statistics stay fp32 beside weights of low precision, where cuDNN allows it."""
     kind, shape = ((nn.BatchNorm1d, (8, 6)), (nn.BatchNorm2d, (8, 6, 4, 4)))[features - 1]

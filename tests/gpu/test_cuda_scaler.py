@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.cuda import rows_of_rank
 from bed.recorders import Collectives
 from torch import nn
 from torch.amp.grad_scaler import OptState
@@ -53,7 +54,7 @@ def pairs() -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("has_inf", [True, False])
 @pytest.mark.parametrize("layout", ["layers", "pairs"])
 @pytest.mark.parametrize("kind", list(KINDS))
-@world(2, 4)
+@world(2, 4, backend="nccl")
 def test_a_step_with_and_without_overflow(kind: str, layout: str, has_inf: bool) -> None:
     """Contract GS-31, GS-32."""
     model, x = {"layers": layers, "pairs": pairs}[layout]()
@@ -93,12 +94,6 @@ def batch() -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).cuda()
 
 
-def piece(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows."""
-    pieces, rank = tensor.chunk(dist.get_world_size()), dist.get_rank()
-    return pieces[rank] if rank < len(pieces) else tensor[:0]
-
-
 WHERE = pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 
 
@@ -108,7 +103,7 @@ def policy(offload: bool) -> OffloadPolicy:
 
 @WHERE
 @pytest.mark.parametrize("order", [1.0, 2.0, INF])
-@world(2, 3)
+@world(2, 3, backend="nccl")
 def test_clip(order: float, offload: bool) -> None:
     """Contract GS-43: one reduction, on the device, wherever the gradients lie."""
     model, reference = fully_shard(Net().cuda(), offload_policy=policy(offload)), Net().cuda()
@@ -122,12 +117,12 @@ def test_clip(order: float, offload: bool) -> None:
     torch.testing.assert_close(norm, expected, rtol=1e-3, atol=0)
     assert [(call.kind, call.outputs[0][1]) for call in calls.calls] == [("all_reduce", 1)]
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.to_local().cuda(), piece(theirs.grad), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(mine.grad.to_local().cuda(), rows_of_rank(theirs.grad), rtol=1e-3, atol=1e-6)
 
 
 @WHERE
 @pytest.mark.parametrize("fused", [False, True], ids=["usual", "fused"])
-@world(2)
+@world(2, backend="nccl")
 def test_scaler(fused: bool, offload: bool) -> None:
     """Contract GS-29, GS-34, GS-43: the overflow of one rank is found on the device and skipped everywhere."""
     model, reference = fully_shard(Net().cuda(), offload_policy=policy(offload)), Net().cuda()
@@ -155,7 +150,7 @@ def test_scaler(fused: bool, offload: bool) -> None:
             plain.step()
     assert scaler.get_scale() == 256.0
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().to_local().cuda(), piece(theirs.detach()), rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(mine.detach().to_local().cuda(), rows_of_rank(theirs.detach()), rtol=1e-2, atol=1e-4)
 
 
 @WHERE
@@ -176,7 +171,7 @@ def test_on_nccl(offload: bool) -> None:
         assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 
-@world(2)
+@world(2, backend="nccl")
 def test_training_in_float16() -> None:
     """Contract GS-06, GS-40: the scale finds its way down from where everything overflows."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

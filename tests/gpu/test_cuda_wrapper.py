@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel` on a CUDA device: ranks that share it (Gloo), one rank on NCCL."""
+"""`FullyShardedDataParallel` on a CUDA device that ranks of NCCL share."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def check(case: Case, tolerance: float = 1e-4, **options: object) -> FSDP:
         expected.backward()
         loss = case.loss(model, models.shard(batch, rank, size))
         loss.backward()
-        mean = loss.detach().float().cpu()
-        dist.all_reduce(mean if dist.get_backend() == "gloo" else mean.cuda())
-        if dist.get_backend() == "gloo":
-            torch.testing.assert_close(mean / size, expected.detach().cpu(), rtol=tolerance, atol=tolerance)
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / size, expected.detach(), rtol=tolerance, atol=tolerance)
         for each in (stepper, other):
             each.step()
             each.zero_grad()
@@ -52,27 +51,21 @@ def check(case: Case, tolerance: float = 1e-4, **options: object) -> FSDP:
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @pytest.mark.parametrize("strategy", [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD], ids=lambda each: each.name)
-@world(1, 2)
-def test_parity_of_ranks_that_share_the_device(strategy: ShardingStrategy, originals: bool) -> None:
+@world(1, 2, 3, 4, backend="nccl")
+def test_parity(strategy: ShardingStrategy, originals: bool) -> None:
     for case in (CASES[0], CASES[1], CASES[3]):
         check(case, sharding_strategy=strategy, use_orig_params=originals)
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-@world(2)
+@world(2, backend="nccl")
 def test_offloaded(originals: bool) -> None:
     model = check(CASES[0], use_orig_params=originals, cpu_offload=CPUOffload(offload_params=True))
     assert all(each.device.type == "cpu" for each in model.parameters())
     assert model.compute_device.type == "cuda"
 
 
-@world(1, backend="nccl")
-def test_one_rank_on_nccl() -> None:
-    for originals in (False, True):
-        check(CASES[1], use_orig_params=originals)
-
-
-@world(2)
+@world(2, backend="nccl")
 def test_seed_000_dtypes_and_pure_half_precision() -> None:
     """D-40..D-43: made half before or after it was wrapped, with and without a policy."""
     for before, originals in ((True, False), (True, True), (False, False), (False, True)):
@@ -89,7 +82,7 @@ def test_seed_000_dtypes_and_pure_half_precision() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@world(2)
+@world(2, backend="nccl")
 def test_scaled_half_precision(offload: bool) -> None:
     """GS-55, GS-60: gradients on the host or the device; all ranks skip together."""
     torch.manual_seed(0)
@@ -113,7 +106,7 @@ def test_scaled_half_precision(offload: bool) -> None:
         assert scaler.get_scale() == (scale / 2 if step % 2 else scale)
 
 
-@world(2)
+@world(2, backend="nccl")
 def test_seed_004_legacy_call() -> None:
     config = MixedPrecision(param_dtype=half)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
@@ -125,7 +118,7 @@ def test_seed_004_legacy_call() -> None:
     assert all(each.grad is None or each.grad.dtype == single for each in model.parameters())
 
 
-@world(2)
+@world(2, backend="nccl")
 def test_f1_33_f1_34_devices_that_disagree() -> None:
     def split() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).cuda())
