@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from unshard import CPUOffloadPolicy, FullStateDictConfig, ShardingStrategy, StateDictType
+from unshard import CPUOffloadPolicy, FSDPModule, FullStateDictConfig, ShardingStrategy, StateDictType
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.composable import fully_shard as legacy_fully_shard
 from unshard.optim import clip_grad_norm_, flat
@@ -53,7 +53,7 @@ def plain(model: Any, loss: Loss) -> None:
 def accumulate(model: Any, loss: Loss) -> None:
     """Two micro-batches of one rank are reduced together, and a third on top."""
     for step, last in enumerate((False, True, True)):
-        if isinstance(model, Stack) and hasattr(model, "set_requires_gradient_sync"):
+        if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         loss(model, step).backward()
 
@@ -90,8 +90,11 @@ def boom_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> N
 def raise_in_between(model: Any, loss: Loss) -> None:
     """All ranks raise in forward, then in backward, and go on."""
     block = model.blocks[1]
-    for register in (block.register_forward_pre_hook, block.register_forward_hook):
-        handle = register(boom if register == block.register_forward_pre_hook else boom_in_backward)
+    for register, hook in (
+        (block.register_forward_pre_hook, boom),
+        (block.register_forward_hook, boom_in_backward),
+    ):
+        handle = register(hook)
         with pytest.raises(Boom):
             loss(model, 0).backward()
         handle.remove()
@@ -314,17 +317,13 @@ def test_the_legacy_call() -> None:
         legacy_fully_shard(block)
     legacy_fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for each, loss, stepper in (
-        (model, local_loss, optimizer),
-        (reference, mean_loss, torch.optim.AdamW(reference.parameters(), 1e-2)),
-    ):
-        for step in range(4):
-            value = loss(each, step)
-            value.backward()
+    other = torch.optim.AdamW(reference.parameters(), 1e-2)
+    for step in range(4):
+        mine, theirs = local_loss(model, step), mean_loss(reference, step)
+        for loss, stepper in ((mine, optimizer), (theirs, other)):
+            loss.backward()
             stepper.step()
             stepper.zero_grad()
-            losses.append(value.detach())
-    mine = torch.stack(losses[:4])
-    dist.all_reduce(mine)
-    torch.testing.assert_close(mine / dist.get_world_size(), torch.stack(losses[4:]), rtol=1e-4, atol=1e-6)
+        mean = mine.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / dist.get_world_size(), theirs.detach(), **TOLERANCE)
