@@ -53,7 +53,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; the module has the sharded ones again."""
+        """Free the unsharded parameters; the module has the sharded ones again. Units inside it stay as they are."""
         state = _state(self)
         state.warn_of_writes()
         state.unit.reshard()

@@ -38,7 +38,7 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
     raise StateError(
         f"{unit} has gradients of a backward that came past everything its forward returned or left on its modules, so "
         f"that they were not reduced over the ranks. {_REMEDY}. A loss of parameters alone is computed inside forward, "
-        "or before it, or with the sharded parameters after model.reshard()."
+        "or before it, or with the sharded parameters after reshard()."
     )
 
 
