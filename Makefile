@@ -58,7 +58,7 @@ test-other: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow"
 
-# The environment has torch without CUDA: TORCH_PYTHON is an interpreter that has it, and pytest.
+# The environment may have torch without CUDA: TORCH_PYTHON is an interpreter with torch for CUDA, and pytest.
 TORCH_PYTHON ?= python3
 test-gpu:
 	PYTHONPATH=src $(TORCH_PYTHON) -m pytest tests/gpu

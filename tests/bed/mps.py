@@ -1,4 +1,4 @@
-"""Several ranks of NCCL on one CUDA device: CUDA's multi-process service, and what NCCL has to believe."""
+"""Several ranks of NCCL on one CUDA device: CUDA's multi-process service, and the variables that NCCL needs."""
 
 from __future__ import annotations
 

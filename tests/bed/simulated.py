@@ -11,15 +11,12 @@ from contextlib import suppress
 
 import torch
 from bed import loopback
+from bed.boom import Boom, boom, boom_in_backward
 from bed.models import Case
 from bed.parity import Record, local
-from torch import Tensor, nn
+from torch import nn
 
 Shard = Callable[[nn.Module], object]
-
-
-class Boom(Exception):
-    """The exception of a user's module."""
 
 
 @torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)  # as in `parity.train`
@@ -82,19 +79,11 @@ def failing_steps(case: Case, where: Callable[[nn.Module], nn.Module], device: s
     def fail(model: nn.Module) -> None:
         attempt(model)
         module = where(model)
-        handle = module.register_forward_pre_hook(_raise)
+        handle = module.register_forward_pre_hook(boom)
         attempt(model)
         handle.remove()
-        handle = module.register_forward_hook(_raise_in_backward)
+        handle = module.register_forward_hook(boom_in_backward)
         attempt(model)
         handle.remove()
 
     return fail
-
-
-def _raise(*unused: object) -> None:
-    raise Boom
-
-
-def _raise_in_backward(module: nn.Module, args: object, output: Tensor) -> None:
-    output.register_hook(_raise)

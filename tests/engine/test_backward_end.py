@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bed import loopback
+from bed.boom import Boom, boom_in_backward
 from bed.stack import Stack, assert_at_rest, loss_of, sharded
 from torch import nn
 
@@ -52,18 +53,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return callbacks
 
 
-class Boom(Exception):
-    pass
-
-
-def _raise(*unused: object) -> None:
-    raise Boom
-
-
-def raise_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
-    output.register_hook(_raise)
-
-
 @pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
 def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(
     front_end: str, held: list[Callable[[], None]]
@@ -84,7 +73,7 @@ def test_an_optimizer_is_built_before_a_failed_backward_is_dropped(
         else:
             sharded(model)
         before = list(model.parameters())
-        hook = inner.blocks[1].register_forward_hook(raise_in_backward)
+        hook = inner.blocks[1].register_forward_hook(boom_in_backward)
         with pytest.raises(Boom):
             loss_of(model).backward()
         hook.remove()
@@ -114,7 +103,7 @@ def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str, held:
         expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
         held.clear()
         for _ in range(2):
-            hook = model.blocks[1].register_forward_hook(raise_in_backward)
+            hook = model.blocks[1].register_forward_hook(boom_in_backward)
             with pytest.raises(Boom):
                 loss_of(model).backward()
             hook.remove()

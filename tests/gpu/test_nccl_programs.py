@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bed import world
+from bed.boom import Boom, boom, boom_in_backward
 from bed.cuda import rows_of_rank
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, sharded
 from bed.tied_units import shard_tied, tied_case
@@ -75,18 +76,6 @@ def evaluate_in_between(model: Any, loss: Loss) -> None:
     first.backward()
 
 
-class Boom(Exception):
-    pass
-
-
-def boom(*unused: object) -> None:
-    raise Boom
-
-
-def boom_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
-    output.register_hook(boom)
-
-
 def raise_in_between(model: Any, loss: Loss) -> None:
     """All ranks raise in forward, then in backward, and go on."""
     block = model.blocks[1]
@@ -146,13 +135,23 @@ def assert_gradients_on_host(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(mine.grad.to_local().cuda(), rows_of_rank(theirs.grad), **TOLERANCE)
 
 
-def train(model: nn.Module, optimizer: Any, loss: Loss, clip: Callable[..., torch.Tensor], steps: range) -> None:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Its steps show a wrong scale of gradients, which Adam's do not."""
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train(
+    model: nn.Module, optimizer: Any, loss: Loss, steps: range, clip: Callable[..., torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Returns the norms of the gradients, if they are clipped."""
+    norms = []
     for step in steps:
         loss(model, step).backward()
         if clip is not None:
-            clip(model.parameters(), 0.1)
+            norms.append(clip(model.parameters(), 0.1))
         optimizer.step()
         optimizer.zero_grad()
+    return norms
 
 
 def assert_parameters(model: nn.Module, reference: nn.Module) -> None:
@@ -164,15 +163,9 @@ def assert_parameters(model: nn.Module, reference: nn.Module) -> None:
 def test_clipping_and_flat_optimizers() -> None:
     for make in (lambda optimizer: optimizer, flat):
         model, reference = sharded(Stack().cuda()), Stack().cuda()
-        optimizer = make(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
-        train(model, optimizer, local_loss, clip_grad_norm_, range(4))
-        train(
-            reference,
-            torch.optim.AdamW(reference.parameters(), 1e-2),
-            mean_loss,
-            nn.utils.clip_grad_norm_,
-            range(4),
-        )
+        norms = train(model, make(sgd(model)), local_loss, range(4), clip_grad_norm_)
+        expected = train(reference, sgd(reference), mean_loss, range(4), nn.utils.clip_grad_norm_)
+        torch.testing.assert_close(torch.stack(norms), torch.stack(expected), **TOLERANCE)
         assert_parameters(model, reference)
 
 
@@ -183,7 +176,7 @@ def test_steps_in_backward_of_offloaded_units() -> None:
     for ahead in (False, True):
         model = sharded(Stack().cuda(), offload_policy=CPUOffloadPolicy())
         optimizer = flat(torch.optim.AdamW(model.parameters(), 1e-2, fused=True), step_in_backward=ahead)
-        train(model, optimizer, local_loss, None, range(4))
+        train(model, optimizer, local_loss, range(4))
         results.append([each.detach().to_local().clone() for each in model.parameters()])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
@@ -221,7 +214,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     """Parameters and optimizer state that another model loads are the same, bit by bit."""
     saved = sharded(Stack().cuda())
     optimizer = torch.optim.AdamW(saved.parameters(), 1e-2)
-    train(saved, optimizer, local_loss, None, range(2))
+    train(saved, optimizer, local_loss, range(2))
     weights, state = get_state_dict(saved, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     loaded = sharded(Stack().cuda())
@@ -234,7 +227,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     dcp.load(into, checkpoint_id=tmp_path)
     set_state_dict(loaded, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
     for model, stepper in ((saved, optimizer), (loaded, other)):
-        train(model, stepper, local_loss, None, range(2, 4))
+        train(model, stepper, local_loss, range(2, 4))
     for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
 
@@ -253,13 +246,12 @@ def test_tensor_parallelism() -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = parallel(Stack().cuda(), mesh["tp"]), Stack().cuda()
     sharded(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
-    other = torch.optim.AdamW(reference.parameters(), 1e-2)
+    optimizer, other = sgd(model), sgd(reference)
     for step in range(3):
         loss_of_rank(mesh["dp"].get_local_rank(), model, step).backward()
         mean_loss(reference, step, ranks=2).backward()
-        clip_grad_norm_(model.parameters(), 0.1)
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), **TOLERANCE)
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
@@ -276,8 +268,7 @@ def test_a_wrapper_with_tensor_parallelism(originals: bool) -> None:
     for number, block in enumerate(inner.blocks):
         inner.blocks[number] = FSDP(block, device_mesh=mesh["dp"], use_orig_params=originals)
     model = FSDP(inner, device_mesh=mesh["dp"], use_orig_params=originals)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    other = torch.optim.SGD(reference.parameters(), 0.1)
+    optimizer, other = sgd(model), sgd(reference)
     for step in range(3):
         loss_of_rank(mesh["dp"].get_local_rank(), model, step).backward()
         mean_loss(reference, step, ranks=2).backward()
@@ -303,9 +294,8 @@ def test_a_wrapper_with_replicas(originals: bool, strategy: ShardingStrategy) ->
     for number, block in enumerate(inner.blocks):
         inner.blocks[number] = FSDP(block, **options)
     model = FSDP(inner, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    train(model, optimizer, local_loss, None, range(3))
-    train(reference, torch.optim.AdamW(reference.parameters(), 1e-2), mean_loss, None, range(3))
+    train(model, sgd(model), local_loss, range(3))
+    train(reference, sgd(reference), mean_loss, range(3))
     for name, mine in full_parameters(model).items():
         torch.testing.assert_close(mine, reference.get_parameter(name).detach(), rtol=1e-3, atol=1e-5)
 
@@ -316,8 +306,7 @@ def test_the_legacy_call() -> None:
     for block in model.blocks:
         legacy_fully_shard(block)
     legacy_fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    other = torch.optim.AdamW(reference.parameters(), 1e-2)
+    optimizer, other = sgd(model), sgd(reference)
     for step in range(4):
         mine, theirs = local_loss(model, step), mean_loss(reference, step)
         for loss, stepper in ((mine, optimizer), (theirs, other)):

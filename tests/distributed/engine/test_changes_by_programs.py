@@ -261,7 +261,7 @@ def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
             else:
                 with torch.no_grad():
                     weight.zero_()
-            with pytest.warns(UserWarning, match=r"'\(root\)' were written \(c\.weight.*lost.*after reshard\(\) of it"):
+            with pytest.warns(UserWarning, match=r"'\(root\)' were written \(c\.weight.*lost.*after reshard\(\) of"):
                 model.reshard()
         train(model, optimizer, range(1, 3), kind)
         return model
