@@ -2,6 +2,11 @@
 
 Torch's own groups have all methods. A group that is written in Python overrides some of them; what it inherits only
 works if a backend is registered with it, and would bypass what it overrides.
+
+What such a group inherits is called on its backend (which has no methods for several tensors). Torch holds the GIL
+while it carries out a method that a class in Python inherits from `ProcessGroup`. Gloo's thread holds the lock of its
+queue while it frees a tensor, for which it needs the GIL: they wait for each other for ever (torch 2.12 and 2.13, seen
+without this library).
 """
 
 from __future__ import annotations
@@ -36,10 +41,10 @@ class GroupMethods(NamedTuple):
     """Whether the reduce-scatter is written in Python, which no other collective may replace then."""
 
 
-def methods_of(group: Any, has_backend: bool, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
-    """`has_backend`: one is registered with the group for the device; the others: what it can group."""
+def methods_of(group: Any, backend: Any, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
+    """`backend`: what is registered with the group for the device, or None; the others: what it can group."""
     if type(group) is not dist.ProcessGroup:
-        return _methods_in_python(group, has_backend, gathers_groups, reduces_groups)
+        return _methods_in_python(group, backend, gathers_groups, reduces_groups)
     return GroupMethods(
         _method(group, ALL_GATHER),
         _method(group, ALL_GATHER_COALESCED) if gathers_groups else None,
@@ -50,24 +55,24 @@ def methods_of(group: Any, has_backend: bool, gathers_groups: bool, reduces_grou
     )
 
 
-def _methods_in_python(group: Any, has_backend: bool, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
+def _methods_in_python(group: Any, backend: Any, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
     gather, gather_many = _own(group, ALL_GATHER), _own(group, ALL_GATHER_COALESCED)
-    if gather is None and gather_many is None and has_backend:
-        gather = _method(group, ALL_GATHER)
+    if gather is None and gather_many is None and backend is not None:
+        gather = _method(backend, ALL_GATHER)
         gather_many = _method(group, ALL_GATHER_COALESCED) if gathers_groups else None
     if gather is None:
         gather = _changed(gather_many, _of_many) or _changed(_own(group, ("allgather",)), _all_gather_by_list)
 
     reduce, reduce_many = _own(group, REDUCE_SCATTER), _own(group, REDUCE_SCATTER_COALESCED)
     own_reduce_scatter = reduce is not None or reduce_many is not None
-    if not own_reduce_scatter and has_backend:
-        reduce = _method(group, REDUCE_SCATTER)
+    if not own_reduce_scatter and backend is not None:
+        reduce = _method(backend, REDUCE_SCATTER)
         reduce_many = _method(group, REDUCE_SCATTER_COALESCED) if reduces_groups else None
     if reduce is None:
         reduce = _changed(reduce_many, _of_many) or _changed(_own(group, ("reduce_scatter",)), _reduce_scatter_by_list)
 
-    all_to_all = _own(group, ALL_TO_ALL) or (_method(group, ALL_TO_ALL) if has_backend else None)
-    all_reduce = _own(group, ("allreduce", "allreduce_coalesced")) or (group.allreduce if has_backend else None)
+    all_to_all = _own(group, ALL_TO_ALL) or (backend and _method(backend, ALL_TO_ALL))
+    all_reduce = _own(group, ("allreduce", "allreduce_coalesced")) or (backend and backend.allreduce)
     return GroupMethods(
         gather or _missing(group, ALL_GATHER),
         gather_many,

@@ -50,7 +50,8 @@ class ProcessGroupTransport(Transport):
         self.backend = backend_name(group, device)
         if self.backend == "gloo":
             delay_exit()
-        methods = methods_of(group, backend_of(group, device) is not None, *_grouping(self.backend))
+        grouping = _grouping(self.backend, in_python=type(group) is not dist.ProcessGroup)
+        methods = methods_of(group, backend_of(group, device), *grouping)
         self._gather_one, self._gather_many = methods.all_gather, methods.all_gather_many
         self._reduce_one, self._reduce_many = methods.reduce_scatter, methods.reduce_scatter_many
         self._all_to_all, self._all_reduce = methods.all_to_all, methods.all_reduce
@@ -183,8 +184,9 @@ def _exchange_is_faster(backend: str, device: torch.device) -> bool:
     return backend == "gloo" and device.type == "cpu"
 
 
-def _grouping(backend: str) -> tuple[bool, bool]:
+def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
     """Whether the backend gathers, and reduces, several tensors in one collective."""
     # Gloo's coalesced all-gather corrupts the heap when two are in flight, and numbers when dtypes differ (torch 2.13,
-    # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works.
-    return backend == "nccl", backend in ("nccl", "gloo")
+    # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works, but not for a group
+    # that is written in Python: see `group_methods`.
+    return backend == "nccl", backend == "nccl" or (backend == "gloo" and not in_python)
