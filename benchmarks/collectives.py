@@ -1,13 +1,14 @@
 """What a step sends, and what it copies on the device to do so, side by side.
 
     python -m benchmarks.collectives --cases 1b:1x1024            # a GPU as one rank of a simulated job of 8
+    python -m benchmarks.collectives --place nccl --world 2 --cases 100m:8x1024
     python -m benchmarks.collectives --place gloo --cases 10m:1x128:fp32
 
 Collectives of forward and backward, with the bytes of their whole tensors. Copies (casts, packing, unpacking) are those
 beyond the unsharded side's. On a GPU also the device time of their kernels, what of it is left beyond the two casts
 that mixed precision needs (the shard for each gather, the gradient for its reduction, timed here by themselves), and
 its share of the time that all kernels of a step take. Copies that stand for collectives of a simulated job count as
-collectives.
+collectives. With NCCL, `gathering` and `reducing` are the times of its kernels, which include the wait for other ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from .tables import Row
 COLUMNS = {"case": "case", "side": "side", "gathers": "gathers", "reductions": "reductions", "others": "others"}
 COLUMNS |= {"sent_mib": "sent MiB", "copies": "copies", "copied_mib": "copied MiB", "device": "device ms"}
 COLUMNS |= {"copying": "copies ms", "beyond": "beyond casts", "share": "share"}
+COLUMNS |= {"gathering": "gathering ms", "reducing": "reducing ms"}
 FIGURES = {"sent_mib": "sent", "copies": "copies", "copied_mib": "copied", "device": "device", "copying": "copying"}
+FIGURES |= {"gathering": "gathering", "reducing": "reducing"}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -83,18 +86,21 @@ def _look(side: str, case: Case, place: Place, options: argparse.Namespace) -> R
     row["copies_by_operation"] = dict(seen.copies)
     if place.on_gpu:
         training.step()
-        times = _profiled(training.step, place, options.steps)
+        events = _profiled(training.step, place, options.steps)
+        times = {kind: time / options.steps for kind, time in traces.device_time(events).items()}
         row |= {"device": sum(times.values()), "copying": times["copies"], "collectives": times["collectives"]}
+        if place.kind == "nccl" and place.world > 1:
+            row |= {kind: time / options.steps for kind, time in traces.nccl_time(events).items()}
     return row
 
 
-def _profiled(work: Callable[[], None], place: Place, times: int) -> dict[str, float]:
+def _profiled(work: Callable[[], None], place: Place, times: int) -> list[traces.Event]:
     place.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         for _ in range(times):
             work()
         place.synchronize()
-    return {kind: time / times for kind, time in traces.device_time(traces.events_of(record)).items()}
+    return traces.events_of(record)
 
 
 def _casts(case: Case, place: Place) -> float:
@@ -113,7 +119,7 @@ def _casts(case: Case, place: Place) -> float:
             whole[:size].copy_(narrow[:size])
 
     cast()
-    return _profiled(cast, place, 3)["copies"]
+    return traces.device_time(_profiled(cast, place, 3))["copies"] / 3
 
 
 def main(arguments_given: list[str] | None = None) -> None:

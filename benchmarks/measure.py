@@ -59,7 +59,8 @@ class Clock:
 
 
 def timed_step(training: Training, place: Place) -> dict[str, float]:
-    """One step in milliseconds. `wall` ends when the device has finished; the rest of the host's times do not wait.
+    """One step in milliseconds. `wall` ends when the device has finished, on the slowest rank; the rest of the host's
+    times do not wait, and are this rank's.
 
     `net` is the same without the host time of the simulated ranks, which stand for kernels that a real group launches
     at once. It says something only where the host is what a step waits for.
@@ -79,8 +80,9 @@ def timed_step(training: Training, place: Place) -> dict[str, float]:
     training.update()
     row["optimizer"] = clock.lap()
     place.synchronize()
-    row["wall"] = (time.perf_counter() - began) * MS
-    row["net"] = row["wall"] - (METER.seconds - spent) * MS
+    spent = METER.seconds - spent
+    row["wall"] = place.slowest((time.perf_counter() - began) * MS)
+    row["net"] = row["wall"] - spent * MS
     if place.on_gpu:
         row["device"] = begin.elapsed_time(end)
     return row

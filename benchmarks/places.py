@@ -1,4 +1,4 @@
-"""Where a comparison runs: one GPU with NCCL, one rank of a simulated job, or several CPU processes with Gloo."""
+"""Where a comparison runs: ranks of NCCL on GPUs, one rank of a simulated job, or CPU processes with Gloo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import loopback
+from . import loopback, mps
 
 KINDS = ("nccl", "simulated", "gloo")
 _TIMEOUT = timedelta(seconds=300)
@@ -35,10 +36,18 @@ class Place:
     device_type: str
     threads: int = 1
     rank: int = 0
+    shares_gpu: bool = False
+    """Whether all ranks run on one GPU, and talk over sockets."""
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
+        if not self.on_gpu:
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if self.shares_gpu else self.rank)
+
+    @property
+    def has_other_ranks(self) -> bool:
+        return self.kind != "simulated" and self.world > 1
 
     @property
     def on_gpu(self) -> bool:
@@ -60,12 +69,22 @@ class Place:
     def meet(self) -> None:
         """All ranks begin what follows together."""
         self.synchronize()
-        if self.kind == "gloo" and self.world > 1:
+        if self.has_other_ranks:
             dist.barrier()
+            self.synchronize()
+
+    def slowest(self, figure: float) -> float:
+        """The largest of all ranks."""
+        if not self.has_other_ranks:
+            return figure
+        largest = torch.tensor(figure, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
     def __str__(self) -> str:
         device = torch.cuda.get_device_name(0) if self.on_gpu else "CPU"
         how = {"nccl": "NCCL", "gloo": "Gloo", "simulated": "one process as one of them"}[self.kind]
+        how += " over sockets, on one GPU" if self.shares_gpu else ""
         return f"{device}, {self.world} rank{'s' if self.world > 1 else ''}, {how}"
 
 
@@ -86,26 +105,37 @@ def add_arguments(parser: argparse.ArgumentParser, one_rank: bool = False) -> No
 def chosen(options: argparse.Namespace) -> Place:
     worlds = {"nccl": 1, "simulated": 8, "gloo": options.gloo_world}
     world = worlds[options.place] if options.world is None else options.world
-    if options.place == "nccl" and world != 1:
-        raise ValueError("NCCL needs a GPU per rank; here it runs one rank. For more, --place simulated --world N.")
+    shares_gpu = options.place == "nccl" and torch.cuda.device_count() < world
+    if shares_gpu and not mps.is_there():
+        raise ValueError(
+            f"--place nccl --world {world} needs as many GPUs, or CUDA's multi-process service ({mps.CONTROL}) to run "
+            f"all ranks on one. Here are {torch.cuda.device_count()} GPUs and no such service; --place simulated "
+            "needs neither."
+        )
     device_type = {"nccl": "cuda", "gloo": "cpu"}.get(options.place, options.device)
-    return Place(options.place, world, device_type, options.threads)
+    return Place(options.place, world, device_type, options.threads, shares_gpu=shares_gpu)
 
 
 def run(place: Place, work: Work, options: Any) -> Any:
-    """What `work(place, options)` returns on rank 0; with Gloo, every rank is a process of its own."""
-    if place.kind != "gloo" or place.world == 1:
+    """What `work(place, options)` returns on rank 0. If there are other ranks, each is a process of its own."""
+    if not place.has_other_ranks:
         with _joined(place, dist.HashStore() if place.kind == "simulated" else _store()):
             return work(place, options)
+    service: AbstractContextManager[dict[str, str]] = mps.running() if place.shares_gpu else nullcontext({})
+    with service as environment:
+        return _run_ranks(place, work, options, environment)
+
+
+def _run_ranks(place: Place, work: Work, options: Any, environment: dict[str, str]) -> Any:
     store = _store()
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    ranks = [
-        context.Process(target=_rank, args=(replace(place, rank=rank), store.port, work, options, send))
-        for rank in range(place.world)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = []
+    for rank in range(place.world):
+        variables = {**environment, **mps.SOCKETS, **mps.host_of(rank)} if place.shares_gpu else environment
+        arguments = replace(place, rank=rank), store.port, work, options, send, variables
+        ranks.append(context.Process(target=_rank, args=arguments))
+        ranks[-1].start()
     send.close()  # so that the end of all ranks is the end of the pipe
     try:
         return receive.recv()
@@ -123,7 +153,8 @@ def _store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _rank(place: Place, port: int, work: Work, options: Any, send: Connection) -> None:
+def _rank(place: Place, port: int, work: Work, options: Any, send: Connection, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         with _joined(place, store):
@@ -142,8 +173,10 @@ def _joined(place: Place, store: Any) -> Iterator[None]:
     if place.kind == "simulated":
         loopback.register()
     if place.on_gpu:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(place.device)
         torch.empty(1, device="cuda")
+        if place.shares_gpu:
+            torch.cuda.set_per_process_memory_fraction(0.95 / place.world)
     threads, hook = torch.get_num_threads(), sys.excepthook
     if not place.on_gpu:
         torch.set_num_threads(place.threads)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --cases 100m:1x512,1b:1x1024,1b:4x2048       # a GPU as one rank of a simulated job of 8
     python -m benchmarks.step --place nccl --cases 1b:1x1024,small:1x64    # a GPU as the only rank
+    python -m benchmarks.step --place nccl --world 4 --cases 100m:8x1024   # four ranks on as many GPUs, or on one
     python -m benchmarks.step --place gloo --cases 10m:1x128:fp32,10m:1x1:bf16   # two CPU processes
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time

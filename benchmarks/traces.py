@@ -49,6 +49,16 @@ def device_time(events: list[Event]) -> dict[str, float]:
     return dict(total)
 
 
+def nccl_time(events: list[Event]) -> dict[str, float]:
+    """Milliseconds of NCCL's kernels. A kernel runs from when this rank comes to it until all have done their part."""
+    total = {"gathering": 0.0, "reducing": 0.0}
+    for kernel in events:
+        if kernel.get("cat") == "kernel" and kernel["name"].startswith("nccl"):
+            gathers = "AllGather" in kernel["name"]
+            total["gathering" if gathers else "reducing"] += kernel.get("dur", 0) / 1e3
+    return total
+
+
 def _kinds(ranges: Iterable[Event], launches: list[Event]) -> dict[int, str]:
     """What each launch was for: ranges that are open on its thread at that moment say so, the outermost first."""
     found: dict[int, str] = {}

@@ -54,6 +54,21 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert "unshard / unsharded: wall" in capfd.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_ranks_of_nccl_need_gpus_or_a_service(run: Run) -> None:
+    with pytest.raises(ValueError, match="--world 2 needs as many GPUs, or CUDA's multi-process service"):
+        run("step", "--place", "nccl", "--world", "2")
+
+
+def test_time_of_nccl_is_told_apart() -> None:
+    kernels = {"ncclDevKernel_AllGather_RING_LL(x)": 2000, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)": 3000}
+    events = [{"cat": "kernel", "name": name, "dur": time} for name, time in {**kernels, "gemm": 5000}.items()]
+    assert traces.nccl_time([*events, {"cat": "cpu_op", "name": "nccl:all_gather"}]) == {
+        "gathering": 2.0,
+        "reducing": 3.0,
+    }
+
+
 @pytest.mark.slow
 def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*unused: object) -> None:

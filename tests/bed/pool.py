@@ -24,8 +24,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from bed import mps
 from bed.worker import CLEAN, PATIENCE, READY, RELEASE, Job, Outcome, serve
+
+from benchmarks import mps
 
 MOST_RANKS = 4
 START_TIMEOUT = 300.0  # the server's imports, on a busy machine

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import mps, pool
+from bed import pool
+
+from benchmarks import mps
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,8 +50,8 @@ class ProcessGroupTransport(Transport):
         self.backend = backend_name(group, device)
         if self.backend == "gloo":
             delay_exit()
-        grouping = _grouping(self.backend, in_python=type(group) is not dist.ProcessGroup)
-        methods = methods_of(group, backend_of(group, device), *grouping)
+        in_python = type(group) is not dist.ProcessGroup
+        methods = methods_of(group, backend_of(group, device), *_grouping(self.backend, in_python))
         self._gather_one, self._gather_many = methods.all_gather, methods.all_gather_many
         self._reduce_one, self._reduce_many = methods.reduce_scatter, methods.reduce_scatter_many
         self._all_to_all, self._all_reduce = methods.all_to_all, methods.all_reduce
