@@ -108,6 +108,14 @@ def test_workers_are_started_once(pool: Pool) -> None:
     assert pool.run(process, 4) == first and pool.run(process, 2) == first[:2]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted where the system lists them")
+def test_workers_with_many_threads_are_replaced(pool: Pool) -> None:
+    before = pool.run(process, 2)
+    assert pool.run(process, 2) == before
+    with mock.patch("bed.pool.MOST_THREADS", 0):
+        assert set(pool.run(process, 2)).isdisjoint(before)
+
+
 def fail_on(rank: int) -> None:
     limit = 41
     if dist.get_rank() == rank:

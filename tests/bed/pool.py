@@ -32,6 +32,7 @@ MOST_RANKS = 4
 START_TIMEOUT = 300.0  # the server's imports, on a busy machine
 CLEAN_TIMEOUT = 300.0  # leaving a process group, on the same
 STACK_TIMEOUT = 20.0
+MOST_THREADS = 300  # torch before 2.13 keeps process groups of ended jobs, each with threads that wake up all the time
 
 # What the server imports before any worker is forked from it. Nothing in here may start threads or touch a GPU.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
@@ -51,6 +52,15 @@ class _Worker:
     process: Any
     pipe: connection.Connection
     dump: str
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has collected so many threads that all jobs become slow."""
+        threads = f"/proc/{self.process.pid}/task"
+        try:
+            return len(os.listdir(threads)) > MOST_THREADS
+        except OSError:  # it is dead, or the system does not list threads
+            return False
 
     def kill(self) -> None:
         self.process.kill()
@@ -155,6 +165,10 @@ class Pool:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._folder = tempfile.mkdtemp(prefix="bed-")
+        if not self.environment:  # workers that share a device with MPS must not be ended by force
+            self._discard(
+                [worker for worker in self._workers if worker and worker.process.is_alive() and worker.crowded]
+            )
         fresh = []
         for place in range(size):
             worker = self._workers[place]
