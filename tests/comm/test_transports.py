@@ -294,7 +294,7 @@ def test_a_group_written_in_python_conforms(kind: type[PythonGroup]) -> None:
 def test_a_python_class_over_a_backend_inherits_its_collectives() -> None:
     """But no other collective takes the place of a reduce-scatter that it overrides.
 
-    Repeated, because what the group itself inherits hangs once in ten to a hundred times, holding the GIL.
+    Repeated, because what the group itself inherits hangs now and then, holding the GIL.
     """
     rounds = 100
 
