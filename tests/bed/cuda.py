@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,24 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unshard import fully_shard
-from unshard.comm import process_group
 from unshard.comm.memory import CudaPool, pool_of_group
 from unshard.comm.process_group import ProcessGroupTransport
-from unshard.comm.solo import SoloTransport
 from unshard.fsdp2 import meshes
-from unshard.layout import collective_tensors as packing
-
-
-@contextmanager
-def path(way: str) -> Iterator[None]:
-    """ "rows" sends even small parameters in regions of their own, as large ones are; "packed" packs even few."""
-    unpacked_limit = 0 if way == "packed" else process_group.UNPACKED_LIMIT
-    with (
-        mock.patch.object(packing, "PACK_BELOW", 0 if way == "rows" else packing.PACK_BELOW),
-        mock.patch.object(process_group, "UNPACKED_LIMIT", unpacked_limit),
-        mock.patch.object(SoloTransport, "traits", replace(SoloTransport.traits, unpacked_limit=unpacked_limit)),
-    ):
-        yield
 
 
 def full_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -81,3 +66,52 @@ def real_collectives(pooled: bool = False) -> Iterator[None]:
 
     with mock.patch.object(meshes, "transport_for", transport_for):
         yield
+
+
+class _Unwaited:
+    """A work for which nobody waits; it lives on, so that the backend keeps its tensors."""
+
+    def __init__(self, work: object) -> None:
+        self._work = work
+
+    def wait(self, *unused: object) -> None:
+        pass
+
+
+@contextmanager
+def waits_left_out(skipped: set[int]) -> Iterator[list[str]]:
+    """Collectives leave NaN until they are done. Of those with the numbers, the last rank is late, and nobody waits.
+
+    Yields the names of the collectives that were issued.
+    """
+    issued: list[str] = []
+
+    def late(issue: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def issue_late(self: ProcessGroupTransport, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+            if not outputs[0].is_floating_point():  # what ranks compare before they begin
+                return issue(self, outputs, inputs, *rest, **options)
+            number = len(issued)
+            issued.append(name)
+            _poison(outputs, inputs)
+            if self.rank == self.world - 1 and number in skipped:
+                torch.cuda._sleep(400_000_000)  # cycles, about 200 ms: longer than the host takes for some units
+            work = issue(self, outputs, inputs, *rest, **options)
+            return _Unwaited(work) if number in skipped else work
+
+        return issue_late
+
+    gather, reduce_scatter = ProcessGroupTransport.all_gather, ProcessGroupTransport.reduce_scatter
+    with (
+        mock.patch.object(ProcessGroupTransport, "all_gather", late(gather, "all-gather")),
+        mock.patch.object(ProcessGroupTransport, "reduce_scatter", late(reduce_scatter, "reduce-scatter")),
+    ):
+        yield issued
+
+
+def _poison(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """NaN in the outputs, except where an input lies."""
+    for output, piece in zip(outputs, inputs, strict=True):
+        kept = piece.clone() if output.numel() > piece.numel() else None
+        output.fill_(torch.nan)
+        if kept is not None:
+            piece.copy_(kept)  # its own place in the output, or elsewhere and not changed

@@ -22,10 +22,11 @@ from bed.python_groups import (
     make,
 )
 from bed.user_collectives import ToyGather, ToyMany, ToyReduceScatter, ignore_old_names
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from unshard.comm import process_group
 from unshard.comm.agreement import require_agreement
-from unshard.comm.groups import group_of
+from unshard.comm.groups import group_like
 from unshard.comm.interface import Label, Transport
 from unshard.comm.order import check, polling
 from unshard.comm.order.checked_transport import OrderCheckedTransport
@@ -35,6 +36,7 @@ from unshard.comm.split import SplitTransport
 from unshard.comm.transports import transport_for
 from unshard.comm.user_collectives import PluginTransport
 from unshard.errors import OrderError, UnsupportedError
+from unshard.torch_private import group_timeout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -254,10 +256,48 @@ def test_a_users_transport_conforms(gather: type) -> None:
 
 @world(2, 3)
 def test_two_groups_over_the_same_ranks_conform() -> None:
-    own = group_of(range(dist.get_world_size()), "reductions")
-    assert own is group_of(range(dist.get_world_size()), "reductions") and own is not dist.group.WORLD
-    transport = SplitTransport(transport_for(dist.group.WORLD, CPU), transport_for(own, CPU))
-    conforms(transport, dist.get_rank(), dist.get_world_size())
+    usual = dist.group.WORLD
+    own = group_like(usual, "gloo", CPU)
+    assert own is group_like(usual, "gloo", CPU) and own is not usual
+    assert (own.rank(), own.size()) == (usual.rank(), usual.size())
+    assert group_timeout(own, CPU) == group_timeout(usual, CPU) != default_pg_timeout
+    conforms(transport_for(usual, CPU, separate=True), dist.get_rank(), dist.get_world_size())
+
+
+@world(2)
+def test_a_second_group_is_made_with_the_first_gather_for_a_backward() -> None:
+    made = []
+
+    def reductions() -> ProcessGroupTransport:
+        made.append(ProcessGroupTransport(group_like(dist.group.WORLD, "gloo", CPU), CPU))
+        return made[-1]
+
+    def gather(label: Label | None) -> None:
+        transport.all_gather([torch.empty(2)], [torch.ones(1)], label).wait()
+
+    transport = SplitTransport(ProcessGroupTransport(dist.group.WORLD, CPU), reductions)
+    transport.all_reduce([torch.ones(1)], average=True).wait()
+    gather(None)
+    with torch.no_grad():
+        gather(Label(lambda: "gather"))
+    assert not made
+    for _ in range(2):
+        gather(Label(lambda: "gather"))
+        transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], average=True).wait()
+        assert len(made) == 1
+
+
+@world(2)
+def test_an_order_is_compared_over_both_groups() -> None:
+    """One rank gathers while the other reduces: in two queues, neither would come to the other's end."""
+    transport, rank = transport_for(dist.group.WORLD, CPU, separate=True), dist.get_rank()
+    transport.all_gather([torch.empty(2)], [torch.ones(1)], Label(lambda: "begin")).wait()
+    label = Label(lambda: ["gather", "reduce"][rank])
+    with pytest.raises(OrderError, match=r"(?s)gather.*reduce|reduce.*gather"):
+        if rank == 0:
+            transport.all_gather([torch.empty(2)], [torch.ones(1)], label).wait()
+        else:
+            transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], label, average=True).wait()
 
 
 def test_the_loopback_group_conforms() -> None:

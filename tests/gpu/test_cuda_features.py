@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from bed import world
-from bed.cuda import check, path, real_collectives, rows_of_rank
+from bed.cuda import check, real_collectives, rows_of_rank
 from bed.models import CASES, Case, case
+from bed.packing import path
 from bed.stack import Stack, batch, input_gradient, sharded
 from bed.tensor_subclass import SplitTensor, with_split_weights
 from torch import nn

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from bed import world
 from bed.boom import Boom, boom, boom_in_backward
 from bed.cuda import rows_of_rank
+from bed.packing import path
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, sharded
 from bed.tied_units import shard_tied, tied_case
 from bed.user_collectives import ToyGather, ToyReduceScatter, ignore_old_names
@@ -114,6 +115,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @world(2, 3, 4, backend="nccl")
+@path("mixed")
 def test_programs(options: str) -> None:
     for program in PROGRAMS:
         model, reference = sharded(Stack().cuda(), **OPTIONS[options]()), Stack().cuda()
@@ -160,6 +162,7 @@ def assert_parameters(model: nn.Module, reference: nn.Module) -> None:
 
 
 @world(2, 3, 4, backend="nccl")
+@path("mixed")
 def test_clipping_and_flat_optimizers() -> None:
     for make in (lambda optimizer: optimizer, flat):
         model, reference = sharded(Stack().cuda()), Stack().cuda()
@@ -170,6 +173,7 @@ def test_clipping_and_flat_optimizers() -> None:
 
 
 @world(2, 3, backend="nccl")
+@path("mixed")
 def test_steps_in_backward_of_offloaded_units() -> None:
     """The same bits as with a step of its own."""
     results = []
@@ -183,6 +187,7 @@ def test_steps_in_backward_of_offloaded_units() -> None:
 
 
 @world(2, 3, 4, backend="nccl")
+@path("mixed")
 def test_tied_units() -> None:
     for order in ("tokens head", "head tokens"):
         case, rank, size = tied_case(), dist.get_rank(), dist.get_world_size()
@@ -197,6 +202,7 @@ def test_tied_units() -> None:
 
 @ignore_old_names
 @world(2, 3, backend="nccl")
+@path("mixed")
 def test_collectives_of_the_user() -> None:
     model, reference = sharded(Stack().cuda(), reshard_after_forward=True), Stack().cuda()
     gather, scatter = ToyGather(), ToyReduceScatter()
@@ -210,6 +216,7 @@ def test_collectives_of_the_user() -> None:
 
 
 @world(2, 3, 4, backend="nccl")
+@path("mixed")
 def test_a_checkpoint(tmp_path: Path) -> None:
     """Parameters and optimizer state that another model loads are the same, bit by bit."""
     saved = sharded(Stack().cuda())
@@ -242,6 +249,7 @@ def parallel(model: Stack, mesh: DeviceMesh) -> Stack:
 
 
 @world(4, backend="nccl")
+@path("mixed")
 def test_tensor_parallelism() -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = parallel(Stack().cuda(), mesh["tp"]), Stack().cuda()
@@ -261,6 +269,7 @@ def test_tensor_parallelism() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @world(4, backend="nccl")
+@path("mixed")
 def test_a_wrapper_with_tensor_parallelism(originals: bool) -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = Stack().cuda()
@@ -287,6 +296,7 @@ def test_a_wrapper_with_tensor_parallelism(originals: bool) -> None:
 @pytest.mark.parametrize("strategy", [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2], ids=lambda each: each.name)
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @world(4, backend="nccl")
+@path("mixed")
 def test_a_wrapper_with_replicas(originals: bool, strategy: ShardingStrategy) -> None:
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {"device_mesh": mesh, "sharding_strategy": strategy, "use_orig_params": originals}
@@ -301,6 +311,7 @@ def test_a_wrapper_with_replicas(originals: bool, strategy: ShardingStrategy) ->
 
 
 @world(2, 3, backend="nccl")
+@path("mixed")
 def test_the_legacy_call() -> None:
     model, reference = Stack().cuda(), Stack().cuda()
     for block in model.blocks:

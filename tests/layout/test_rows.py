@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unshard.layout import collective_tensors as packing
 from unshard.layout.collective_tensors import (
     ALIGNMENT,
     ROW_LAYOUT,
     BufferLayout,
     Grouping,
     LayoutParam,
+    PackingRule,
     RegionRange,
     lay_out,
 )
@@ -75,30 +75,21 @@ def test_small_vectors_lie_behind_small_matrices() -> None:
 def test_few_small_parameters_are_not_packed() -> None:
     large, small = (256, 128), (9, 9)
     mixed = items(small, large, small)
-    assert [region.packed for region in collective_regions(mixed, range(3), Grouping.GROUPED, unpacked_limit=2)] == [
-        False
-    ] * 3
-    assert [region.packed for region in collective_regions(mixed, range(3), Grouping.GROUPED, unpacked_limit=1)] == [
-        False,
-        True,
-    ]
-    assert [region.packed for region in collective_regions(mixed, range(3), Grouping.ONE_REGION, unpacked_limit=2)] == [
-        True
-    ]
-    many = items(small, *[large] * packing.GROUP_LIMIT)  # a place in the group for everybody, or nobody small gets one
-    assert [r.packed for r in collective_regions(many, range(len(many)), Grouping.GROUPED, unpacked_limit=2)].count(
-        True
-    ) == 1
+
+    def packed(grouping: Grouping, least: int) -> list[bool]:
+        regions = collective_regions(mixed, range(3), grouping, PackingRule(least=least))
+        return [region.packed for region in regions]
+
+    assert packed(Grouping.GROUPED, least=3) == [False] * 3
+    assert packed(Grouping.GROUPED, least=2) == [False, True]
+    assert packed(Grouping.ONE_REGION, least=3) == [True]
 
 
-def test_a_group_stays_small_unless_a_copy_would_cost_more() -> None:
-    medium, huge = (256, 128), (2048, 1024)
-    regions = collective_regions(items(*[medium] * 40, huge), range(41), Grouping.GROUPED)
-    alone = [region for region in regions if not region.packed]
-    assert len(regions) == packing.GROUP_LIMIT
-    assert alone[-1].members == (40,)
-    regions = collective_regions(items(*[huge] * 20), range(20), Grouping.GROUPED)
-    assert [region.packed for region in regions] == [False] * 20
+def test_the_rule_says_what_is_small() -> None:
+    parts = items((256, 128), (256, 129), (1, 5))
+    for below, alone in ((0, 3), (21, 2), (256 * 128 * 4, 2), (256 * 128 * 4 + 1, 1), (10**9, 0)):
+        regions = collective_regions(parts, range(3), Grouping.GROUPED, PackingRule(below))
+        assert sum(not region.packed for region in regions) == alone, below
 
 
 def test_packed_dtypes_lie_end_to_end_without_padding() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
-from ..torch_private import root_mesh
+from ..torch_private import backend_of, group_timeout, nccl_options, root_mesh
 
 # By default group, so that groups of a job that was torn down are not found again.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
@@ -29,6 +29,42 @@ def group_of(ranks: Sequence[int], purpose: str) -> Any:
     if key not in made:
         made[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"unshard {purpose}")
     return made[key]
+
+
+# By the group that they are like.
+_LIKE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def group_like(group: Any, backend: str, device: torch.device) -> Any:
+    """A second group of the same ranks, whose collectives do not wait for those of `group`. All ranks have to call.
+
+    It has the timeout of `group` and, with NCCL, its options. Its communicator exists when this returns: at its first
+    use, ranks that disagree on what comes next would wait for each other, and nothing would tell them.
+    """
+    if group not in _LIKE:
+        _LIKE[group] = _make_group_like(group, backend, device)
+    return _LIKE[group]
+
+
+def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
+    timeout, description = group_timeout(group, device), "unshard reductions"
+    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
+        # Torch makes groups by splitting communicators then. `new_group` splits that of the whole job, for which all
+        # ranks of the job have to call; `split_group` crashes with that one if it is not the first of the process
+        # (torch 2.11; pull request 192109 of pytorch mends it).
+        if not backend_of(group, device).supports_splitting:  # in torch's debug mode
+            return group
+        if group.size() < dist.get_world_size():
+            return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout,
+        backend if backend in ("nccl", "gloo") else None,
+        nccl_options(group, device) if backend == "nccl" else None,
+        use_local_synchronization=True,
+        group_desc=description,
+        device_id=device if backend == "nccl" else None,  # makes the communicator at once
+    )
 
 
 # Equal meshes have equal ranks, so the cache cannot be wrong; it holds integers, so it keeps no group alive.

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..layout.collective_tensors import PACK_SMALL, PackingRule
+
 
 class Work(Protocol):
     """A collective in flight. Its tensors may be neither read, written nor freed before `wait` has returned.
@@ -51,8 +53,8 @@ class Traits:
     """`all_gather` takes several tensors in one collective."""
     reduces_groups: bool
     """`reduce_scatter` takes several tensors in one collective."""
-    unpacked_limit: int = 0
-    """Up to this number, small tensors in a group cost less than the copies that packing takes."""
+    packing: PackingRule = PACK_SMALL
+    """What is packed, where a collective takes several tensors."""
     in_place_only: bool = False
     """`all_gather` reads this rank's piece only from its place in the output."""
     reduces_in_place: bool = False

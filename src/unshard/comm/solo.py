@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..layout.collective_tensors import PackingRule
 from ..torch_private import foreach_copy
 from .interface import Done, Label, Traits, Transport, Work
 
@@ -14,7 +15,7 @@ class SoloTransport(Transport):
     traits = Traits(
         gathers_groups=True,
         reduces_groups=True,
-        unpacked_limit=8,  # nothing is sent, but packing would cost copies
+        packing=PackingRule(least=9),  # nothing is sent, but packing would cost copies
         in_place_only=True,
         reduces_in_place=True,
         gathers_on_any_stream=True,

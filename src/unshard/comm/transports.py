@@ -6,20 +6,32 @@ from typing import Any
 
 import torch
 
+from .groups import group_like
 from .interface import Transport
 from .order.check import order_of
 from .order.checked_transport import OrderCheckedTransport
 from .process_group import ProcessGroupTransport
 from .solo import SoloTransport
+from .split import SplitTransport
 
 
-def transport_for(group: Any, device: torch.device, check_order: bool = True) -> Transport:
+def transport_for(
+    group: Any, device: torch.device, check_order: bool = True, separate: bool | None = None
+) -> Transport:
     """The transport for a shard group; a group of one rank sends nothing.
 
     `check_order`: the ranks compare what they are about to issue, where they are real peers.
+    `separate`: reduce-scatters have a process group of their own; None: where that is faster.
     """
     if group.size() == 1:
         return SoloTransport()
-    transport = ProcessGroupTransport(group, device)
-    order = order_of(group, transport.backend, device) if check_order else None
+    gathers = ProcessGroupTransport(group, device)
+    transport: Transport = gathers
+    if gathers.separate_is_faster if separate is None else separate:
+
+        def reductions() -> Transport:
+            return ProcessGroupTransport(group_like(group, gathers.backend, device), device)
+
+        transport = SplitTransport(gathers, reductions)
+    order = order_of(group, gathers.backend, device) if check_order else None
     return transport if order is None else OrderCheckedTransport(transport, order)

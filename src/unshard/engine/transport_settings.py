@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..comm.groups import group_of
 from ..comm.interface import Pool, Transport
-from ..comm.split import SplitTransport
 from ..comm.transports import transport_for
 from ..comm.user_collectives import AllGather, PluginTransport, ReduceScatter
 from ..errors import ConflictError
@@ -26,7 +23,7 @@ class TransportSettings:
     def __init__(self, unit: Unit):
         self._unit = unit
         self.plugins: tuple[AllGather | None, ReduceScatter | None] = (None, None)
-        self._separate = False
+        self._separate: bool | None = None
         self._make_pool: MakePool | None = None
 
     def like(self, other: TransportSettings) -> None:
@@ -48,7 +45,7 @@ class TransportSettings:
         self._unit.change_transport(self._transport)
 
     def separate(self, separate: bool) -> None:
-        """Give reductions a process group of their own, or let them share the gathers' again."""
+        """Give reduce-scatters a process group of their own, or let them share that of the all-gathers."""
         if separate != self._separate:
             self._separate = separate
             self._unit.change_transport(self._transport)
@@ -64,11 +61,11 @@ class TransportSettings:
         if param_group.mesh is None:
             return param_group.shards
         group, device = param_group.mesh.get_group(), self._unit.device
-        transport = transport_for(group, device)
-        if self._separate and transport.world > 1:
-            own = group_of(dist.get_process_group_ranks(group), "reductions")
-            transport = SplitTransport(transport, transport_for(own, device))
-        if self._make_pool is not None:
+        if self._make_pool is None:
+            transport = transport_for(group, device, separate=self._separate)
+        else:
+            # The backend knows the memory of the pool in collectives of this group only.
+            transport = transport_for(group, device, separate=bool(self._separate))
             transport.pool = self._make_pool(group, device)
         if self.plugins == (None, None):
             return transport

@@ -80,7 +80,7 @@ class DataParallelMeshInfo:
         # Unusual names: torch's caches do not distinguish meshes of equal shape, ranks and names.
         names = ("slice_copies", "slices")
         mesh = DeviceMesh.from_group([copies, neighbours], self.mesh.device_type, table, mesh_dim_names=names)
-        return Slicing(transport_for(neighbours, device), mesh)
+        return Slicing(transport_for(neighbours, device, separate=False), mesh)
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):

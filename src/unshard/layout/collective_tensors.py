@@ -23,12 +23,19 @@ from typing import Any, Protocol
 
 ALIGNMENT = 256
 """Regions begin at multiples of so many bytes, as allocations do: vectorised kernels and NCCL are faster then."""
-PACK_BELOW = 64 * 1024
-"""Below so many bytes, one more tensor in a grouped collective costs more host time than a copy on the device."""
-GROUP_LIMIT = 16
-"""With more tensors than this in a grouped collective, further parameters are packed, unless a copy costs too much."""
-NEVER_PACK_FROM = 4 * 1024 * 1024
-"""From so many bytes on, a copy costs too much."""
+
+
+@dataclass(frozen=True)
+class PackingRule:
+    """Which parameters are small enough to share a packed region. A transport has one."""
+
+    below: int = 64 * 1024
+    """Bytes from which on a parameter has a region of its own: a copy costs more than a tensor in a collective."""
+    least: int = 1
+    """Fewer small parameters are not packed: one call that copies costs more than so many tensors."""
+
+
+PACK_SMALL = PackingRule()
 
 
 def align(offset: int, alignment: int) -> int:
@@ -100,11 +107,11 @@ class UnitLayout(Protocol):
     """Whether on one rank the shard has the layout of the unsharded buffer, so that one can be used as the other."""
 
     def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
     ) -> tuple[Region, ...]:
         """The regions of a collective that carries the parameters `members`. Parameters without elements have none.
 
-        Up to `unpacked_limit` small parameters are not packed if the collective can carry several tensors.
+        `rule` says which are packed if the collective can carry several tensors.
         """
 
     def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
@@ -117,10 +124,10 @@ class RowLayout:
     same_unsharded = False
 
     def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
     ) -> tuple[Region, ...]:
         members = [index for index in members if items[index].sharding.numel]
-        alone = _not_packed(items, members, unpacked_limit)
+        alone = _not_packed(items, members, rule)
         by_segment: dict[int, list[int]] = {}
         # Large parameters come first in every grouping, so that buffers of different groupings have the same order.
         # Vectors come last: optimizers treat biases and norms differently from matrices, and flat optimizers need
@@ -149,15 +156,11 @@ class RowLayout:
 ROW_LAYOUT = RowLayout()
 
 
-def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], unpacked_limit: int) -> set[int]:
+def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], rule: PackingRule) -> set[int]:
     """The parameters that have regions of their own."""
-    possible = [index for index in members if not items[index].sharding.needs_copy]
-    large = [index for index in possible if items[index].nbytes >= PACK_BELOW]
-    if len(possible) - len(large) <= unpacked_limit and len(possible) <= GROUP_LIMIT:
-        return set(possible)
-    large.sort(key=lambda index: -items[index].nbytes)
-    room = max(GROUP_LIMIT - len({items[i].segment for i in members}), 1)
-    return {index for number, index in enumerate(large) if number < room or items[index].nbytes >= NEVER_PACK_FROM}
+    possible = {index for index in members if not items[index].sharding.needs_copy}
+    large = {index for index in possible if items[index].nbytes >= rule.below}
+    return possible if len(possible) - len(large) < rule.least else large
 
 
 def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from .collective_tensors import DtypeRun, Grouping, LayoutParam, Region, align
+from .collective_tensors import PACK_SMALL, DtypeRun, Grouping, LayoutParam, PackingRule, Region, align
 
 PARAM_ALIGNMENT = 16
 """Aligned parameters begin at multiples of so many bytes."""
@@ -134,7 +134,7 @@ class FlatLayout:
     same_unsharded = True
 
     def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, unpacked_limit: int = 0
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
     ) -> tuple[Region, ...]:
         return tuple(self.unsharded_regions(items, members))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import weakref
@@ -99,6 +100,15 @@ def job_store() -> dist.Store:
     There is no public way to the store. All versions.
     """
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def nccl_options(group: Any, device: torch.device) -> Any:
+    """A copy of the options that the NCCL backend of `group` was made with; None if it is wrapped, as in debug mode.
+
+    There is no public way. All versions.
+    """
+    options = getattr(backend_of(group, device), "options", None)
+    return copy.deepcopy(options) if isinstance(options, dist.ProcessGroupNCCL.Options) else None
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:

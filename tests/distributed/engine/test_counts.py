@@ -14,9 +14,9 @@ from bed.recorders import Call, Collectives, TorchCalls
 from torch import nn
 
 from unshard import MixedPrecisionPolicy, fully_shard
-from unshard.layout.collective_tensors import PACK_BELOW
+from unshard.comm.process_group import ON_HOST
 
-LARGE = PACK_BELOW // 4  # elements of fp32 from which a parameter has a region of its own
+LARGE = ON_HOST.below // 4  # elements of fp32 from which a parameter has a region of its own
 
 
 def blocks(count: int, *, width: int = 160, small: int = 1) -> nn.Sequential:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from bed import world
 from bed.models import CASES, Case
+from bed.packing import path
 from bed.parity import check_parity, each_unit
 from torch import nn
 
 from unshard import fully_shard
-from unshard.comm import process_group
-from unshard.layout import collective_tensors as packing
-
-
-def path(name: str):
-    """The test models are small: "rows" makes each parameter travel in a region of its own, as large ones do.
-
-    "ungrouped" is what a backend gets that takes one tensor per collective.
-    """
-    if name == "ungrouped":
-        return mock.patch.object(process_group, "_grouping", lambda *unused: (False, False))
-    return mock.patch.object(packing, "PACK_BELOW", 0 if name == "rows" else packing.PACK_BELOW)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

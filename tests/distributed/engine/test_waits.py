@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from bed import loopback, simulated
 from bed.models import CASES, Case, case
+from bed.packing import path
 from bed.parity import assert_close, each_unit
 
 from unshard import fully_shard
-from unshard.layout import collective_tensors as packing
-
-
-def path(name: str):
-    return mock.patch.object(packing, "PACK_BELOW", 0 if name == "rows" else packing.PACK_BELOW)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

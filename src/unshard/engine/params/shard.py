@@ -43,7 +43,7 @@ class ShardLayout:
         ]
         grouping = Grouping.GROUPED if transport.traits.gathers_groups else Grouping.ONE_REGION
         self.regions: tuple[Region, ...] = layout.collective_regions(
-            self.items, members, grouping, transport.traits.unpacked_limit
+            self.items, members, grouping, transport.traits.packing
         )
         self.buffer_layout = lay_out(
             self.regions, segments.itemsizes("original"), copies=1, piece_alignment=transport.traits.piece_alignment

@@ -86,7 +86,7 @@ class Reduction:
         grouping = Grouping.GROUPED if traits.reduces_groups and not exchanged else Grouping.BY_SEGMENT
         # Packed by the sizes in the compute dtype, as in the all-gather: then the order is that of the shard, which
         # flat optimizers rely on.
-        self._regions = shard.layout.collective_regions(shard.items, members, grouping, traits.unpacked_limit)
+        self._regions = shard.layout.collective_regions(shard.items, members, grouping, traits.packing)
         self._shard, self._sharded, self._params = shard, sharded, sharded.params
         self._transport, self._replicas = shards, replicas
         self._reduce_scatter_label, self._all_reduce_label = labels
