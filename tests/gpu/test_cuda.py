@@ -62,7 +62,7 @@ def test_ordering_on_a_stream_of_its_own(way: str, failures: bool) -> None:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-@world(1, 2, 3, backend="nccl")
+@world(1, 2, 3, 4, backend="nccl")
 def test_offload(pin: bool) -> None:
     """Contract OFF-02, OFF-03, OFF-07: shards and gradients rest on the host; the device computes."""
     model = check(case("transformer"), steps=4, offload_policy=CPUOffloadPolicy(pin_memory=pin))

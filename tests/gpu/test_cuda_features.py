@@ -128,7 +128,7 @@ def test_a_compiled_block() -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-5)
 
 
-@world(1, 2, 4, backend="nccl")
+@world(1, 2, 3, 4, backend="nccl")
 def test_a_captured_step() -> None:
     """Contract INT-09: forward and backward of a sharded model inside a CUDA graph."""
     model, reference = Stack(2).cuda(), Stack(2).cuda()

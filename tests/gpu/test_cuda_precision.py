@@ -95,7 +95,7 @@ def check_overrides(rtol: float) -> None:
     assert model.scale.dtype == F32 and torch.equal(model.scale, plain.scale)
 
 
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_overrides_buffers_and_eval() -> None:
     check_overrides(1e-6)
 

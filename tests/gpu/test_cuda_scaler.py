@@ -103,7 +103,7 @@ def policy(offload: bool) -> OffloadPolicy:
 
 @WHERE
 @pytest.mark.parametrize("order", [1.0, 2.0, INF])
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_clip(order: float, offload: bool) -> None:
     """Contract GS-43: one reduction, on the device, wherever the gradients lie."""
     model, reference = fully_shard(Net().cuda(), offload_policy=policy(offload)), Net().cuda()
@@ -122,7 +122,7 @@ def test_clip(order: float, offload: bool) -> None:
 
 @WHERE
 @pytest.mark.parametrize("fused", [False, True], ids=["usual", "fused"])
-@world(2, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_scaler(fused: bool, offload: bool) -> None:
     """Contract GS-29, GS-34, GS-43: the overflow of one rank is found on the device and skipped everywhere."""
     model, reference = fully_shard(Net().cuda(), offload_policy=policy(offload)), Net().cuda()
@@ -171,7 +171,7 @@ def test_on_nccl(offload: bool) -> None:
         assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 
-@world(2, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_training_in_float16() -> None:
     """Contract GS-06, GS-40: the scale finds its way down from where everything overflows."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

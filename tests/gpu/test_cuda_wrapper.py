@@ -58,7 +58,7 @@ def test_parity(strategy: ShardingStrategy, originals: bool) -> None:
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
-@world(2, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_offloaded(originals: bool) -> None:
     model = check(CASES[0], use_orig_params=originals, cpu_offload=CPUOffload(offload_params=True))
     assert all(each.device.type == "cpu" for each in model.parameters())
@@ -82,7 +82,7 @@ def test_seed_000_dtypes_and_pure_half_precision() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@world(2, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_scaled_half_precision(offload: bool) -> None:
     """GS-55, GS-60: gradients on the host or the device; all ranks skip together."""
     torch.manual_seed(0)

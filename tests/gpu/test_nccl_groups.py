@@ -46,7 +46,7 @@ def split(unit: Unit) -> SplitTransport | None:
     return transport if isinstance(transport, SplitTransport) else None
 
 
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 @path("mixed")
 def test_a_group_of_its_own_is_made_for_a_backward() -> None:
     timeout, options = timedelta(seconds=99), dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

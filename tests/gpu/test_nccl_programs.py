@@ -172,7 +172,7 @@ def test_clipping_and_flat_optimizers() -> None:
         assert_parameters(model, reference)
 
 
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 @path("mixed")
 def test_steps_in_backward_of_offloaded_units() -> None:
     """The same bits as with a step of its own."""
@@ -201,7 +201,7 @@ def test_tied_units() -> None:
 
 
 @ignore_old_names
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 @path("mixed")
 def test_collectives_of_the_user() -> None:
     model, reference = sharded(Stack().cuda(), reshard_after_forward=True), Stack().cuda()
@@ -310,7 +310,7 @@ def test_a_wrapper_with_replicas(originals: bool, strategy: ShardingStrategy) ->
         torch.testing.assert_close(mine, reference.get_parameter(name).detach(), rtol=1e-3, atol=1e-5)
 
 
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 @path("mixed")
 def test_the_legacy_call() -> None:
     model, reference = Stack().cuda(), Stack().cuda()

@@ -17,7 +17,7 @@ STEPS = 2  # the first one learns the order of units; in the second, units are p
 
 
 @pytest.mark.parametrize("way", ["rows", "packed"])
-@world(2, 3, backend="nccl")
+@world(2, 3, 4, backend="nccl")
 def test_every_wait_counts(way: str) -> None:
     """With each wait of the last step in turn left out, some rank's loss or gradients are wrong.
 

@@ -156,9 +156,9 @@ class FSDPModule:
         _state(self).unit.options.backward_prefetch = _units_of(modules)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, so that reductions do not queue behind all-gathers.
+        """Reduce-scatter over a process group of its own, so that reductions do not queue behind all-gathers.
 
-        All ranks must call it together: it makes a process group, once for each set of ranks.
+        With NCCL this is the default. All ranks must call it together: the next forward makes a process group.
         """
         _bool("enable", enable)
         for state in self._states(recurse):
