@@ -191,7 +191,9 @@ class ParamGroup:
             if not plan.plain:
                 work = unsharded.start_special(self._label)
             else:
-                plan.take()
+                plan.buffer.take()
+                if plan.copies:
+                    plan.staging.take()
                 if plan.cast_to:
                     foreach_copy(plan.cast_to, plan.cast_from)
                 work = self.shards.all_gather(plan.outputs, plan.inputs, self._label)

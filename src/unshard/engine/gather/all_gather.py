@@ -21,9 +21,8 @@ class AllGatherPlan:
     """From a shard into the unsharded buffer. `outputs` and `inputs` are what the collective takes.
 
     Large parameters are gathered straight into the unsharded buffer. Packed ones are gathered into `staging`, which is
-    emptied as soon as they are copied out; if all are packed, the unsharded buffer has no memory before that. Where the
-    dtype changes, the cast writes into this rank's own piece of the output and the all-gather works in place, so that
-    no second copy of the shard exists.
+    emptied as soon as they are copied out. Where the dtype changes, the cast writes into this rank's own piece of the
+    output and the all-gather works in place, so that no second copy of the shard exists.
 
     The param group runs a `plain` plan itself: take the buffers, cast, all-gather, and later `copy_out`.
     """
@@ -54,8 +53,6 @@ class AllGatherPlan:
                 self._add(number, region, buffer, self._place_in_buffer(region), in_place)
         self._leave_out_what_is_there()
         self.copies = [self._copy_out(region, at) for region, at in zip(packed, staged.ranges, strict=True)]
-        self.straight = len(packed) < len(shard.regions) or not packed
-        """Whether the collective writes into the unsharded buffer."""
         self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
         self.plain = self._upload is None and bool(self.outputs)
         """Whether nothing but casts comes before the collective."""
@@ -69,19 +66,14 @@ class AllGatherPlan:
         issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
         return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
 
-    def take(self) -> None:
-        """Have the memory that the collective writes into."""
-        if self.straight:
-            self.buffer.take()
-        if self.copies:
-            self.staging.take()
-
     def start_with(self, issue: Callable[[], Work], on_side_stream: bool) -> Work:
         """Fill the inputs, then `issue` the collective.
 
         `on_side_stream`: it may be issued from the stream that copies an offloaded shard to the device.
         """
-        self.take()
+        self.buffer.take()
+        if self.copies:
+            self.staging.take()
         if self._upload is not None:
             if on_side_stream:
                 return self._upload.start(self.cast_to, issue)
@@ -92,7 +84,6 @@ class AllGatherPlan:
 
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
-        self.buffer.take()
         for copy in self.copies:
             copy()
         self.staging.release()
