@@ -254,44 +254,53 @@ def test_a_users_transport_conforms(gather: type) -> None:
     conforms(transport, dist.get_rank(), dist.get_world_size())
 
 
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return group_like(group, "gloo", CPU, meet=lambda: None)
+
+
 @world(2, 3)
 def test_two_groups_over_the_same_ranks_conform() -> None:
     usual = dist.group.WORLD
-    own = group_like(usual, "gloo", CPU)
-    assert own is group_like(usual, "gloo", CPU) and own is not usual
+    own = second_group(usual)
+    assert own is second_group(usual) and own is not usual
     assert (own.rank(), own.size()) == (usual.rank(), usual.size())
     assert group_timeout(own, CPU) == group_timeout(usual, CPU) != default_pg_timeout
     conforms(transport_for(usual, CPU, separate=True), dist.get_rank(), dist.get_world_size())
 
 
+@world(4)
+def test_ranks_of_a_second_group_may_be_in_different_numbers_of_groups() -> None:
+    """Torch names a group of some ranks by that number, and waits forever for a rank that has another name for it."""
+    dist.new_group([0])
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    own = second_group(mine)
+    assert (own is mine) == (dist.get_rank() < 2)  # one group for both is right, too, and only slower
+    assert second_group(dist.group.WORLD) is not dist.group.WORLD
+    conforms(transport_for(mine, CPU, separate=True), mine.rank(), 2)
+
+
 @world(2)
-def test_a_second_group_is_made_with_the_first_gather_for_a_backward() -> None:
+def test_a_second_group_is_made_for_the_first_reduce_scatter() -> None:
     made = []
 
-    def reductions() -> ProcessGroupTransport:
-        made.append(ProcessGroupTransport(group_like(dist.group.WORLD, "gloo", CPU), CPU))
+    def reduce_scatters() -> ProcessGroupTransport:
+        made.append(ProcessGroupTransport(second_group(dist.group.WORLD), CPU))
         return made[-1]
 
-    def gather(label: Label | None) -> None:
-        transport.all_gather([torch.empty(2)], [torch.ones(1)], label).wait()
-
-    transport = SplitTransport(ProcessGroupTransport(dist.group.WORLD, CPU), reductions)
+    transport = SplitTransport(ProcessGroupTransport(dist.group.WORLD, CPU), reduce_scatters)
+    transport.all_gather([torch.empty(2)], [torch.ones(1)]).wait()
     transport.all_reduce([torch.ones(1)], average=True).wait()
-    gather(None)
-    with torch.no_grad():
-        gather(Label(lambda: "gather"))
     assert not made
     for _ in range(2):
-        gather(Label(lambda: "gather"))
         transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], average=True).wait()
         assert len(made) == 1
 
 
 @world(2)
 def test_an_order_is_compared_over_both_groups() -> None:
-    """One rank gathers while the other reduces: in two queues, neither would come to the other's end."""
+    """One rank gathers while the other reduces, for which it has to make a group that the other does not make."""
     transport, rank = transport_for(dist.group.WORLD, CPU, separate=True), dist.get_rank()
-    transport.all_gather([torch.empty(2)], [torch.ones(1)], Label(lambda: "begin")).wait()
     label = Label(lambda: ["gather", "reduce"][rank])
     with pytest.raises(OrderError, match=r"(?s)gather.*reduce|reduce.*gather"):
         if rank == 0:

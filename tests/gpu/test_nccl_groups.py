@@ -55,10 +55,10 @@ def test_a_group_of_its_own_is_made_for_a_backward() -> None:
     model = sharded(Stack().cuda(), mesh=DeviceMesh.from_group(group, "cuda"))
     with torch.no_grad():
         loss_of(model, 0)
-    assert all(split(unit)._reductions is None for unit in units(model))
+    assert all(split(unit)._reduce_scatters is None for unit in units(model))
     check(model)
-    own = group_like(group, "nccl", DEVICE)
-    assert {split(unit)._reductions._group for unit in units(model)} == {own}
+    own = group_like(group, "nccl", DEVICE, meet=lambda: None)
+    assert {split(unit)._reduce_scatters._group for unit in units(model)} == {own}
     assert own is not group and dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group)
     assert group_timeout(own, DEVICE) == timeout
     assert nccl_options(own, DEVICE).is_high_priority_stream
@@ -73,7 +73,7 @@ def test_one_group_for_both() -> None:
     check(model)
     model.set_separate_reduce_scatter_group(True)
     check(model)
-    assert all(split(unit)._reductions is not None for unit in units(model))
+    assert all(split(unit)._reduce_scatters is not None for unit in units(model))
 
 
 @contextmanager
@@ -93,11 +93,11 @@ def test_ranks_that_are_bound_to_their_device(tmp_path: Path) -> None:
     with job_of_bound_ranks(tmp_path / "store"):
         model = sharded(Stack().cuda())
         check(model)
-        assert all(split(unit)._reductions._group.size() == 4 for unit in units(model))
+        assert all(split(unit)._reduce_scatters._group.size() == 4 for unit in units(model))
         check(sharded(Stack().cuda(), reshard_after_forward=2))
         model = sharded(Stack().cuda(), mesh=two_by_two())
         check(model)
-        assert all(split(unit)._reductions._group.size() == 2 for unit in units(model))
+        assert all(split(unit)._reduce_scatters._group.size() == 2 for unit in units(model))
 
 
 def two_by_two() -> DeviceMesh:

@@ -1,9 +1,9 @@
-"""Process groups made for this library, each once per set of ranks, and the ranks of meshes."""
+"""Process groups made for this library, each once, and the ranks of meshes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ArgumentError
-from ..torch_private import backend_of, group_timeout, nccl_options, root_mesh
+from ..torch_private import (
+    AllreduceOptions,
+    backend_of,
+    group_timeout,
+    nccl_options,
+    number_of_groups,
+    root_mesh,
+)
 
 # By default group, so that groups of a job that was torn down are not found again.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
@@ -31,40 +38,56 @@ def group_of(ranks: Sequence[int], purpose: str) -> Any:
     return made[key]
 
 
-# By the group that they are like.
-_LIKE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# By the group that they are like, and its backend: a group may have one for the host and one for devices.
+_LIKE: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def group_like(group: Any, backend: str, device: torch.device) -> Any:
-    """A second group of the same ranks, whose collectives do not wait for those of `group`. All ranks have to call.
+def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[], None]) -> Any:
+    """A second group of the same ranks, whose collectives do not wait for those of `group`; made once.
 
-    It has the timeout of `group` and, with NCCL, its options. Its communicator exists when this returns: at its first
-    use, ranks that disagree on what comes next would wait for each other, and nothing would tell them.
+    All ranks make it together; `meet` is called before, and raises if they do not come. It has the timeout of `group`
+    and, with NCCL, its options. Where torch cannot make one, it is `group` itself.
     """
-    if group not in _LIKE:
-        _LIKE[group] = _make_group_like(group, backend, device)
-    return _LIKE[group]
+    made = _LIKE.setdefault(group, {})
+    if backend not in made:
+        meet()
+        # None and not the group: a weak dictionary would keep a key that is its own value.
+        made[backend] = _make_group_like(group, backend, device)
+    return made[backend] or group
 
 
 def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
-    timeout, description = group_timeout(group, device), "unshard reductions"
-    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
+    nccl, whole = backend == "nccl", group.size() == dist.get_world_size()
+    timeout, description = group_timeout(group, device), "unshard reduce-scatters"
+    if nccl and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
         # Torch makes groups by splitting communicators then. `new_group` splits that of the whole job, for which all
         # ranks of the job have to call; `split_group` crashes with that one if it is not the first of the process
         # (torch 2.11; pull request 192109 of pytorch mends it).
         if not backend_of(group, device).supports_splitting:  # in torch's debug mode
-            return group
-        if group.size() < dist.get_world_size():
+            return None
+        if not whole:
             return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
+    # Torch names a group of some ranks by how many groups a rank is in. With different names the ranks would wait for
+    # each other; a group of all ranks has a number that all of them count.
+    if not whole and not _same_on_all_ranks(number_of_groups(), group, device):
+        return None
     return dist.new_group(
-        dist.get_process_group_ranks(group),
+        None if whole else dist.get_process_group_ranks(group),
         timeout,
         backend if backend in ("nccl", "gloo") else None,
-        nccl_options(group, device) if backend == "nccl" else None,
-        use_local_synchronization=True,
+        nccl_options(group, device) if nccl else None,
+        use_local_synchronization=not whole,
         group_desc=description,
-        device_id=device if backend == "nccl" else None,  # makes the communicator at once
+        device_id=device if nccl else None,  # makes the communicator at once
     )
+
+
+def _same_on_all_ranks(number: int, group: Any, device: torch.device) -> bool:
+    pair, options = torch.tensor([number, -number], device=device), AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    backend_of(group, device).allreduce([pair], options).wait()
+    largest, least = pair.tolist()
+    return largest == -least
 
 
 # Equal meshes have equal ranks, so the cache cannot be wrong; it holds integers, so it keeps no group alive.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..comm.interface import Pool, Transport
-from ..comm.transports import transport_for
+from ..comm.transports import separate_is_faster, transport_for
 from ..comm.user_collectives import AllGather, PluginTransport, ReduceScatter
 from ..errors import ConflictError
 from .param_group import ParamGroup
@@ -41,31 +41,40 @@ class TransportSettings:
                 f"{self._unit} has a policy with wire_dtype, which only the library's own reduce-scatter knows. Cast "
                 "inside your collective instead, or leave wire_dtype None."
             )
+        self._unit.refuse_another_transport()
         self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
         self._unit.change_transport(self._transport)
 
     def separate(self, separate: bool) -> None:
         """Give reduce-scatters a process group of their own, or let them share that of the all-gathers."""
-        if separate != self._separate:
-            self._separate = separate
+        changes = separate != self._separates()
+        if changes:
+            self._unit.refuse_another_transport()
+        self._separate = separate
+        if changes:
             self._unit.change_transport(self._transport)
 
     def allocate_from(self, make_pool: MakePool | None) -> None:
         """Take the memory of collectives from a pool made for the unit's group, or from the usual allocator."""
         if make_pool is not None and self.plugins != (None, None):
             raise ConflictError(f"{self._unit} has a user's collectives installed, which allocate their own memory.")
+        self._unit.refuse_another_transport()
         self._make_pool = make_pool
         self._unit.change_transport(self._transport)
+
+    def _separates(self) -> bool:
+        if self._separate is not None or self._make_pool is not None:
+            # The backend knows the memory of a pool in the collectives of one group only.
+            return bool(self._separate)
+        meshes = [group.mesh for group in self._unit.param_groups if group.mesh is not None]
+        return any(separate_is_faster(mesh.get_group(), self._unit.device) for mesh in meshes)
 
     def _transport(self, param_group: ParamGroup) -> Transport:
         if param_group.mesh is None:
             return param_group.shards
         group, device = param_group.mesh.get_group(), self._unit.device
-        if self._make_pool is None:
-            transport = transport_for(group, device, separate=self._separate)
-        else:
-            # The backend knows the memory of the pool in collectives of this group only.
-            transport = transport_for(group, device, separate=bool(self._separate))
+        transport = transport_for(group, device, separate=self._separates())
+        if self._make_pool is not None:
             transport.pool = self._make_pool(group, device)
         if self.plugins == (None, None):
             return transport

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..comm.interface import Transport
-from ..errors import ParameterError, listed
+from ..errors import ParameterError, StateError, listed
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import version_of
 from .checks.lost_writes import warn_of_lost_writes
@@ -19,7 +19,7 @@ from .group_use import GroupUse
 from .options import Options
 from .param_group import ParamGroup, Shown
 from .params.param import ManagedParam, ParamLocation
-from .states import ParamState, Phase, checked_move
+from .states import GradState, ParamState, Phase, checked_move
 
 if TYPE_CHECKING:
     from .root import Root
@@ -293,6 +293,15 @@ class Unit:
             "model can be used. To write values, use parameter.copy_(tensor) with a DTensor, or "
             "parameter.to_local().copy_(tensor) with this rank's rows, under torch.no_grad()."
         )
+
+    def refuse_another_transport(self) -> None:
+        """Gradients that wait for their reduction lie in buffers of the transport there is."""
+        if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self.param_groups):
+            raise StateError(
+                f"{self} has gradients of backwards that did not synchronise them "
+                "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), and how it sends is changed. "
+                "Change that after a backward that synchronises them, or after zero_grad()."
+            )
 
     def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
         """Send each param group through another transport from now on."""

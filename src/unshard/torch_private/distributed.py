@@ -102,6 +102,11 @@ def job_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
+def number_of_groups() -> int:
+    """How many process groups this rank is in; there is no public way. All versions."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def nccl_options(group: Any, device: torch.device) -> Any:
     """A copy of the options that the NCCL backend of `group` was made with; None if it is wrapped, as in debug mode.
 

@@ -15,9 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from unshard import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from unshard import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    FSDPModule,
+    HSDPMeshInfo,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    fully_shard,
+)
 from unshard.comm.split import SplitTransport
 from unshard.engine.unit import Unit
+from unshard.errors import StateError
 from unshard.fsdp2.placements import ShardPlacementFn
 
 
@@ -195,7 +204,46 @@ def test_reductions_in_a_group_of_their_own() -> None:
     assert_at_rest(model)
 
 
+@world(2)
+def test_what_is_set_already_changes_nothing() -> None:
+    """Contract API-20: also between forward and backward, and while gradients are accumulated."""
+    model, reference = sharded(), Stack()
+    for top in (model, reference):
+        if top is model:
+            model.set_requires_gradient_sync(False)
+        loss_of(top).backward()
+        if top is model:
+            model.set_separate_reduce_scatter_group(False)
+            with pytest.raises(StateError, match="did not synchronise"):
+                model.set_separate_reduce_scatter_group(True)
+            model.set_separate_reduce_scatter_group(False)
+            model.set_requires_gradient_sync(True)
+        loss = loss_of(top, 1)
+        if top is model:
+            model.set_separate_reduce_scatter_group(False)
+        loss.backward()
+    assert_gradients(model, reference)
+
+
+@ignore_old_names
+@world(2)
+def test_a_second_group_and_a_users_collectives() -> None:
+    """What the user's collectives send does not need the second group, and the rest uses it."""
+    for gather, reduce_scatter in ((True, False), (False, True), (True, True)):
+        model, reference = sharded(), Stack()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_separate_reduce_scatter_group(True, recurse=False)
+                if gather:
+                    unit.set_custom_all_gather(ToyGather())
+                if reduce_scatter:
+                    unit.set_custom_reduce_scatter(ToyReduceScatter())
+        for top in (model, reference):
+            loss_of(top).backward()
+        assert_gradients(model, reference)
+
+
 def reduce_group(unit: Unit) -> object:
     """Where its reduce-scatters go, behind the comparison of orders."""
     transport = unit.param_groups[0].shards._base
-    return (transport._reductions if isinstance(transport, SplitTransport) else transport)._group
+    return (transport._reduce_scatters if isinstance(transport, SplitTransport) else transport)._group

@@ -110,8 +110,11 @@ class Order:
         self._units += 1
         return self._units
 
-    def check(self, label: Label) -> None:
-        """To be called before the collective is issued; raises if another rank issues another one."""
+    def check(self, label: Label, meet: bool = False) -> None:
+        """To be called before the collective is issued; raises if another rank issues another one.
+
+        `meet`: wait until all ranks are there, if the label is new.
+        """
         if self.error:
             raise OrderError(self.error)
         if label.number < 0:
@@ -122,9 +125,9 @@ class Order:
             self._expected_in_a_row += 1
         else:
             return
-        self._check_unexpected(label)
+        self._check_unexpected(label, meet)
 
-    def _check_unexpected(self, label: Label) -> None:
+    def _check_unexpected(self, label: Label, meet: bool) -> None:
         number = label.number
         position, known = self._predictor.position - 1, len(self._texts)
         allowed = self._checks < CHECKS_PER_LABEL * known + position // EXTRA_CHECK_EVERY
@@ -141,7 +144,7 @@ class Order:
                 return  # the order varies by design, or the program is very irregular
             self._checks += 1
         self._compare(position)
-        if not (all_check and self.waits_on_host):
+        if meet or not (all_check and self.waits_on_host):
             self._wait_for_all(position, self._texts[number])
 
     def _compare(self, position: int) -> None:
