@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from unshard import fully_shard
 from unshard.engine.states import GradState, ParamState, Phase
 
-WIDTH = 132  # its square is above the packing threshold, and three ranks do not divide it
+WIDTH = 132  # its square is above the packing threshold of the host, and three ranks do not divide it
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from bed import world
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from unshard.comm.groups import group_like
 from unshard.comm.split import SplitTransport
 from unshard.engine.unit import Unit
+from unshard.layout.collective_tensors import PackingRule
 from unshard.torch_private import group_timeout, nccl_options
 
 DEVICE = torch.device("cuda", 0)
@@ -65,6 +67,12 @@ def test_a_group_of_its_own_is_made_for_a_backward() -> None:
 
 
 @world(2, backend="nccl")
+def test_what_nccl_packs() -> None:
+    packing = units(sharded(Stack().cuda()))[0].param_groups[0].shards.traits.packing
+    assert packing == PackingRule(below=4 * 1024 * 1024, least=3)
+
+
+@world(2, backend="nccl")
 @path("mixed")
 def test_one_group_for_both() -> None:
     model = sharded(Stack().cuda())
@@ -77,20 +85,21 @@ def test_one_group_for_both() -> None:
 
 
 @contextmanager
-def job_of_bound_ranks(store: Path) -> Iterator[None]:
+def job_of_bound_ranks(store: Path, backend: str) -> Iterator[None]:
     """The default group is bound to the device: torch then makes further groups by splitting its communicator."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch.cuda.set_device(DEVICE)
     files = dist.FileStore(str(store), size)
-    dist.init_process_group("nccl", store=files, rank=rank, world_size=size, device_id=DEVICE)
+    dist.init_process_group(backend, store=files, rank=rank, world_size=size, device_id=DEVICE)
     yield
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 @world(4, backend="nccl")
 @path("mixed")
-def test_ranks_that_are_bound_to_their_device(tmp_path: Path) -> None:
-    with job_of_bound_ranks(tmp_path / "store"):
+def test_ranks_that_are_bound_to_their_device(backend: str, tmp_path: Path) -> None:
+    with job_of_bound_ranks(tmp_path / "store", backend):
         model = sharded(Stack().cuda())
         check(model)
         assert all(split(unit)._reduce_scatters._group.size() == 4 for unit in units(model))

@@ -119,7 +119,7 @@ class Transport(ABC):
         return False
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
-        """`wrap` applied to what sends. A transport that only checks or distributes calls stays outside."""
+        """`wrap` applied to what sends. A transport that only checks calls stays outside."""
         return wrap(self)
 
 

@@ -158,7 +158,8 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter over a process group of its own, so that reductions do not queue behind all-gathers.
 
-        With NCCL this is the default. All ranks must call it together: the next forward makes a process group.
+        With NCCL this is the default, except for units that take memory from a pool. All ranks must call it: their next
+        reduce-scatter makes a process group.
         """
         _bool("enable", enable)
         for state in self._states(recurse):

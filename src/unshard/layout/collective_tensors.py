@@ -30,7 +30,8 @@ class PackingRule:
     """Which parameters are small enough to share a packed region. A transport has one."""
 
     below: int = 64 * 1024
-    """Bytes from which on a parameter has a region of its own: a copy costs more than a tensor in a collective."""
+    """Bytes of a whole parameter in the compute dtype from which on it has a region of its own: a copy costs more than
+    a tensor in a collective."""
     least: int = 1
     """Fewer small parameters are not packed: one call that copies costs more than so many tensors."""
 
