@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from unshard.comm import process_group
 from unshard.comm.agreement import require_agreement
 from unshard.comm.groups import group_like
-from unshard.comm.interface import Label, Transport
+from unshard.comm.interface import Label, Transport, Work
 from unshard.comm.order import check, polling
 from unshard.comm.order.checked_transport import OrderCheckedTransport
 from unshard.comm.process_group import ProcessGroupTransport
@@ -36,7 +37,7 @@ from unshard.comm.split import SplitTransport
 from unshard.comm.transports import transport_for
 from unshard.comm.user_collectives import PluginTransport
 from unshard.errors import OrderError, UnsupportedError
-from unshard.torch_private import group_timeout
+from unshard.torch_private import group_timeout, number_of_groups
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -282,19 +283,32 @@ def test_ranks_of_a_second_group_may_be_in_different_numbers_of_groups() -> None
 
 @world(2)
 def test_a_second_group_is_made_for_the_first_reduce_scatter() -> None:
-    made = []
+    """And all reduce-scatters go through it, and nothing else does."""
+    used = []
 
-    def reduce_scatters() -> ProcessGroupTransport:
-        made.append(ProcessGroupTransport(second_group(dist.group.WORLD), CPU))
-        return made[-1]
+    class Named(ProcessGroupTransport):
+        def all_gather(self, *args: Any, **kwargs: Any) -> Work:
+            used.append(("gather", self._group))
+            return super().all_gather(*args, **kwargs)
 
-    transport = SplitTransport(ProcessGroupTransport(dist.group.WORLD, CPU), reduce_scatters)
+        def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
+            used.append(("reduce-scatter", self._group))
+            return super().reduce_scatter(*args, **kwargs)
+
+        def all_reduce(self, *args: Any, **kwargs: Any) -> Work:
+            used.append(("all-reduce", self._group))
+            return super().all_reduce(*args, **kwargs)
+
+    usual, groups = dist.group.WORLD, number_of_groups()
+    transport = SplitTransport(Named(usual, CPU), lambda: Named(second_group(usual), CPU))
     transport.all_gather([torch.empty(2)], [torch.ones(1)]).wait()
     transport.all_reduce([torch.ones(1)], average=True).wait()
-    assert not made
+    assert number_of_groups() == groups
     for _ in range(2):
         transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], average=True).wait()
-        assert len(made) == 1
+        assert number_of_groups() == groups + 1
+    own = second_group(usual)
+    assert used == [("gather", usual), ("all-reduce", usual), ("reduce-scatter", own), ("reduce-scatter", own)]
 
 
 @world(2)

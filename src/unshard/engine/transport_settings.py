@@ -63,6 +63,7 @@ class TransportSettings:
         self._unit.change_transport(self._transport)
 
     def _separates(self) -> bool:
+        """Whether reduce-scatters have a process group of their own: as the user set it, else where it is faster."""
         if self._separate is not None or self._make_pool is not None:
             # The backend knows the memory of a pool in the collectives of one group only.
             return bool(self._separate)

@@ -28,6 +28,7 @@ from unshard.comm.split import SplitTransport
 from unshard.engine.unit import Unit
 from unshard.errors import StateError
 from unshard.fsdp2.placements import ShardPlacementFn
+from unshard.torch_private import number_of_groups
 
 
 def two_meshes() -> tuple[DeviceMesh, DeviceMesh]:
@@ -228,19 +229,20 @@ def test_what_is_set_already_changes_nothing() -> None:
 @ignore_old_names
 @world(2)
 def test_a_second_group_and_a_users_collectives() -> None:
-    """What the user's collectives send does not need the second group, and the rest uses it."""
-    for gather, reduce_scatter in ((True, False), (False, True), (True, True)):
-        model, reference = sharded(), Stack()
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_separate_reduce_scatter_group(True, recurse=False)
+    """A user's reduce-scatter does not make the second group; beside a user's all-gather, the library's own uses it."""
+    for gather, reduce_scatter in ((False, True), (True, True), (True, False)):
+        model, reference, groups = sharded(), Stack(), number_of_groups()
+        model.set_separate_reduce_scatter_group(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
                 if gather:
-                    unit.set_custom_all_gather(ToyGather())
+                    module.set_custom_all_gather(ToyGather())
                 if reduce_scatter:
-                    unit.set_custom_reduce_scatter(ToyReduceScatter())
+                    module.set_custom_reduce_scatter(ToyReduceScatter())
         for top in (model, reference):
             loss_of(top).backward()
         assert_gradients(model, reference)
+        assert number_of_groups() - groups == (not reduce_scatter)
 
 
 def reduce_group(unit: Unit) -> object:

@@ -27,7 +27,7 @@ class OrderCheckedTransport(Transport):
         else:
             self.order.count_unlabelled()
         try:
-            work = self._base.all_gather(outputs, inputs, label)
+            work = self._base.all_gather(outputs, inputs)
         except RuntimeError as error:
             self.order.raise_failed(error, label, patient=isinstance(error, DistError))
         return PollingWork(work, self.order, self._base, label) if self._polls else work
@@ -40,7 +40,7 @@ class OrderCheckedTransport(Transport):
         else:
             self.order.count_unlabelled()
         try:
-            work = self._base.reduce_scatter(outputs, inputs, label, average=average)
+            work = self._base.reduce_scatter(outputs, inputs, average=average)
         except RuntimeError as error:
             self.order.raise_failed(error, label, patient=isinstance(error, DistError))
         if self._needs_thread:
@@ -53,7 +53,7 @@ class OrderCheckedTransport(Transport):
         else:
             self.order.count_unlabelled()
         try:
-            work = self._base.all_reduce(tensors, label, average=average)
+            work = self._base.all_reduce(tensors, average=average)
         except RuntimeError as error:
             self.order.raise_failed(error, label, patient=isinstance(error, DistError))
         return PollingWork(work, self.order, self._base, label) if self._polls else work
