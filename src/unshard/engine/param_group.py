@@ -191,9 +191,7 @@ class ParamGroup:
             if not plan.plain:
                 work = unsharded.start_special(self._label)
             else:
-                plan.buffer.take()
-                if plan.copies:
-                    plan.staging.take()
+                plan.take()
                 if plan.cast_to:
                     foreach_copy(plan.cast_to, plan.cast_from)
                 work = self.shards.all_gather(plan.outputs, plan.inputs, self._label)

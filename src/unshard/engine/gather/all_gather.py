@@ -53,6 +53,9 @@ class AllGatherPlan:
                 self._add(number, region, buffer, self._place_in_buffer(region), in_place)
         self._leave_out_what_is_there()
         self.copies = [self._copy_out(region, at) for region, at in zip(packed, staged.ranges, strict=True)]
+        self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
+        """Whether the unsharded buffer has no memory before `copy_out`. On the host it has: memory is not short there,
+        and a backward that reads it too early can be refused; reading an empty storage ends the process."""
         self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
         self.plain = self._upload is None and bool(self.outputs)
         """Whether nothing but casts comes before the collective."""
@@ -66,14 +69,19 @@ class AllGatherPlan:
         issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
         return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
 
+    def take(self) -> None:
+        """Have the memory that the collective writes into."""
+        if not self._takes_late:
+            self.buffer.take()
+        if self.copies:
+            self.staging.take()
+
     def start_with(self, issue: Callable[[], Work], on_side_stream: bool) -> Work:
         """Fill the inputs, then `issue` the collective.
 
         `on_side_stream`: it may be issued from the stream that copies an offloaded shard to the device.
         """
-        self.buffer.take()
-        if self.copies:
-            self.staging.take()
+        self.take()
         if self._upload is not None:
             if on_side_stream:
                 return self._upload.start(self.cast_to, issue)
@@ -84,6 +92,7 @@ class AllGatherPlan:
 
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
+        self.buffer.take()
         for copy in self.copies:
             copy()
         self.staging.release()
