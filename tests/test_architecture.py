@@ -23,7 +23,7 @@ LAYERS = [
     "engine",
     "optim",
     "fsdp2 fsdp1",
-    "tools composable",
+    "tools composable captured_step",
     "dropin",
     "cli",
 ]

@@ -111,6 +111,11 @@ class Transport(ABC):
         """A number for the next unit, the same on all ranks; 0 where collectives are not compared."""
         return 0
 
+    @property
+    def compared_ranks(self) -> list[int]:
+        """The ranks whose collectives are compared, as the whole job numbers them; none where nothing is compared."""
+        return []
+
     def announce(self, what: str) -> None:  # noqa: B027
         """Name the next collective without a label, for the error of a rank that waits for others to issue it."""
 

@@ -23,6 +23,7 @@ from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
 from .params.sharded import ShardedParams
 from .reduce.division import division
+from .reduce.left_gradients import NOTHING_LEFT, LeftGradients
 from .reduce.listeners import finish_steps, listen, unlisten
 from .reduce.sharded_grad import ShardedGrad, gradient_of
 from .root import Root
@@ -41,7 +42,7 @@ from .shard_lookup import (
     sharded_grads_of,
 )
 from .side_stream import CopyStreams, StreamEvent
-from .states import Phase
+from .states import GradState, Phase
 from .trace import name_stages
 from .unit import Unit
 
@@ -69,6 +70,7 @@ __all__ = [
     "name_stages",
     "state_of",
     "Phase",
+    "GradState",
     "Root",
     "ModuleBuffers",
     "warn_of_rounding",
@@ -84,6 +86,8 @@ __all__ = [
     "Scalable",
     "scalable_gradients",
     "ShardedGrad",
+    "LeftGradients",
+    "NOTHING_LEFT",
     "sharded_grads_of",
     "roots_of",
     "gradient_of",

@@ -284,6 +284,13 @@ class ParamGroup:
         with suppress(OrderError, CollectiveError):  # nobody wants the values, and the next all-gather raises it
             self._wait()
 
+    def forget_in_flight(self) -> None:
+        """Of an all-gather that was recorded and never ran. Nothing waits for it; `reshard` follows."""
+        if self._in_flight is not None:
+            self._in_flight[0].staging.release()
+            self._in_flight = None
+        self.gradients.forget_in_flight()
+
     def upload_early(self) -> None:
         """Copy an offloaded shard to the device, because an all-gather follows soon. Only at rest."""
         if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():

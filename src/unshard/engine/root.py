@@ -464,6 +464,12 @@ class Root:
         self._reshard_prefetched()
         self.gave_up_units = True
 
+    def abandon(self) -> None:
+        """Return every unit to rest after a recording that failed: nothing of it has run, so nothing is waited for."""
+        for unit in self.units:
+            unit.forget_in_flight()
+        self.reset()
+
     def reset(self) -> None:
         """Return every unit to rest, waiting for what is in flight."""
         for unit in self.units:

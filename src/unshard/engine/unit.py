@@ -362,5 +362,15 @@ class Unit:
         self.reshard()
         self.phase = Phase.IDLE
 
+    def forget_in_flight(self) -> None:
+        """Of collectives that were recorded and never ran; `reset` follows."""
+        for group in self.param_groups:
+            group.forget_in_flight()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is sharded, and nothing is in flight."""
+        return self.phase is Phase.IDLE and self.param_state is ParamState.SHARDED
+
     def _move(self, to: ParamState) -> None:
         self.param_state = checked_move(self, self.param_state, to)

@@ -16,6 +16,7 @@ from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
+from .masked_step import step_unless
 
 # Optimizers that have taken a step, so that their state exists.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -91,7 +92,9 @@ class GradScaler(OpenGradScaler):
         if self.stage_of(optimizer) is OptState.READY:
             self.unscale_(optimizer)
         result = None
-        if not self.found_any(optimizer):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            step_unless(optimizer, self.found(optimizer), *args, **kwargs)
+        elif not self.found_any(optimizer):
             result = optimizer.step(*args, **kwargs)
             _started.add(optimizer)
         self.set_stage(optimizer, OptState.STEPPED)

@@ -6,7 +6,9 @@ import copy
 import importlib
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,6 +102,14 @@ def job_store() -> dist.Store:
     There is no public way to the store. All versions.
     """
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def call_before_destruction(callback: Callable[[], None]) -> None:
+    """Call `callback`, once, at the beginning of `destroy_process_group()`, which ends the job on this rank.
+
+    Torch finalizes its `torchcomms` there, before the process groups; there is no public way. All versions.
+    """
+    dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 
 
 def number_of_groups() -> int:

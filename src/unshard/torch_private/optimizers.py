@@ -46,9 +46,17 @@ class OpenGradScaler(torch.amp.GradScaler):
     def set_stage(self, optimizer: torch.optim.Optimizer, stage: OptState) -> None:
         self._per_optimizer_states[id(optimizer)]["stage"] = stage
 
+    def forget_stages(self) -> None:
+        """No optimizer was unscaled or stepped since the last update."""
+        self._per_optimizer_states.clear()
+
+    def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """For each device, a positive number if the last check found a gradient that is not finite."""
+        return list(self._found_inf_per_device(optimizer).values())
+
     def found_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last check found a gradient that is not finite. Synchronises with the device."""
-        return any(found.item() for found in self._found_inf_per_device(optimizer).values())
+        return any(found.item() for found in self.found(optimizer))
 
     @property
     def device_type(self) -> str:
@@ -88,6 +96,11 @@ def stepped_by_plain_scaler() -> bool:
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a learning rate scheduler has wrapped the step of this object. All versions."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that the optimizer steps, although no Python of its step runs. All versions."""
+    vars(optimizer)["_opt_called"] = True
 
 
 def rewrap_scheduled_step(optimizer: torch.optim.Optimizer) -> None:

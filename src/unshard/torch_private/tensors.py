@@ -20,6 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils import _pytree
+
+# -- nested containers -------------------------------------------------------------------------------------
+
+# What torch itself takes arguments apart with; programs register their own classes there. All versions.
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+tree_map = _pytree.tree_map
 
 # -- tensors and storages ----------------------------------------------------------------------------------
 
@@ -198,6 +206,16 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dict of a module's children; `named_children` omits the second name of a child. All versions."""
     return module._modules
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The dicts of a module's forward and backward hooks, by the numbers of their handles. All versions."""
+    return [
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]
 
 
 def calls_on_stack(modules: list[nn.Module]) -> int:

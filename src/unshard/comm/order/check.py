@@ -71,6 +71,11 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
     return orders[backend]
 
 
+def all_orders() -> list[Order]:
+    """Of all process groups of this rank."""
+    return [order for orders in list(_orders.values()) for order in orders.values()]
+
+
 class Order:
     """The sequence of collectives of one process group, as this rank sees it.
 
@@ -126,6 +131,21 @@ class Order:
         else:
             return
         self._check_unexpected(label, meet)
+
+    def begin_noting(self) -> list[Label]:
+        """Collect the labels that `check` is called with, instead of checking them, until `end_noting`."""
+        noted: list[Label] = []
+        # An attribute of the object hides the method: the method itself is called for every collective.
+        self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
+        return noted
+
+    def end_noting(self) -> None:
+        del self.check
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members of the process group, as the whole job numbers them."""
+        return self._store.ranks
 
     def _check_unexpected(self, label: Label, meet: bool) -> None:
         number = label.number

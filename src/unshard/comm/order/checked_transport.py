@@ -64,6 +64,10 @@ class OrderCheckedTransport(Transport):
     def next_unit_number(self) -> int:
         return self.order.next_unit_number()
 
+    @property
+    def compared_ranks(self) -> list[int]:
+        return self.order.ranks
+
     def announce(self, what: str) -> None:
         self.order.next_unlabelled = what
 

@@ -46,6 +46,11 @@ class Buffer:
             self.storage.resize_(0)
             self._held = False
 
+    def stay(self) -> None:
+        """Have the memory there is now for good: recorded steps read and write it there."""
+        self.take()
+        self._stays = True
+
     @property
     def held(self) -> bool:
         return self._held

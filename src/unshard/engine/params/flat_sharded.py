@@ -286,6 +286,10 @@ class FlatShardedParams(ShardedParams):
                 parameter.grad = each
                 parameter.data = holder.local
 
+    @property
+    def shows_unreduced(self) -> bool:
+        return bool(self._shown)
+
     def hide_unreduced(self) -> list[int]:
         cleared = [
             index for indices, holder, each, _ in self._shown if holder.sharded.grad is not each for index in indices

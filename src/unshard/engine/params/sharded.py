@@ -199,6 +199,10 @@ class ShardedParams:
     def show_unreduced(self, sums: UnreducedGradients) -> None:
         """Let users see gradients that were not synchronised; these are nobody's but the engine's."""
 
+    @property
+    def shows_unreduced(self) -> bool:
+        return False
+
     def hide_unreduced(self) -> list[int]:
         """Undo that; the parameters whose sums a user cleared."""
         return []

@@ -24,6 +24,7 @@ from ..params.shard import Shard
 from ..params.sharded import ShardedParams
 from ..states import GradState, checked_move
 from .gradient_packing import Gradients
+from .left_gradients import NOTHING_LEFT, LeftGradients
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
 from .unreduced import UnreducedGradients
@@ -325,6 +326,62 @@ class GroupGradients:
                 param.unsharded.grad = None
         for _, parameter in self.others:
             parameter.grad = None
+
+    # -- recorded steps -------------------------------------------------------------------------------------
+
+    def left(self) -> LeftGradients:
+        """What the last step has left. Only at rest."""
+        attached = [each for grad in self._all_grads() if (each := grad.as_attached()) is not None]
+        given = [param.sharded for param in self._params if param.sharded.grad is not None]
+        if not attached and not given and self.state in (GradState.EMPTY, GradState.REDUCED):
+            return NOTHING_LEFT
+        ours = {id(grad) for each in self._all_grads() for grad in each.grads}
+        kept = self._unreduced if self.state is GradState.LOCAL else None
+        return LeftGradients(
+            GradState.REDUCED if self.state is GradState.EMPTY else self.state,
+            (0, ()) if kept is None else (kept.address, tuple(kept.sums())),
+            tuple((each.partial_address, key) for key, each in self._reductions.items() if each.has_partial),
+            tuple(attached),
+            tuple(id(each) for each in given if id(each.grad) not in ours),
+            self._sharded.shows_unreduced,
+        )
+
+    def stay(self) -> None:
+        """Keep the memory of what is left where it is, for good."""
+        if self._unreduced is not None and self.state is GradState.LOCAL:
+            self._unreduced.stay()
+        for reduction in self._reductions.values():
+            reduction.stay()
+
+    def can_leave(self, left: LeftGradients) -> bool:
+        """Whether the memory of `left` is there."""
+        numbers = {grad.number: grad for grad in self._all_grads()}
+        if any(number not in numbers or numbers[number].address != at for number, at, _ in left.attached):
+            return False
+        if left.unreduced[1] and (self._unreduced is None or self._unreduced.address != left.unreduced[0]):
+            return False
+        sums = {key: each.partial_address for key, each in self._reductions.items()}
+        return all(sums.get(key) == at for at, key in left.partial)
+
+    def leave(self, left: LeftGradients) -> None:
+        """Know of `left`, which a replay has written, and of nothing else."""
+        deque(map(setattr, (param.sharded for param in self._params), repeat("grad"), repeat(None)), maxlen=0)
+        numbers = {grad.number: grad for grad in self._all_grads()}
+        for number, _, members in left.attached:
+            numbers[number].attach(members)
+        if self._unreduced is not None:
+            self._unreduced.know(left.unreduced[1])
+        partial = {key for _, key in left.partial}
+        for key, reduction in self._reductions.items():
+            reduction.has_partial = key in partial
+        self.state = left.state
+
+    def _all_grads(self) -> list[ShardedGrad]:
+        return [grad for reduction in self._reductions.values() for grad in reduction.grads]
+
+    def forget_in_flight(self) -> None:
+        """Of reductions that were recorded and never ran. Nothing waits for them."""
+        self._in_flight = []
 
     def forget_buffers(self) -> None:
         """After the layout changed, or the gradients were converted, nothing made before fits."""

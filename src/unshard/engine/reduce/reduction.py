@@ -106,7 +106,10 @@ class Reduction:
         self._input.release()
         self._reduced = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device, shards.pool)
         self._partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
-        self._grads: list[ShardedGrad] = []
+        self.has_partial = False
+        """Whether there are partial sums."""
+        self.grads: list[ShardedGrad] = []
+        """One, or more: `_idle_grad` says why."""
         self._side_stream = reduce_stream(device) if traits.waits_in_stream and not self._in_place else None
         if self._side_stream is not None:
             self._computed, self._packed, self._reduce_scattered = (StreamEvent(device) for _ in range(3))
@@ -194,10 +197,6 @@ class Reduction:
         alone = self._replicas.world == 1 and flight.options.all_reduce_hook is None
         return alone and self._to_host is not None and flight.grad.pinned
 
-    @property
-    def has_partial(self) -> bool:
-        return self._partial.held
-
     def resume(self, options: Options) -> ReductionInFlight:
         """All-reduce the partial sums alone: the outputs start at zero, and `advance` adds them."""
         flight = self._new_flight(options)
@@ -265,16 +264,18 @@ class Reduction:
     def _reduce_over_replicas(self, flight: ReductionInFlight) -> Outcome:
         outputs, partial = flight.outputs, self._partial
         if not flight.options.all_reduce:
-            if partial.held:
+            if self.has_partial:
                 foreach_add(partial.flats, outputs.flats)
             else:
                 partial.take()
                 foreach_copy(partial.flats, outputs.flats)
+                self.has_partial = True
             outputs.release()
             return Outcome.PARTIAL
-        if partial.held:
+        if self.has_partial:
             foreach_add(outputs.flats, partial.flats)
             partial.release()
+            self.has_partial = False
         average = flight.division.all_reduce_average
         flight.work = self._replicas.all_reduce(outputs.flats, self._all_reduce_label, average=average)
         flight.stage = Stage.ALL_REDUCE
@@ -293,23 +294,35 @@ class Reduction:
         """Free all memory that no parameter's gradient lies in. Only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self._partial):
             buffer.release()
+        self.has_partial = False
 
     def _idle_grad(self) -> ShardedGrad:
         """One that is no parameter's `.grad` and that no user holds. There is one; accumulation needs a second."""
-        for grad in self._grads:
+        for grad in self.grads:
             if grad.idle:
                 return grad
         # Those that only users hold stay alive through the users' references.
-        self._grads = [grad for grad in self._grads if grad.attached]
-        self._grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
-        return self._grads[-1]
+        self.grads = [grad for grad in self.grads if grad.attached]
+        self.grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
+        return self.grads[-1]
+
+    @property
+    def partial_address(self) -> int:
+        return self._partial.storage.data_ptr()
+
+    def stay(self) -> None:
+        """Keep the memory of partial sums, and of gradients that parameters have, where it is."""
+        if self.has_partial:
+            self._partial.stay()
+        for grad in self.attached_grads():
+            grad.buffer.stay()
 
     def attached_grads(self) -> list[ShardedGrad]:
         """Those that are `.grad` of parameters."""
-        return [grad for grad in self._grads if grad.attached]
+        return [grad for grad in self.grads if grad.attached]
 
     def release_idle(self) -> None:
         """Free the memory of gradients that were cleared."""
-        for grad in self._grads:
+        for grad in self.grads:
             if grad.idle:
                 grad.buffer.release()

@@ -34,6 +34,7 @@ from ..params.buffers import ShardBuffer
 from ..params.offload import OffloadPlan
 from ..params.param import ManagedParam
 from ..params.shard import Shard
+from .left_gradients import Attached
 
 _made = itertools.count()
 _Views = TypeVar("_Views")
@@ -126,6 +127,22 @@ class ShardedGrad:
     def attached(self) -> bool:
         """Whether a grad is some parameter's `.grad`."""
         return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: asked in every step
+
+    @property
+    def address(self) -> int:
+        return self.buffer.storage.data_ptr()
+
+    def as_attached(self) -> Attached | None:
+        """Which grads parameters have; None if they have none."""
+        pairs = enumerate(zip(self._parameters, self.grads, strict=True))
+        members = tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
+        return (self.number, self.address, members) if members else None
+
+    def attach(self, members: Sequence[int]) -> None:
+        """Become `.grad` of some parameters, which have none."""
+        self._known_idle = False
+        for number in members:
+            self._parameters[number].grad = self.grads[number]
 
     @property
     def idle(self) -> bool:

@@ -63,6 +63,18 @@ class UnreducedGradients:
             foreach_copy(list(self.sums().values()), kept)
         return flat
 
+    @property
+    def address(self) -> int:
+        return self._buffer.storage.data_ptr()
+
+    def stay(self) -> None:
+        """Keep the memory where it is."""
+        self._buffer.stay()
+
+    def know(self, present: Iterable[int]) -> None:
+        """There are sums of these parameters, and of no others."""
+        self._present = set(present)
+
     def forget(self, indices: Iterable[int]) -> None:
         self._present.difference_update(indices)
 

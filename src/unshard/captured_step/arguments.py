@@ -1,0 +1,78 @@
+"""The arguments of one call: what a recording depends on, and static tensors that replays read instead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..torch_private import spec_of, tree_flatten, tree_unflatten, version_of
+
+
+class Arguments:
+    """Nested containers of tensors and other values, taken apart."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._args, self._kwargs = args, kwargs
+        self.leaves, self._structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def signature(self) -> Any:
+        """Equal for calls that can share a recording. Other values count by `==`, tensors by what is known on the host.
+
+        Raises TypeError for a value that has no hash.
+        """
+        described = tuple(map(_described, self.leaves))
+        hash(described)
+        return self._structure, described
+
+    def obstacle(self, device: torch.device) -> str:
+        """Why no recording on `device` can take these arguments; empty if it can."""
+        for tensor in self.tensors:
+            if tensor.device.type != device.type:
+                return (
+                    f"an argument of shape {tuple(tensor.shape)} is a tensor on {str(tensor.device)!r}. Move it to "
+                    f"{str(device)!r} before the call"
+                )
+            if tensor.requires_grad:
+                return (
+                    f"an argument of shape {tuple(tensor.shape)} requires a gradient, which a replay would give to "
+                    "its own copy"
+                )
+        return ""
+
+    def versions(self) -> list[int]:
+        """Grow when the tensors are written."""
+        return list(map(version_of, self.tensors))
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        return step(*self._args, **self._kwargs)
+
+    def static(self) -> StaticArguments:
+        return StaticArguments(self.leaves, self._structure)
+
+
+class StaticArguments:
+    """Copies of the tensors of a call, at addresses that stay."""
+
+    def __init__(self, leaves: Sequence[Any], structure: Any):
+        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._tensors = [copy for copy in copies if isinstance(copy, torch.Tensor)]
+        self._args, self._kwargs = tree_unflatten(copies, structure)
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        return step(*self._args, **self._kwargs)
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self._tensors, tensors, strict=True):
+                mine.copy_(theirs, non_blocking=True)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    spec = (id(spec_of(leaf).mesh), spec_of(leaf).placements) if isinstance(leaf, DTensor) else None
+    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, spec

@@ -1,0 +1,75 @@
+"""What a step does on the host, and a replay would not do: found by comparing the host before and after a step."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from ..torch_private import version_of
+from .arguments import Arguments
+from .trained import Trained
+
+
+class HostEffects:
+    """Made before a step; `found` says afterwards what it has done."""
+
+    def __init__(self, trained: Trained, arguments: Arguments):
+        self._trained, self._arguments = trained, arguments
+        self._versions = arguments.versions()
+        self._rates = self._learning_rates()
+        self._counters = self._host_state()
+        self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
+
+    def found(self) -> str:
+        """In words, or empty."""
+        if self._arguments.versions() != self._versions:
+            return "it writes to its arguments, and a replay would write to its own copies of them"
+        if self._learning_rates() != self._rates:
+            return (
+                "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
+            )
+        for (name, key), value in self._host_state().items():
+            if self._counters.get((name, key), value) != value:
+                return f"{name} keeps {key!r} on the host, which a replay does not change"
+        used = [
+            name
+            for name, same in (
+                ("torch (a CPU generator)", torch.equal(torch.random.get_rng_state(), self._torch)),
+                ("random", random.getstate() == self._python),
+                ("numpy", _numpy_state() == self._numpy),
+            )
+            if not same
+        ]
+        return f"it draws random numbers on the host, from {' and '.join(used)}; a replay would repeat them" * bool(
+            used
+        )
+
+    def _learning_rates(self) -> list[Any]:
+        """As objects, and how often they were written."""
+        rates = [group.get("lr") for optimizer in self._trained.optimizers for group in optimizer.param_groups]
+        return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
+
+    def _host_state(self) -> dict[tuple[str, str], list[Any]]:
+        """Numbers and CPU tensors in the state of optimizers, by the optimizer's name and the key."""
+        found: dict[tuple[str, str], list[Any]] = {}
+        for optimizer in self._trained.optimizers:
+            device = self._trained.device
+            for entry in optimizer.state.values():
+                for key, value in entry.items() if isinstance(entry, dict) else ():
+                    if isinstance(value, int | float):
+                        found.setdefault((type(optimizer).__name__, str(key)), []).append(value)
+                    elif isinstance(value, torch.Tensor) and device is not None and value.device.type != device.type:
+                        found.setdefault((type(optimizer).__name__, str(key)), []).append(version_of(value))
+        return found
+
+
+def _numpy_state() -> Any:
+    """Comparable; None if the program does not use numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return name, keys.tobytes(), *rest

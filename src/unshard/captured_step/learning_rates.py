@@ -1,0 +1,71 @@
+"""Optimizers made ready for recording: learning rates and counters of steps lie on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..torch_private import version_of
+
+
+class LearningRates:
+    """The learning rates of an optimizer as tensors: a replay reads what a scheduler or a program has set since.
+
+    The param groups have the program's own numbers, except while a step runs. Where an optimizer reads its learning
+    rate on the host, or the program has a tensor there itself, nothing is changed.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device):
+        self._optimizer, self._device = optimizer, device
+        self._tensors: list[torch.Tensor] = []
+        self._numbers: list[Any] = []
+
+    def refresh(self) -> None:
+        """Take over what a program has assigned since: a number, or groups of a loaded state dict."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        for group in groups:
+            if group.get("capturable") is False:
+                group["capturable"] = True
+                self._move_counters(group["params"])
+        while len(self._tensors) < len(groups):
+            self._tensors.append(torch.zeros((), device=self._device))
+            self._numbers.append(None)
+        for number, group in enumerate(groups):
+            if reads_on_device(group) and group["lr"] != self._numbers[number]:
+                self._numbers[number] = group["lr"]
+                self._tensors[number].fill_(group["lr"])
+
+    def _move_counters(self, parameters: list[Any]) -> None:
+        """To the device, where `capturable` optimizers expect them."""
+        for parameter in parameters:
+            entry = self._optimizer.state.get(parameter, {})
+            step = entry.get("step")
+            if isinstance(step, torch.Tensor) and step.device != self._device:
+                entry["step"] = step.to(self._device, torch.float32)
+
+    @contextmanager
+    def shown(self, recorded: bool = False) -> Iterator[None]:
+        """The param groups have the tensors in here. A scheduler that steps in here writes to them.
+
+        `recorded`: nothing in here runs, so that there is nothing to read.
+        """
+        groups = list(zip(self._optimizer.param_groups, self._tensors, strict=False))
+        shown = [(group, tensor, group["lr"], version_of(tensor)) for group, tensor in groups if reads_on_device(group)]
+        for group, tensor, _, _ in shown:
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, tensor, number, version in shown:
+                if group["lr"] is tensor:
+                    group["lr"] = number if recorded or version_of(tensor) == version else tensor.item()
+
+
+def reads_on_device(group: dict[str, Any]) -> bool:
+    """Whether the optimizer takes the learning rate of this group from a tensor, and the program has a number there."""
+    tensors_allowed = bool(group.get("capturable") or group.get("fused"))
+    return tensors_allowed and isinstance(group.get("lr"), int | float)

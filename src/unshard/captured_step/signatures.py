@@ -1,0 +1,54 @@
+"""What chooses among the recordings of a step, and how two of these differ, in words."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class TrainedSignature(NamedTuple):
+    """Of models, optimizers and scaler. The names are for users."""
+
+    train_or_eval_mode_of_modules: tuple[bool, ...]
+    requires_grad_of_parameters: tuple[bool, ...]
+    options_of_units: tuple[Any, ...]
+    hooks_and_prefetch_of_units: tuple[Any, ...]
+    gradients_that_are_there_before_the_call: tuple[Any, ...]
+    settings_of_param_groups: tuple[tuple[tuple[str, Any], ...], ...]
+    settings_of_the_scaler: tuple[Any, ...]
+    grad_mode: bool
+    autocast: bool
+    autocast_dtype: Any
+    deterministic_algorithms: bool
+
+
+class Signature(NamedTuple):
+    """Calls of equal signatures can share a recording."""
+
+    arguments: Any
+    trained: TrainedSignature
+
+
+def difference(one: Signature, other: Signature) -> str:
+    """The first thing in which they differ."""
+    if one.arguments != other.arguments:
+        (_, mine), (_, theirs) = one.arguments, other.arguments
+        pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
+        return f"an argument: {_shown(pairs[0][0])} and {_shown(pairs[0][1])}" if pairs else "the number of arguments"
+    for name, mine, theirs in zip(TrainedSignature._fields, one.trained, other.trained, strict=True):
+        if mine == theirs:
+            continue
+        if name != "settings_of_param_groups":
+            return name.replace("_", " ")
+        groups = zip(mine, theirs, strict=False)
+        keys = [a[0] for group, its in groups for a, b in zip(group, its, strict=False) if a != b]
+        if "lr" in keys:
+            return "'lr' of a param group, which this optimizer reads on the host. Build it with fused=True"
+        return f"{', '.join(map(repr, keys))} of a param group" if keys else "the number of param groups"
+    return "nothing"
+
+
+def _shown(described: tuple[Any, ...]) -> str:
+    """An argument as `Arguments` describes it: a type and a value, or the facts of a tensor."""
+    if len(described) == 2:
+        return f"{described[1]!r:.80}"
+    return f"a tensor of shape {tuple(described[1])} and {described[3]}"

@@ -1,0 +1,289 @@
+"""Decides of every call of a step whether it runs, is recorded or is replayed."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ArgumentError
+from ..torch_private import call_before_destruction, mark_stepped
+from .agreement import Agreement
+from .arguments import Arguments
+from .effects import HostEffects
+from .learning_rates import LearningRates
+from .recording import Recorder, Recording
+from .signatures import Signature, difference
+from .stopped import described
+from .trained import Left, Trained, TrainedState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RECORDING_SECONDS = 600.0  # that a rank waits for the others to have recorded: compilers may run in it
+SIGNATURES = 64  # that are counted before they are recorded
+UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
+WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
+
+_alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Default process groups whose destruction drops recordings first."""
+
+
+def capture(
+    step: Callable[P, R],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    *,
+    scaler: Any = None,
+    warmup: int = 3,
+    max_graphs: int = 4,
+) -> CapturedStep[P, R]:
+    """A callable with the arguments of `step` that records the step as a CUDA graph and replays it.
+
+    `step` is a training step, or part of one: forward, loss, backward, clipping, scaler, optimizer, `zero_grad`. It
+    takes tensors on the GPU. `model`, `optimizer` and `scaler` are all that it trains with; each may be a list.
+
+    The first `warmup` calls run as they are, the next one is recorded, and later ones are replays: the device does
+    what it did, with the values that parameters, optimizer state, learning rates, scale and arguments have now, and
+    with new random numbers. No Python of the step runs in a replay. What the step returns is valid until the next
+    call. There is a recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode,
+    whether gradients are synchronised, settings of the optimizer), and at most `max_graphs`.
+
+    What cannot be recorded runs as it is, with a warning that says why. On a CPU the step always does, without one.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not callable(step):
+        raise ArgumentError(f"capture takes the function of a training step, got {step!r}.")
+    if not models or not all(isinstance(each, nn.Module) for each in models):
+        raise ArgumentError(f"model must be the module, or a list of the modules, that the step trains, got {model!r}.")
+    if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(f"scaler must be a gradient scaler, such as unshard.optim.GradScaler, got {scaler!r}.")
+    for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ArgumentError(f"{name} must be an integer of at least 1, got {number!r}.")
+    return CapturedStep(step, Trained(models, optimizers, scaler), warmup, max_graphs)
+
+
+@dataclass
+class Recorded:
+    """A recording, what its replays leave of gradients if they change that, and when it was used last."""
+
+    recording: Recording
+    leaves: Left | None
+    used: int
+
+
+class CapturedStep(Generic[P, R]):
+    """Made by `capture`."""
+
+    def __init__(self, step: Callable[P, R], trained: Trained, warmup: int, max_graphs: int):
+        update_wrapper(self, step, updated=())
+        self._step, self._trained, self._warmup, self._max_graphs = step, trained, warmup, max_graphs
+        self._calls = 0
+        self._counts: dict[Any, int] = {}
+        self._recorded: dict[Any, Recorded] = {}
+        self._refused: set[Any] = set()
+        self._warned: set[str] = set()
+        self._identity: Any = None
+        self._rates: list[LearningRates] = []
+        self._recorder: Recorder | None = None
+        self._agreement: Agreement | None = None
+        self._disagreements = self._drops = 0
+        _alive.add(self)
+
+    @property
+    def recordings(self) -> int:
+        """How many signatures are recorded."""
+        return len(self._recorded)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        trained = self._trained
+        trained.look()
+        device = trained.device
+        if device is None or not can_record(device):
+            return self._step(*args, **kwargs)
+        self._calls += 1
+        self._prepare(device)
+        arguments = Arguments(args, kwargs)
+        signature = self._signature(arguments, device)
+        if signature is None:
+            return self._run(arguments, None)
+        recorded = self._recorded.get(signature)
+        if recorded is not None and recorded.leaves is not None and not trained.can_leave(recorded.leaves):
+            self._recorded.pop(signature).recording.drop()
+            recorded = None
+        if recorded is None and self._is_due(signature):
+            recorded = self._record(signature, arguments)
+        if recorded is None:
+            return self._run(arguments, signature)
+        recorded.used = self._calls
+        result = recorded.recording.replay(arguments.tensors)
+        if recorded.leaves is not None:
+            trained.leave(recorded.leaves)
+        for optimizer in trained.optimizers:
+            mark_stepped(optimizer)
+        return result
+
+    def forget(self) -> None:
+        """Drop all recordings and their memory; the next calls run as they are, and later ones record again."""
+        for recorded in self._recorded.values():
+            recorded.recording.drop()
+        self._recorded.clear()
+        self._refused.clear()
+        self._counts.clear()
+
+    # -- what the call is -----------------------------------------------------------------------------------
+
+    def _prepare(self, device: torch.device) -> None:
+        if self._recorder is None:
+            self._recorder = Recorder(device)
+            self._rates = [LearningRates(each, device) for each in self._trained.optimizers]
+        for rates in self._rates:
+            rates.refresh()
+
+    def _signature(self, arguments: Arguments, device: torch.device) -> Any:
+        """None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
+        trained = self._trained
+        trained.rest()
+        left = trained.left()
+        obstacle = arguments.obstacle(device) or trained.obstacle() or trained.obstacle_in(left)
+        if obstacle:
+            self._warn(obstacle)
+            return None
+        identity = trained.identity()
+        if identity != self._identity:
+            if self._recorded:
+                self._drops += 1
+                self.forget()
+            self._refused.clear()
+            self._identity = identity
+        try:
+            return Signature(arguments.signature(), trained.signature(left))
+        except TypeError as error:
+            self._warn(f"an argument cannot be compared with that of another call ({error})")
+            return None
+
+    def _is_due(self, signature: Any) -> bool:
+        """Whether this call is to be recorded: its signature ran often enough, and there is room."""
+        # Recordings that are out of date again and again cost more than they save.
+        needed = self._warmup << min(max(0, self._drops - 1), 10)
+        if signature in self._refused or self._disagreements > 1 or self._counts.get(signature, 0) < needed:
+            return False
+        if len(self._recorded) < self._max_graphs:
+            return True
+        oldest = min(self._recorded.values(), key=lambda each: each.used)
+        return oldest.used < self._calls - UNUSED_CALLS
+
+    # -- eager ----------------------------------------------------------------------------------------------
+
+    def _run(self, arguments: Arguments, signature: Any) -> Any:
+        """As it is. Counted, unless it has no signature."""
+        assert self._recorder is not None
+        counted = signature is not None and signature not in self._refused
+        with self._recorder.running(), self._learning_rates():
+            effects = HostEffects(self._trained, arguments) if counted else None
+            result = arguments.run(self._step)
+            obstacle = effects.found() if effects is not None else ""
+        if counted:
+            self._count(signature, obstacle or self._trained.obstacle_after())
+        return result
+
+    def _count(self, signature: Any, obstacle: str) -> None:
+        if obstacle:
+            self._refused.add(signature)
+            self._warn(obstacle)
+            return
+        self._trained.keep_left()
+        self._counts[signature] = self._counts.pop(signature, 0) + 1
+        if len(self._counts) > SIGNATURES:
+            del self._counts[next(iter(self._counts))]
+        often = self._calls >= WARN_AFTER * self._warmup
+        if often and len(self._counts) > 1 and not self._recorded and not self._warned:
+            *_, one, other = self._counts
+            self._warn(
+                f"in {self._calls} calls no signature came more than {max(self._counts.values())} times in a row. The "
+                f"last two differ in {difference(one, other)}"
+            )
+
+    def _learning_rates(self, recorded: bool = False) -> ExitStack:
+        stack = ExitStack()
+        for rates in self._rates:
+            stack.enter_context(rates.shown(recorded))
+        return stack
+
+    # -- recording ------------------------------------------------------------------------------------------
+
+    def _record(self, signature: Any, arguments: Arguments) -> Recorded | None:
+        """None if any rank cannot record: then all of them run the step as it is."""
+        assert self._recorder is not None
+        trained = self._trained
+        if self._agreement is None:
+            self._agreement = Agreement(trained.ranks())
+        if not self._agreement.decide(f"{self._calls} begin", True):
+            self._disagreements += 1
+            self._refused.add(signature)
+            self._warn("other ranks did not come to record it in the same call: their arguments or settings differ")
+            return None
+        while len(self._recorded) >= self._max_graphs:
+            oldest = min(self._recorded, key=lambda each: self._recorded[each].used)
+            self._recorded.pop(oldest).recording.drop()
+        _drop_before_destruction()
+        before, identity = TrainedState(trained), trained.optimizer_identity()
+        recording, stopped = None, ""
+        try:
+            with self._learning_rates(recorded=True):
+                recording = self._recorder.record(self._step, arguments)
+            stopped = trained.obstacle_after()
+            if not stopped and trained.optimizer_identity() != identity:
+                stopped = "it makes state of an optimizer, which every replay would make again"
+        except Exception as error:
+            stopped = described(error)
+        if self._agreement.decide(f"{self._calls} end", not stopped, RECORDING_SECONDS) and recording is not None:
+            leaves = trained.left()
+            recorded = Recorded(recording, None if leaves == before.left else leaves, self._calls)
+            self._recorded[signature] = recorded
+            return recorded
+        if recording is not None:
+            recording.drop()
+        trained.undo(before)
+        self._refused.add(signature)
+        self._warn(stopped or "another rank could not record it")
+        return None
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            name = getattr(self._step, "__qualname__", repr(self._step))
+            warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=4)
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether steps on this device can be recorded at all."""
+    return device.type == "cuda"
+
+
+def _drop_before_destruction() -> None:
+    """NCCL waits for the graphs that hold its kernels, for ever, when a process group is destroyed before them."""
+    if dist.is_initialized() and dist.group.WORLD not in _told:
+        _told.add(dist.group.WORLD)
+        call_before_destruction(forget_all)
+
+
+@atexit.register
+def forget_all() -> None:
+    """Drop the recordings of all captured steps."""
+    for step in list(_alive):
+        step.forget()

@@ -1,0 +1,32 @@
+"""An optimizer step that the device skips by itself: in a recorded step the host cannot look at what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..torch_private import local_of
+
+
+@torch.no_grad()
+def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """Step, and undo that where any of `found` is positive.
+
+    Takes the memory of parameters and state a second time. Optimizers with kernels of their own for it (fused=True) do
+    not need this.
+    """
+    skip = found[0] > 0 if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax() > 0
+    before = [(tensor, tensor.clone()) for tensor in _written(optimizer)]
+    optimizer.step(*args, **kwargs)
+    for tensor, copy in before:
+        tensor.copy_(torch.where(skip.to(tensor.device), copy, tensor))
+
+
+def _written(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The local tensors that a step may write, each once: flat optimizers have several views of one counter."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *state)]
+    return list({id(each): each for each in tensors}.values())

@@ -1,0 +1,113 @@
+"""Recordings without a GPU: "record" runs a step and undoes its effect on tensors, "replay" runs the step again.
+
+So a CPU shows when steps are recorded, replayed and dropped, and what replays leave of gradients. A replay forgets what
+Python did in it, as a CUDA graph would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from unshard.captured_step import step as captured
+from unshard.captured_step.arguments import Arguments
+from unshard.captured_step.recording import Recording
+from unshard.comm.order.recorded import RecordedCollectives
+
+
+@contextmanager
+def simulated_recorder() -> Iterator[list[str]]:
+    """Captured steps are recorded and replayed on the CPU. Yields what happens, in order."""
+    happened: list[str] = []
+
+    def record(self: Any, signature: Any, arguments: Arguments) -> Any:
+        self._recorder = SimulatedRecorder(self, happened)
+        return original(self, signature, arguments)
+
+    original = captured.CapturedStep._record
+    with (
+        patch.object(captured, "can_record", lambda device: True),
+        patch.object(captured, "Recorder", lambda device: SimulatedRecorder(None, happened)),
+        patch.object(captured.CapturedStep, "_record", record),
+    ):
+        yield happened
+
+
+class SimulatedRecorder:
+    def __init__(self, step: Any, happened: list[str]):
+        self._captured, self._happened = step, happened
+
+    def running(self) -> Any:
+        self._happened.append("run")
+        return nullcontext()
+
+    def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
+        self._happened.append("record")
+        static, collectives, left = arguments.static(), RecordedCollectives(), self._captured._trained.left()
+        tensors = _tensors(self._captured._trained)
+        before = [tensor.clone() for tensor in tensors]
+        with collectives.recording():
+            result = static.run(step)
+            returned = tuple(each.detach().clone() for each in _listed(result))
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        graph: Any = SimulatedGraph(self._captured, lambda: static.run(step), returned, left, self._happened)
+        return Recording(static, collectives, graph, returned if isinstance(result, tuple) else returned[0])
+
+
+class SimulatedGraph:
+    def __init__(
+        self, step: Any, run: Callable[[], Any], returned: Sequence[torch.Tensor], left: Any, happened: list[str]
+    ):
+        """`left`: the gradients that are there before the step."""
+        self._captured, self._run, self._returned, self._left, self._happened = step, run, returned, left, happened
+
+    def replay(self) -> None:
+        self._happened.append("replay")
+        trained = self._captured._trained
+        trained.leave(self._left)
+        with self._captured._learning_rates():
+            for mine, new in zip(self._returned, _listed(self._run()), strict=True):
+                mine.copy_(new.detach())
+        trained.leave(self._left)
+
+    def reset(self) -> None:
+        self._happened.append("drop")
+
+
+def _listed(returned: Any) -> list[torch.Tensor]:
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
+
+
+def _tensors(trained: Any) -> list[torch.Tensor]:
+    """All that a step may write."""
+    parameters = trained.parameters
+    state = [
+        value for optimizer in trained.optimizers for entry in optimizer.state.values() for value in entry.values()
+    ]
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    sums = [
+        view
+        for unit in trained.units
+        for group in unit.param_groups
+        if group.gradients._unreduced is not None
+        for view in group.gradients._unreduced.sums().values()
+    ]
+    partial = [
+        flat
+        for unit in trained.units
+        for group in unit.param_groups
+        for reduction in group.gradients._reductions.values()
+        if reduction.has_partial
+        for flat in reduction._partial.flats
+    ]
+    scaler = [] if trained.scaler is None or trained.scaler._scale is None else [trained.scaler._scale]
+    found = [*parameters, *state, *gradients, *sums, *partial, *scaler]
+    tensors = [each for each in found if isinstance(each, torch.Tensor)]
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]

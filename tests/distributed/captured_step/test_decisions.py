@@ -1,0 +1,494 @@
+"""When a captured step is run, recorded, replayed and dropped; recordings are simulated on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import world
+from bed.simulated_recorder import simulated_recorder
+from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
+from bed.wrapped import wrap
+from torch import nn
+
+from unshard.captured_step import agreement, capture
+from unshard.captured_step import step as captured_steps
+from unshard.captured_step.agreement import Agreement
+from unshard.errors import ArgumentError
+
+RATE = 2.0**-7  # the same in float32
+
+
+class Training:
+    """A model, its optimizer and its step; `extra` runs in the step before forward."""
+
+    def __init__(
+        self,
+        captured: bool = True,
+        model: Any = None,
+        extra: Callable[[torch.Tensor], Any] = lambda x: None,
+        **options: Any,
+    ):
+        self.model = sharded() if model is None else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), RATE, fused=True)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.extra = extra
+        self.step: Any = self.once
+        if captured:
+            self.step = capture(self.once, self.model, self.optimizer, **{"warmup": 2} | options)
+
+    def once(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        self.extra(x)
+        loss = scale * self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def run(self, count: int, first: int = 0) -> list[torch.Tensor]:
+        """Losses of `count` steps."""
+        return [self.step(batch(10 * (first + number) + dist.get_rank())).clone() for number in range(count)]
+
+    def values(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in self.model.parameters()]
+
+
+def compare(between: Callable[[Training], Any], expected: str) -> None:
+    """Six steps, `between`, six steps: the same with and without capture. `expected`: what happens in the last six."""
+    results = []
+    for captured in (False, True):
+        with simulated_recorder() as happened:
+            training = Training(captured)
+            losses = training.run(6)
+            between(training)
+            happened.clear()
+            losses += training.run(6, first=6)
+        values = [each.to_local() for each in training.values()]
+        results.append([*losses, *values])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert " ".join(happened) == expected
+
+
+REPLAYS = " ".join(["replay"] * 6)
+ANEW = "drop run run record replay replay replay replay"
+"""After a change the recording is dropped, and the step is recorded again."""
+
+
+def set_rate(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] = 2.0**-5
+
+
+def schedule(training: Training) -> None:
+    training.scheduler.step()
+    training.scheduler.step()
+
+
+def load_model(training: Training) -> None:
+    training.model.load_state_dict({name: value / 2 for name, value in training.model.state_dict().items()})
+
+
+def load_optimizer(training: Training) -> None:
+    state = copy.deepcopy(training.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"].mul_(2)
+    training.optimizer.load_state_dict(state)
+
+
+def evaluate(training: Training) -> None:
+    training.model.eval()
+    with torch.no_grad():
+        training.model(batch(1))
+    training.model.train()
+
+
+def keep_unsharded(training: Training) -> None:
+    training.model.unshard()
+
+
+def average(training: Training) -> None:
+    training.average = copy.deepcopy([each.detach() for each in training.model.parameters()])
+
+
+def decay(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["weight_decay"] = 0.25
+
+
+def add_hook(training: Training) -> None:
+    training.model.blocks[0].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def freeze(training: Training) -> None:
+    training.model.head.weight.requires_grad_(False)
+
+
+def divide(training: Training) -> None:
+    training.model.set_gradient_divide_factor(5.0)
+
+
+@pytest.mark.parametrize(
+    "between", [set_rate, schedule, load_model, evaluate, keep_unsharded, average], ids=lambda each: each.__name__
+)
+@world(1, 2, 3)
+def test_changes_that_reach_a_replay(between: Callable[[Training], Any]) -> None:
+    compare(between, REPLAYS)
+
+
+@pytest.mark.parametrize("between", [load_optimizer, add_hook], ids=lambda each: each.__name__)
+@world(1, 2, 3)
+def test_changes_that_drop_recordings(between: Callable[[Training], Any]) -> None:
+    compare(between, ANEW)
+
+
+@pytest.mark.parametrize("between", [decay, freeze, divide], ids=lambda each: each.__name__)
+@world(1, 2, 3)
+def test_changes_of_the_signature(between: Callable[[Training], Any]) -> None:
+    """The recording stays: the program may go back."""
+    compare(between, ANEW.removeprefix("drop "))
+
+
+@world(2)
+def test_a_batch_of_another_shape_in_the_middle() -> None:
+    with simulated_recorder() as happened:
+        training, reference = Training(), Training(captured=False)
+        for shape in (6, 6, 6, 6, 4, 6, 4, 6):
+            x = torch.randn(shape, WIDTH)
+            assert torch.equal(training.step(x), reference.step(x))
+        assert " ".join(happened) == "run run record replay replay run replay run replay"
+        assert training.step.recordings == 1
+
+
+@world(2)
+def test_other_arguments_are_part_of_the_signature() -> None:
+    with simulated_recorder() as happened:
+        training, reference = Training(), Training(captured=False)
+        for number in range(12):
+            scale = 2.0 if number % 2 else 1.0
+            assert torch.equal(training.step(batch(), scale=scale), reference.step(batch(), scale=scale))
+        assert happened.count("record") == 2 and happened.count("replay") == 8
+
+
+@world(2)
+def test_the_number_of_recordings_is_bounded() -> None:
+    with simulated_recorder() as happened, patch.object(captured_steps, "UNUSED_CALLS", 6):
+        training = Training(max_graphs=4)
+        for shape in range(1, 51):
+            for _ in range(4):
+                training.step(torch.ones(shape, WIDTH))
+            assert training.step.recordings <= 4
+        assert happened.count("record") - happened.count("drop") == training.step.recordings == 4
+        assert happened.count("record") > 30
+
+
+@world(2)
+def test_recordings_that_are_in_use_stay() -> None:
+    with simulated_recorder() as happened:
+        training = Training(max_graphs=1)
+        for _ in range(5):
+            training.step(torch.ones(3, WIDTH))
+            training.step(torch.ones(4, WIDTH))
+        assert happened.count("record") == 1 and "drop" not in happened
+
+
+# -- steps that cannot be recorded ---------------------------------------------------------------------------
+
+
+def write(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def draw(x: torch.Tensor) -> None:
+    random.random()
+
+
+def draw_with_torch(x: torch.Tensor) -> None:
+    torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (write, "it writes to its arguments"),
+        (draw, "draws random numbers on the host, from random"),
+        (draw_with_torch, r"draws random numbers on the host, from torch \(a CPU generator\)"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@world(2)
+def test_effects_on_the_host(extra: Callable[[torch.Tensor], Any], reason: str) -> None:
+    with simulated_recorder() as happened:
+        training = Training(extra=extra)
+        with pytest.warns(UserWarning, match=f"step Training.once runs without a recording: .*{reason}"):
+            training.step(batch())
+        training.run(5)
+        assert set(happened) == {"run"}
+
+
+@world(2)
+def test_a_scheduler_in_the_step() -> None:
+    with simulated_recorder() as happened:
+        training, reference = Training(), Training(captured=False)
+        training.optimizer.step()
+        reference.optimizer.step()
+        training.extra = lambda x: training.scheduler.step()
+        reference.extra = lambda x: reference.scheduler.step()
+        with pytest.warns(UserWarning, match="sets learning rates .* Do that after it"):
+            losses = training.run(1)
+        losses += training.run(5, first=1)
+        assert set(happened) == {"run"}
+        for mine, theirs in zip(losses, reference.run(6), strict=True):
+            assert torch.equal(mine, theirs)
+        assert training.optimizer.param_groups[0]["lr"] == reference.optimizer.param_groups[0]["lr"]
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["number"] = self.state[each].get("number", 0) + 1
+        return result
+
+
+@world(2)
+def test_an_optimizer_that_counts_on_the_host() -> None:
+    with simulated_recorder() as happened:
+        model = sharded()
+        optimizer = Counting(model.parameters(), RATE)
+
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        captured = capture(step, model, optimizer, warmup=2)
+        captured(batch())
+        with pytest.warns(UserWarning, match="Counting keeps 'number' on the host"):
+            captured(batch())
+        captured(batch())
+        assert set(happened) == {"run"}
+
+
+@world(2)
+def test_learning_rates_that_are_read_on_the_host() -> None:
+    """SGD without fused=True: a recording repeats the learning rate, so another one is another signature."""
+    results = []
+    for is_captured in (False, True):
+        with simulated_recorder() as happened:
+            training = Training(captured=False)
+            training.optimizer = torch.optim.SGD(training.model.parameters(), RATE)
+            if is_captured:
+                training.step = capture(training.once, training.model, training.optimizer, warmup=2)
+            losses = training.run(4)
+            set_rate(training)
+            losses += training.run(4, first=4)
+        results.append([*losses, *(each.to_local() for each in training.values())])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert " ".join(happened) == "run run record replay replay run run record replay replay"
+
+
+@world(2)
+def test_schedules_that_recordings_cannot_follow_are_named() -> None:
+    with simulated_recorder() as happened:
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        captured = capture(step, model, optimizer, warmup=1)
+        with pytest.warns(UserWarning, match="in 10 calls no signature came .*'lr'.*fused=True"):
+            for number in range(10):
+                optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+                captured(batch())
+        assert set(happened) == {"run"}
+
+
+@world(2)
+def test_exceptions_while_recording() -> None:
+    """An exception that only a recording meets: the step runs, and the model is at rest."""
+    with simulated_recorder() as happened:
+        training, reference = Training(), Training(captured=False)
+
+        def fail_in_block(module: nn.Module, args: Any) -> None:
+            if happened and happened[-1] == "record":
+                raise ValueError("not while recording")
+
+        training.model.blocks[1].first.register_forward_pre_hook(fail_in_block)
+        losses = training.run(2)
+        with pytest.warns(UserWarning, match=r"test_decisions.py:\d+, 'raise ValueError.*not while recording"):
+            losses += training.run(1, first=2)
+        assert_at_rest(training.model)
+        losses += training.run(3, first=3)
+        assert " ".join(happened) == "run run record run run run run"
+        for mine, theirs in zip(losses, reference.run(6), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@world(2)
+def test_exceptions_of_the_step_itself() -> None:
+    with simulated_recorder() as happened:
+        training = Training()
+        training.run(2)
+        with (
+            patch.object(training.model.head, "forward", side_effect=ValueError("broken")),
+            pytest.warns(UserWarning, match="broken"),
+            pytest.raises(ValueError, match="broken"),
+        ):
+            training.run(1)
+        assert_at_rest(training.model)
+        training.run(2)
+        assert happened[:4] == ["run", "run", "record", "run"]
+
+
+@world(2)
+def test_arguments_on_another_device() -> None:
+    with simulated_recorder() as happened:
+        training = Training()
+        training.step = capture(lambda x: training.once(batch()), training.model, training.optimizer)
+        with pytest.warns(UserWarning, match=r"an argument of shape \(3,\) is a tensor on 'meta'. Move it to 'cpu'"):
+            training.step(torch.ones(3, device="meta"))
+        assert happened == ["run"]
+
+
+@world(2)
+def test_arguments_that_cannot_be_compared() -> None:
+    with simulated_recorder() as happened:
+        training = Training()
+        step = capture(lambda x, other: training.once(x), training.model, training.optimizer)
+        with pytest.warns(UserWarning, match="cannot be compared with that of another call .*set"):
+            step(batch(), {1, 2})
+        assert happened == ["run"]
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------
+
+
+@world(2, 3, 4)
+def test_ranks_that_come_in_different_calls() -> None:
+    with simulated_recorder() as happened, patch.object(agreement, "PATIENCE", 0.2):
+        training = Training()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for number in range(8):
+                rows = 3 if dist.get_rank() == 0 and number % 2 else 4
+                training.step(torch.ones(rows, WIDTH))
+        assert set(happened) == {"run"}
+        assert any("other ranks did not come to record it in the same call" in str(each.message) for each in found)
+
+
+@world(2, 3, 4)
+def test_decisions() -> None:
+    sharded()  # collectives are compared
+    decisions = Agreement(list(range(dist.get_world_size())))
+    rank = dist.get_rank()
+    assert decisions.decide("all", True)
+    assert not decisions.decide("one does not want", rank != 1)
+    assert not decisions.decide("nobody wants", False)
+    if rank:
+        assert not decisions.decide("one does not come", True, patience=0.2)
+    dist.barrier()
+    assert not decisions.decide("one does not come", True)
+    assert Agreement([]).decide("alone", True)
+
+
+@world(2)
+def test_the_end_of_the_job_drops_recordings() -> None:
+    with simulated_recorder() as happened:
+        training = Training()
+        training.run(4)
+        assert "drop" not in happened
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        assert happened[-1] == "drop"
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@world(1, 2, 3)
+def test_the_wrapper(use_orig_params: bool) -> None:
+    results = []
+    for captured in (False, True):
+        with simulated_recorder() as happened:
+            stack = Stack()
+            model = wrap(stack, list(stack.blocks), use_orig_params=use_orig_params)
+            training = Training(captured, model=model)
+            losses = training.run(6)
+        results.append([*losses, *training.values()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert happened.count("replay") == 4
+
+
+@world(2)
+def test_no_sync_of_the_wrapper() -> None:
+    stack = Stack()
+    model: Any = wrap(stack, list(stack.blocks), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    with simulated_recorder() as happened:
+        captured = capture(step, model, optimizer, warmup=1)
+        with model.no_sync(), pytest.warns(UserWarning, match=r"gradients lie between .* not reduced \(no_sync\(\)"):
+            captured(batch())
+        captured(batch())
+        assert set(happened) == {"run"}
+
+
+def test_models_that_are_not_sharded() -> None:
+    results = []
+    for captured in (False, True):
+        with simulated_recorder() as happened:
+            training = Training(captured=False, model=Stack())
+            step = capture(training.once, training.model, training.optimizer) if captured else training.once
+            losses = [step(batch(number)).clone() for number in range(6)]
+        results.append([*losses, *training.values()])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+    assert happened.count("replay") == 3
+
+
+@world(2)
+def test_a_cpu_runs_in_silence() -> None:
+    training, reference = Training(), Training(captured=False)
+    for mine, theirs in zip(training.run(5), reference.run(5), strict=True):
+        assert torch.equal(mine, theirs)
+    assert training.step.recordings == 0
+    assert training.step.__name__ == "once"
+
+
+def test_arguments_of_capture() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ArgumentError, match="function of a training step, got 3"):
+        capture(3, model)
+    with pytest.raises(ArgumentError, match="model must be the module"):
+        capture(print, [optimizer])
+    with pytest.raises(ArgumentError, match="model must be the module"):
+        capture(print, [])
+    with pytest.raises(ArgumentError, match=r"optimizer must be a torch.optim.Optimizer"):
+        capture(print, model, [model])
+    with pytest.raises(ArgumentError, match="scaler must be a gradient scaler"):
+        capture(print, model, optimizer, scaler=optimizer)
+    for name in ("warmup", "max_graphs"):
+        for value in (0, -1, True, 1.5):
+            with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 1"):
+                capture(print, model, optimizer, **{name: value})

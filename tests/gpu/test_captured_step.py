@@ -1,0 +1,444 @@
+"""Captured steps on a GPU have the losses and parameters of the same steps without capture, bit by bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import world
+from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
+from bed.wrapped import wrap
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import loopback
+from unshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from unshard.captured_step import capture
+from unshard.optim import GradScaler, ShardedGradScaler, clip_grad_norm_, flat
+
+STEPS = 20
+RATE = 2.0**-7  # the same in float32
+Step = Callable[..., Any]
+HALF = {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), RATE, fused=True)
+
+
+def usual(model: nn.Module) -> torch.optim.Optimizer:
+    """With a learning rate that is a tensor, as captured steps have it: torch then computes in another order."""
+    return torch.optim.AdamW(model.parameters(), torch.tensor(RATE, device="cuda"), capturable=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+
+
+def flat_fused(model: nn.Module) -> torch.optim.Optimizer:
+    return flat(fused(model))
+
+
+def flat_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return flat(sgd(model))
+
+
+class Dropping(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(self.run(block, x), 0.2, self.training)
+        return self.head(x)
+
+
+class Recomputing(Stack):
+    """Activation checkpointing with random numbers inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: nn.functional.dropout(block(y), 0.2), x, use_reentrant=False)
+        return self.head(x)
+
+
+class Compiled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
+    def step(x: torch.Tensor) -> Any:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
+    def step(x: torch.Tensor) -> Any:
+        loss = loss_of(model, x)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
+    def step(x: torch.Tensor) -> Any:
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if not isinstance(scaler, ShardedGradScaler):
+            clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach(), scaler.scale(torch.ones((), device="cuda"))
+
+    return step
+
+
+def accumulated(kind: str) -> Callable[..., Step]:
+    """Three calls, of which the last steps. `kind`: what the first two do not do."""
+
+    def make(model: Any, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
+        def micro_batch(x: torch.Tensor, last: bool) -> torch.Tensor:
+            loss = loss_of(model, x)
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for number in range(3):
+                if kind == "synchronise":
+                    model.set_requires_gradient_sync(number == 2)
+                elif kind == "all-reduce":
+                    model.set_requires_all_reduce(number == 2)
+                losses.append(step.captured(x + number, number == 2).clone())
+            return torch.stack(losses)
+
+        step.captured = micro_batch
+        return step
+
+    return make
+
+
+def by_fully_shard(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
+    return sharded(build().cuda(), **options)
+
+
+def by_wrapper(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
+    model = build().cuda()
+    return wrap(model, list(model.blocks), **options)
+
+
+def train(
+    captured: bool,
+    make_step: Callable[..., Step],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    build: Callable[[], Stack] = Stack,
+    options: dict[str, Any] | None = None,
+    shard: Callable[..., nn.Module] = by_fully_shard,
+    scaler: Callable[..., Any] = GradScaler,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Losses, and this rank's parameters at the end."""
+    model = shard(build, options or {})
+    optimizer = make_optimizer(model)
+    its_scaler = scaler(init_scale=2.0**30, growth_interval=4)
+    step = make_step(model, optimizer, its_scaler)
+    micro = getattr(step, "captured", None)
+    if captured:
+        made = capture(micro or step, model, optimizer, scaler=its_scaler)
+        if micro is None:
+            step = made
+        else:
+            step.captured = made
+    rank = dist.get_rank()
+    torch.manual_seed(1 + rank)
+    results = []
+    for number in range(steps):
+        out = step(batch(10 * number + rank).cuda())
+        results += [each.clone() for each in (out if isinstance(out, tuple) else (out,))]
+    if captured:
+        assert made.recordings == (1 if micro is None else 3)
+    return results + [
+        (each.to_local() if isinstance(each, DTensor) else each).detach().clone() for each in model.parameters()
+    ]
+
+
+def assert_bitwise(*args: Any, **kwargs: Any) -> None:
+    expected, found = train(False, *args, **kwargs), train(True, *args, **kwargs)
+    for theirs, mine in zip(expected, found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "fused": (plain, fused),
+    "not fused": (plain, usual),
+    "sgd": (plain, sgd),
+    "flat": (plain, flat_fused),
+    "flat sgd": (plain, flat_sgd),
+    "clip": (clipped, fused),
+    "fp16": (scaled, fused, Stack, HALF),
+    "fp16 not fused": (scaled, sgd, Stack, HALF),
+    "fp16 flat": (scaled, flat_fused, Stack, HALF),
+    "dropout": (plain, fused, Dropping),
+    "checkpointing": (plain, fused, Recomputing),
+    "compiled": (plain, fused, Compiled),
+    "accumulated": (accumulated("nothing"), fused),
+    "accumulated without synchronisation": (accumulated("synchronise"), fused),
+    "accumulated flat": (accumulated("nothing"), flat_fused),
+    "slices": (plain, fused, Stack, {"reshard_after_forward": 2}),
+    "wrapper": (plain, fused, Stack, {"use_orig_params": True}, by_wrapper),
+    "wrapper, flat parameters": (plain, fused, Stack, {"use_orig_params": False}, by_wrapper),
+    "wrapper fp16": (scaled, fused, Stack, {"use_orig_params": True}, by_wrapper, ShardedGradScaler),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@world(1, 2, 4, backend="nccl")
+def test_bitwise(name: str) -> None:
+    if name == "slices" and dist.get_world_size() == 1:
+        return
+    assert_bitwise(*CASES[name])
+
+
+@world(4, backend="nccl")
+def test_bitwise_over_replicas() -> None:
+    options = {"mesh": init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    for make_step in (plain, accumulated("synchronise"), accumulated("all-reduce")):
+        assert_bitwise(make_step, fused, Stack, options)
+
+
+@world(1, backend="nccl")
+def test_bitwise_in_a_simulated_job() -> None:
+    dist.destroy_process_group()
+    loopback.register()
+    dist.init_process_group(loopback.NAME, store=dist.HashStore(), rank=0, world_size=8)
+    for name in ("fused", "flat", "clip", "dropout", "accumulated"):
+        assert_bitwise(*CASES[name])
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+# -- what changes between two replays ------------------------------------------------------------------------
+
+
+class Trainer:
+    def __init__(self, captured: bool, build: Callable[[], Stack] = Dropping, **options: Any):
+        self.model = sharded(build().cuda(), **options)
+        self.optimizer = fused(self.model)
+        self.step: Any = plain(self.model, self.optimizer, None)
+        if captured:
+            self.step = capture(self.step, self.model, self.optimizer)
+
+    def run(self, count: int, rows: int = 6) -> list[torch.Tensor]:
+        x = batch(dist.get_rank()).cuda()[:rows]
+        return [self.step(x).clone() for _ in range(count)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [each.to_local().detach().clone() for each in self.model.parameters()]
+
+
+def seed(trainer: Trainer) -> None:
+    torch.manual_seed(77)
+
+
+def rate(trainer: Trainer) -> None:
+    trainer.optimizer.param_groups[0]["lr"] = 2.0**-4
+
+
+def load(trainer: Trainer) -> None:
+    trainer.model.load_state_dict({name: value / 2 for name, value in trainer.model.state_dict().items()})
+
+
+def load_optimizer(trainer: Trainer) -> None:
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+
+
+def evaluate(trainer: Trainer) -> None:
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(batch().cuda())
+    trainer.model.train()
+
+
+def another_shape(trainer: Trainer) -> None:
+    trainer.run(2, rows=3)
+
+
+@pytest.mark.parametrize(
+    "between", [seed, rate, load, load_optimizer, evaluate, another_shape], ids=lambda each: each.__name__
+)
+@world(1, 2, backend="nccl")
+def test_changes_reach_replays(between: Callable[[Trainer], None]) -> None:
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(3)
+        trainer = Trainer(captured)
+        losses = trainer.run(6)
+        between(trainer)
+        losses += trainer.run(6)
+        results.append(losses + trainer.parameters())
+    assert trainer.step.recordings == 1
+    for theirs, mine in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# -- steps that cannot be recorded ---------------------------------------------------------------------------
+
+
+@world(1, 2, backend="nccl")
+def test_a_step_that_looks_at_its_loss() -> None:
+    """It runs as it is, with its line in the warning; random numbers work afterwards."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(3)
+        trainer = Trainer(captured=False)
+        optimizer, model = trainer.optimizer, trainer.model
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model, x)  # noqa: B023
+            loss.backward()
+            if loss.item() > 1e9:
+                raise RuntimeError
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            return loss.detach()
+
+        trainer.step = capture(step, model, optimizer) if captured else step
+        losses = trainer.run(3)
+        if captured:
+            with pytest.warns(UserWarning, match=r"test_captured_step.py:\d+, 'if loss.item\(\) > 1e9:', cannot be"):
+                losses += trainer.run(1)
+            assert_at_rest(model)
+        losses += trainer.run(6 - len(losses))
+        results.append(losses + trainer.parameters())
+    for theirs, mine in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@world(2, 4, backend="nccl")
+def test_a_rank_that_cannot_record() -> None:
+    """All ranks run the step as it is."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(3)
+        trainer = Trainer(captured)
+        if captured and dist.get_rank() == 1:
+
+            def refuse(module: nn.Module, args: Any) -> None:
+                if torch.cuda.is_current_stream_capturing():
+                    raise ValueError("not in a recording")
+
+            trainer.model.blocks[1].register_forward_pre_hook(refuse)
+        losses = trainer.run(3)
+        if captured:
+            reason = "not in a recording" if dist.get_rank() == 1 else "another rank could not record it"
+            with pytest.warns(UserWarning, match=reason):
+                losses += trainer.run(1)
+            assert_at_rest(trainer.model)
+            assert trainer.step.recordings == 0
+        losses += trainer.run(6 - len(losses))
+        results.append(losses + trainer.parameters())
+    for theirs, mine in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@world(1, backend="nccl")
+def test_shards_on_the_host() -> None:
+    trainer = Trainer(captured=True, offload_policy=CPUOffloadPolicy())
+    with pytest.warns(UserWarning, match="keeps its shards on the host"):
+        trainer.run(1)
+    trainer.run(5)
+    assert trainer.step.recordings == 0
+
+
+@world(1, backend="nccl")
+def test_arguments_on_the_host() -> None:
+    trainer = Trainer(captured=True)
+    model, optimizer = trainer.model, trainer.optimizer
+    step = capture(lambda x: plain(model, optimizer, None)(x.cuda()), model, optimizer)
+    with pytest.warns(UserWarning, match="is a tensor on 'cpu'. Move it to 'cuda:0' before the call"):
+        step(batch())
+
+
+@world(1, 2, backend="nccl")
+def test_an_exception_of_the_step_itself() -> None:
+    trainer = Trainer(captured=True)
+    trainer.run(3)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise ValueError("broken")
+
+    handle = trainer.model.head.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.run(1)
+    handle.remove()
+    assert_at_rest(trainer.model)
+    trainer.run(8)
+    assert trainer.step.recordings == 1
+
+
+# -- memory and the end of the job ---------------------------------------------------------------------------
+
+
+@world(1, 2, backend="nccl")
+def test_memory_does_not_grow() -> None:
+    trainer = Trainer(captured=True)
+    trainer.run(10)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    trainer.run(1000)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@world(1, backend="nccl")
+def test_memory_of_many_signatures_is_bounded() -> None:
+    trainer = Trainer(captured=True)
+    reserved = []
+    for rows in range(1, 51):
+        x = torch.randn(16 * rows, WIDTH, device="cuda")
+        for _ in range(5):
+            trainer.step(x)
+        assert trainer.step.recordings <= 4
+        reserved.append(torch.cuda.memory_reserved())
+    assert max(reserved[10:]) <= reserved[10] + (64 << 20)
+    trainer.step.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved[0] + (64 << 20)
+
+
+@world(2, backend="nccl")
+def test_the_job_ends_with_recordings_alive() -> None:
+    """NCCL would wait for them for ever."""
+    trainer = Trainer(captured=True)
+    trainer.run(5)
+    assert trainer.step.recordings == 1
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    assert trainer.step.recordings == 0
+    dist.init_process_group("nccl", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
