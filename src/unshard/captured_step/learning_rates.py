@@ -7,9 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..optim.flat_optimizer import Flat
 from ..torch_private import version_of
+
+_O = torch.optim
+_CAPTURABLE = (_O.Adam, _O.AdamW, _O.Adamax, _O.NAdam, _O.RAdam, _O.RMSprop, _O.Rprop, _O.Adadelta, _O.ASGD)
 
 
 class LearningRates:
@@ -28,24 +33,25 @@ class LearningRates:
         """Take over what a program has assigned since: a number, or groups of a loaded state dict."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for group in groups:
-            if group.get("capturable") is False:
+            if not group.get("capturable") and can_be_capturable(self._optimizer, group):
                 group["capturable"] = True
                 self._move_counters(group["params"])
         while len(self._tensors) < len(groups):
             self._tensors.append(torch.zeros((), device=self._device))
             self._numbers.append(None)
         for number, group in enumerate(groups):
-            if reads_on_device(group) and group["lr"] != self._numbers[number]:
+            if reads_on_device(self._optimizer, group) and group["lr"] != self._numbers[number]:
                 self._numbers[number] = group["lr"]
                 self._tensors[number].fill_(group["lr"])
 
     def _move_counters(self, parameters: list[Any]) -> None:
-        """To the device, where `capturable` optimizers expect them."""
+        """To the device, where `capturable` optimizers expect them. Parameters of a flat optimizer share some."""
+        moved: dict[int, torch.Tensor] = {}
         for parameter in parameters:
             entry = self._optimizer.state.get(parameter, {})
             step = entry.get("step")
             if isinstance(step, torch.Tensor) and step.device != self._device:
-                entry["step"] = step.to(self._device, torch.float32)
+                entry["step"] = moved.setdefault(id(step), step.to(self._device, torch.float32))
 
     @contextmanager
     def shown(self, recorded: bool = False) -> Iterator[None]:
@@ -53,8 +59,13 @@ class LearningRates:
 
         `recorded`: nothing in here runs, so that there is nothing to read.
         """
-        groups = list(zip(self._optimizer.param_groups, self._tensors, strict=False))
-        shown = [(group, tensor, group["lr"], version_of(tensor)) for group, tensor in groups if reads_on_device(group)]
+        optimizer = self._optimizer
+        groups = list(zip(optimizer.param_groups, self._tensors, strict=False))
+        shown = [
+            (group, tensor, group["lr"], version_of(tensor))
+            for group, tensor in groups
+            if reads_on_device(optimizer, group)
+        ]
         for group, tensor, _, _ in shown:
             group["lr"] = tensor
         try:
@@ -65,7 +76,21 @@ class LearningRates:
                     group["lr"] = number if recorded or version_of(tensor) == version else tensor.item()
 
 
-def reads_on_device(group: dict[str, Any]) -> bool:
+def reads_on_device(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the optimizer takes the learning rate of this group from a tensor, and the program has a number there."""
-    tensors_allowed = bool(group.get("capturable") or group.get("fused"))
-    return tensors_allowed and isinstance(group.get("lr"), int | float)
+    if not isinstance(group.get("lr"), int | float):
+        return False
+    if not group.get("fused"):
+        return bool(group.get("capturable"))
+    # Of the fused kernels that take a tensor, torch knows only those of Adam for DTensors (2.11 to 2.13).
+    if isinstance(optimizer, Flat | torch.optim.Adam | torch.optim.AdamW):
+        return True
+    return not any(isinstance(each, DTensor) for each in group["params"])
+
+
+def can_be_capturable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether it is one of torch's own, which then do nothing on the host. What others would do is not known."""
+    kind = type(optimizer).base if isinstance(optimizer, Flat) else type(optimizer)
+    if kind is torch.optim.Rprop and group.get("foreach") and not isinstance(optimizer, Flat):
+        return False  # of DTensors, torch then cannot copy lists
+    return kind in _CAPTURABLE and "capturable" in group

@@ -42,7 +42,10 @@ def difference(one: Signature, other: Signature) -> str:
         groups = zip(mine, theirs, strict=False)
         keys = [a[0] for group, its in groups for a, b in zip(group, its, strict=False) if a != b]
         if "lr" in keys:
-            return "'lr' of a param group, which this optimizer reads on the host. Build it with fused=True"
+            return (
+                "'lr' of a param group, which this optimizer reads on the host. With fused=True, and of sharded "
+                "parameters with unshard.optim.flat as well, it is read on the device"
+            )
         return f"{', '.join(map(repr, keys))} of a param group" if keys else "the number of param groups"
     return "nothing"
 

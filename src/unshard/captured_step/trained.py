@@ -167,7 +167,7 @@ class Trained:
             tuple(map(_options, options)),
             tuple(map(id, chain.from_iterable(map(_option_objects, options)))),
             left,
-            tuple(_settings(group) for optimizer in self.optimizers for group in optimizer.param_groups),
+            tuple(_settings(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups),
             self._scaler_settings(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
@@ -243,9 +243,9 @@ def _values(dicts: list[dict[Any, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
-def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
+def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[Any, ...]:
     """All settings of a param group that a recording repeats: the learning rate only if it is read on the host."""
-    left_out = ("params", "lr") if reads_on_device(group) else ("params",)
+    left_out = ("params", "lr") if reads_on_device(optimizer, group) else ("params",)
     return tuple((name, _comparable(value)) for name, value in group.items() if name not in left_out)
 
 
