@@ -58,7 +58,7 @@ class SimulatedRecorder:
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
         graph: Any = SimulatedGraph(self._captured, lambda: static.run(step), returned, left, self._happened)
-        return Recording(static, collectives, graph, returned if isinstance(result, tuple) else returned[0])
+        return Recording(static, collectives, graph, returned if len(returned) != 1 else returned[0], lambda: None)
 
 
 class SimulatedGraph:
@@ -82,15 +82,15 @@ class SimulatedGraph:
 
 
 def _listed(returned: Any) -> list[torch.Tensor]:
-    return list(returned) if isinstance(returned, tuple | list) else [returned]
+    found = list(returned) if isinstance(returned, tuple | list) else [returned]
+    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 def _tensors(trained: Any) -> list[torch.Tensor]:
     """All that a step may write."""
     parameters = trained.parameters
-    state = [
-        value for optimizer in trained.optimizers for entry in optimizer.state.values() for value in entry.values()
-    ]
+    entries = [entry for each in trained.optimizers for entry in each.state.values() if isinstance(entry, dict)]
+    state = [value for entry in entries for value in entry.values()]
     gradients = [each.grad for each in parameters if each.grad is not None]
     sums = [
         view
@@ -108,6 +108,7 @@ def _tensors(trained: Any) -> list[torch.Tensor]:
         for flat in reduction._partial.flats
     ]
     scaler = [] if trained.scaler is None or trained.scaler._scale is None else [trained.scaler._scale]
-    found = [*parameters, *state, *gradients, *sums, *partial, *scaler]
+    buffers = [each for module in trained._modules for each in module.buffers(recurse=False)]
+    found = [*parameters, *buffers, *state, *gradients, *sums, *partial, *scaler]
     tensors = [each for each in found if isinstance(each, torch.Tensor)]
     return [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]

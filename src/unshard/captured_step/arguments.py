@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..torch_private import spec_of, tree_flatten, tree_unflatten, version_of
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range),
+)
+"""Types of arguments that do not change, so that equal ones are the same in every call."""
 
 
 class Arguments:
@@ -20,16 +28,20 @@ class Arguments:
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def signature(self) -> Any:
-        """Equal for calls that can share a recording. Other values count by `==`, tensors by what is known on the host.
+        """Equal for calls that can share a recording. Tensors count by what is known of them on the host."""
+        return self._structure, tuple(map(_described, self.leaves))
 
-        Raises TypeError for a value that has no hash.
+    def obstacle(self, device: torch.device, is_part: Callable[[Any], bool]) -> str:
+        """Why no recording on `device` can take these arguments; empty if it can.
+
+        `is_part`: whether an object is one whose changes are noticed anyway: a model, an optimizer.
         """
-        described = tuple(map(_described, self.leaves))
-        hash(described)
-        return self._structure, described
-
-    def obstacle(self, device: torch.device) -> str:
-        """Why no recording on `device` can take these arguments; empty if it can."""
+        for leaf in self.leaves:
+            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not is_part(leaf):
+                return (
+                    f"an argument is a {type(leaf).__name__}, and a replay would not see what changes in it. Pass "
+                    "tensors and numbers"
+                )
         for tensor in self.tensors:
             if tensor.device.type != device.type:
                 return (

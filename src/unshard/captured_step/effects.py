@@ -19,7 +19,7 @@ class HostEffects:
     def __init__(self, trained: Trained, arguments: Arguments):
         self._trained, self._arguments = trained, arguments
         self._versions = arguments.versions()
-        self._rates = self._learning_rates()
+        self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
         self._counters = self._host_state()
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
 
@@ -31,6 +31,10 @@ class HostEffects:
             return (
                 "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
             )
+        if self._trained.stages() != self._stages:
+            return "it leaves the scaler between scaler.unscale_() and scaler.update(). Do both in it, or none"
+        if not self._tensors.are_in(self._trained.tensors()):  # new ones may come: a first step makes state
+            return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():
             if self._counters.get((name, key), value) != value:
                 return f"{name} keeps {key!r} on the host, which a replay does not change"

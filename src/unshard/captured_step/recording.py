@@ -9,16 +9,21 @@ from typing import Any
 import torch
 
 from ..comm.order.recorded import RecordedCollectives
-from ..torch_private import tree_map
-from .arguments import Arguments
+from ..torch_private import end_failed_recording, tree_map
+from .arguments import Arguments, StaticArguments
 
 
 class Recorder:
     """The stream that steps run on, and the memory that their recordings share."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._alive = 0
+        self._pool_is_spent = False
+        """Torch cannot record into a pool any more after a recording has failed, nor after all in it were dropped."""
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        """Kept: the allocator may still ask them whether a stream is theirs."""
         torch.cuda.empty_cache()  # what other streams have kept: the first steps take as much again on this one
 
     @contextmanager
@@ -28,7 +33,7 @@ class Recorder:
         Steps run on the stream that they are recorded on: autograd remembers where it has met a parameter, and a
         recording must not depend on other streams.
         """
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
@@ -38,20 +43,26 @@ class Recorder:
 
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
         """Raises what the step raises, or what CUDA does not allow in a recording. Nothing runs on the device."""
+        if self._pool_is_spent or not self._alive:
+            self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
         static, collectives, graph = arguments.static(), RecordedCollectives(), torch.cuda.CUDAGraph()
         with collectives.recording(), self._recorded(graph):
             returned = static.run(step)
-        return Recording(static, collectives, graph, tree_map(_without_graph, returned))
+        self._alive += 1
+        return Recording(static, collectives, graph, tree_map(_without_graph, returned), self._dropped)
+
+    def _dropped(self) -> None:
+        self._alive -= 1
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """As `torch.cuda.graph`, which stays on its stream if a recording fails (seen with torch 2.11)."""
-        torch.cuda.synchronize()
+        """As `torch.cuda.graph`, which leaves much behind if a recording fails: its stream stays the current one."""
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self._stream):
-            # Other threads, of data loaders for example, may use the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads, of data loaders for example, may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
@@ -59,24 +70,28 @@ class Recorder:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-            except BaseException:
-                self._mend_generator()
-                raise
-
-    def _mend_generator(self) -> None:
-        """A recording that fails leaves the random number generator in the belief that it goes on; another ends it."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        torch.zeros((), device=self._stream.device)
-        graph.capture_end()
-        graph.reset()
+        except BaseException:
+            graph.reset()
+            self._failed.append(graph)
+            end_failed_recording(self._device, self._pool, self._stream)
+            self._pool_is_spent = True
+            raise
 
 
 class Recording:
     """A step that was recorded and not run: `replay` runs it."""
 
-    def __init__(self, static: Any, collectives: RecordedCollectives, graph: torch.cuda.CUDAGraph, returned: Any):
+    def __init__(
+        self,
+        static: StaticArguments,
+        collectives: RecordedCollectives,
+        graph: torch.cuda.CUDAGraph,
+        returned: Any,
+        dropped: Callable[[], None],
+    ):
+        """`dropped` is called by `drop`."""
         self._static, self._collectives, self._graph, self._returned = static, collectives, graph, returned
+        self._on_drop = dropped
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run the step with these tensors; what it returns is overwritten by the next replay."""
@@ -89,6 +104,7 @@ class Recording:
         """Give the memory back. To be called before the process group is destroyed, which waits for it."""
         self._graph.reset()
         self._returned = None
+        self._on_drop()
 
 
 def _without_graph(value: Any) -> Any:

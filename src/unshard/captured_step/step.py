@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RECORDING_SECONDS = 600.0  # that a rank waits for the others to have recorded: compilers may run in it
-SIGNATURES = 64  # that are counted before they are recorded
+SIGNATURES = 64  # that are remembered without a recording
 UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
 WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
 
@@ -95,7 +96,7 @@ class CapturedStep(Generic[P, R]):
         self._calls = 0
         self._counts: dict[Any, int] = {}
         self._recorded: dict[Any, Recorded] = {}
-        self._refused: set[Any] = set()
+        self._refused: dict[Any, None] = {}
         self._warned: set[str] = set()
         self._identity: Any = None
         self._rates: list[LearningRates] = []
@@ -116,7 +117,6 @@ class CapturedStep(Generic[P, R]):
         if device is None or not can_record(device):
             return self._step(*args, **kwargs)
         self._calls += 1
-        self._prepare(device)
         arguments = Arguments(args, kwargs)
         signature = self._signature(arguments, device)
         if signature is None:
@@ -124,6 +124,8 @@ class CapturedStep(Generic[P, R]):
         recorded = self._recorded.get(signature)
         if recorded is not None and recorded.leaves is not None and not trained.can_leave(recorded.leaves):
             self._recorded.pop(signature).recording.drop()
+            self._counts.pop(signature, None)
+            self._drops += 1
             recorded = None
         if recorded is None and self._is_due(signature):
             recorded = self._record(signature, arguments)
@@ -159,7 +161,9 @@ class CapturedStep(Generic[P, R]):
         trained = self._trained
         trained.rest()
         left = trained.left()
-        obstacle = arguments.obstacle(device) or trained.obstacle() or trained.obstacle_in(left)
+        obstacle = trained.obstacle() or trained.obstacle_in(left) or arguments.obstacle(device, trained.is_part)
+        if not obstacle or self._recorder is not None:
+            self._prepare(device)
         if obstacle:
             self._warn(obstacle)
             return None
@@ -170,11 +174,7 @@ class CapturedStep(Generic[P, R]):
                 self.forget()
             self._refused.clear()
             self._identity = identity
-        try:
-            return Signature(arguments.signature(), trained.signature(left))
-        except TypeError as error:
-            self._warn(f"an argument cannot be compared with that of another call ({error})")
-            return None
+        return Signature(arguments.signature(), trained.signature(left))
 
     def _is_due(self, signature: Any) -> bool:
         """Whether this call is to be recorded: its signature ran often enough, and there is room."""
@@ -191,7 +191,8 @@ class CapturedStep(Generic[P, R]):
 
     def _run(self, arguments: Arguments, signature: Any) -> Any:
         """As it is. Counted, unless it has no signature."""
-        assert self._recorder is not None
+        if self._recorder is None:
+            return arguments.run(self._step)
         counted = signature is not None and signature not in self._refused
         with self._recorder.running(), self._learning_rates():
             effects = HostEffects(self._trained, arguments) if counted else None
@@ -203,8 +204,7 @@ class CapturedStep(Generic[P, R]):
 
     def _count(self, signature: Any, obstacle: str) -> None:
         if obstacle:
-            self._refused.add(signature)
-            self._warn(obstacle)
+            self._refuse(signature, obstacle)
             return
         self._trained.keep_left()
         self._counts[signature] = self._counts.pop(signature, 0) + 1
@@ -234,23 +234,28 @@ class CapturedStep(Generic[P, R]):
             self._agreement = Agreement(trained.ranks())
         if not self._agreement.decide(f"{self._calls} begin", True):
             self._disagreements += 1
-            self._refused.add(signature)
-            self._warn("other ranks did not come to record it in the same call: their arguments or settings differ")
+            self._refuse(
+                signature, "other ranks did not come to record it in the same call: their arguments or settings differ"
+            )
             return None
         while len(self._recorded) >= self._max_graphs:
             oldest = min(self._recorded, key=lambda each: self._recorded[each].used)
             self._recorded.pop(oldest).recording.drop()
         _drop_before_destruction()
-        before, identity = TrainedState(trained), trained.optimizer_identity()
+        trained.keep_left()
+        before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
         try:
             with self._learning_rates(recorded=True):
                 recording = self._recorder.record(self._step, arguments)
             stopped = trained.obstacle_after()
-            if not stopped and trained.optimizer_identity() != identity:
-                stopped = "it makes state of an optimizer, which every replay would make again"
+            if not stopped and trained.tensors() != tensors:
+                stopped = "it makes or replaces tensors of modules or optimizers, which a replay would not do"
         except Exception as error:
             stopped = described(error)
+        except BaseException:
+            trained.undo(before)
+            raise
         if self._agreement.decide(f"{self._calls} end", not stopped, RECORDING_SECONDS) and recording is not None:
             leaves = trained.left()
             recorded = Recorded(recording, None if leaves == before.left else leaves, self._calls)
@@ -259,13 +264,21 @@ class CapturedStep(Generic[P, R]):
         if recording is not None:
             recording.drop()
         trained.undo(before)
-        self._refused.add(signature)
-        self._warn(stopped or "another rank could not record it")
+        self._refuse(signature, stopped or "another rank could not record it")
         return None
 
+    def _refuse(self, signature: Any, reason: str) -> None:
+        """Do not try to record this signature again."""
+        self._refused[signature] = None
+        if len(self._refused) > SIGNATURES:
+            del self._refused[next(iter(self._refused))]
+        self._warn(reason)
+
     def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
+        """Once for each kind of reason: shapes and names do not make another kind."""
+        kind = re.sub(r"[\d, ()]+|'[^']*'", "", reason)
+        if kind not in self._warned:
+            self._warned.add(kind)
             name = getattr(self._step, "__qualname__", repr(self._step))
             warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=4)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -14,7 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.groups import ranks_of
 from ..engine.api import NOTHING_LEFT, GradState, LeftGradients, ParamGroup, Phase, Root, Unit, param_group_of, state_of
-from ..torch_private import hooks_of, local_of, own_buffers, own_modules, own_parameters
+from ..errors import StateError
+from ..optim import GradScaler
+from ..torch_private import (
+    hooks_made,
+    hooks_of,
+    hooks_of_step,
+    hooks_of_tensor,
+    local_of,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from .learning_rates import reads_on_device
 from .signatures import TrainedSignature
 
@@ -23,7 +34,9 @@ Left = tuple[LeftGradients, ...]
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
 _grad_state, _extended = attrgetter("gradients.state"), attrgetter("sharded.extended")
-_copy_streams = attrgetter("sharded.offload.copy_streams")
+_copy_streams, _pool = attrgetter("sharded.offload.copy_streams"), attrgetter("shards.pool")
+_device, _data_ptr = attrgetter("device"), torch.Tensor.data_ptr
+_policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgetter("sharded.shard")
 _options = attrgetter(
     *("reshard_after_forward", "slice_after_forward", "reshard_after_backward", "show_sharded_after_forward"),
     *("show_sharded_after_backward", "unshard_in_backward", "synchronise", "all_reduce", "reduce_unused"),
@@ -44,6 +57,12 @@ class Trained:
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
         self._hook_dicts: list[dict[int, Any]] = []
+        self._values = self._held = self._optimized_before = _Same([])
+        self._on_other_devices = False
+        self._hooks_made = -1
+        self._hooked: list[dict[int, Any]] = []
+        self._dtensors: list[torch.Tensor] = []
+        self._others: list[torch.Tensor] = []
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
         self.parameters: list[torch.Tensor] = []
@@ -62,16 +81,27 @@ class Trained:
             self._buffer_dicts = list(map(own_buffers, self._modules))
             self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._look_at_parameters()
+        optimized = _Same(list(self._optimized()))
+        if optimized != self._optimized_before:
+            self._optimized_before = optimized
+            self._on_other_devices = not {self.device}.issuperset(map(_device, self._optimized()))
 
     def _look_at_parameters(self) -> None:
-        parameters = [each for each in _values(self._parameter_dicts) if each is not None]
-        if list(map(id, parameters)) == list(map(id, self.parameters)):
+        held = _Same(_values(self._parameter_dicts))
+        if held == self._held:
             return
-        self.parameters = parameters
+        self._held, self.parameters = held, held.tensors()
+        parameters = self.parameters
         states = map(state_of, self._modules)
         self.units = list(dict.fromkeys(state.unit for state in states if state is not None))
         self._groups = [group for unit in self.units for group in unit.param_groups]
         self.unmanaged = [each for each in parameters if param_group_of(each) is None]
+
+    def is_part(self, value: Any) -> bool:
+        """Whether it is a model, a part of one, an optimizer or the scaler; or a module that has nothing to change."""
+        if isinstance(value, nn.Module):
+            return value in self._modules or next(chain(value.parameters(), value.buffers()), None) is None
+        return value is self.scaler or any(value is each for each in self.optimizers)
 
     @property
     def device(self) -> torch.device | None:
@@ -102,6 +132,10 @@ class Trained:
 
     def obstacle(self) -> str:
         """Why no step of these can be recorded or replayed now; empty if one can."""
+        if self._on_other_devices:
+            return (
+                f"optimizers have parameters that are not on {self.device}, such as offloaded ones (CPUOffloadPolicy)"
+            )
         if any(root.in_forward or root.in_backward for root in self.roots()):
             return "it is called inside a forward or a backward of the model"
         if any(map(_extended, self._groups)):
@@ -109,12 +143,17 @@ class Trained:
             return f"unit {group.unit_name!r} has parameters with a gather protocol of their own"
         if any(map(is_not, map(_copy_streams, self._groups), repeat(None))):
             return "the model keeps its shards on the host (CPUOffloadPolicy)"
+        if any(map(is_not, map(_pool, self._groups), repeat(None))):
+            return "the model takes the memory of its collectives from a pool"
         for optimizer in self.optimizers:
             if "unshard_step_in_backward" in vars(optimizer):
                 return f"{type(optimizer).__name__} steps in backward (flat(..., step_in_backward=True))"
         if any(root.unit.options.post_optim_event is not None for root in self.roots()):
             return "set_post_optim_event was called"
         return ""
+
+    def _optimized(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(group["params"] for each in self.optimizers for group in each.param_groups)
 
     def obstacle_in(self, left: Left) -> str:
         """Why gradients that lie between two calls stand in the way; empty if they do not."""
@@ -136,27 +175,45 @@ class Trained:
 
     def identity(self) -> list[Any]:
         """What all recordings rely on: objects and addresses. If it changes, none of them is right any more."""
-        buffers = [each for each in _values(self._buffer_dicts) if each is not None]
-        tensors = [*self.parameters, *buffers]
+        values = self.values()
+        if values != self._values:
+            self._values, tensors = values, values.tensors()
+            self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
+            self._others = [each for each in tensors if not isinstance(each, DTensor)]
         return [
             self._children,
-            list(chain.from_iterable(self._hook_dicts)),
-            list(map(id, tensors)),
-            [local_of(each).data_ptr() if isinstance(each, DTensor) else each.data_ptr() for each in tensors],
-            [id(unit.policy) for unit in self.units],
-            [id(group.shards) for group in self._groups],
-            self.optimizer_identity(),
+            self._hooks(),
+            values,
+            _Same(list(map(local_of, self._dtensors))),  # a DTensor ignores `.data = tensor`, others do not
+            list(map(_data_ptr, self._others)),
+            _Same(list(map(_policy, self.units))),
+            _Same(list(map(_shards, self._groups))),
+            _Same(list(map(_shard, self._groups))),
+            self._optimized_before,
         ]
 
-    def optimizer_identity(self) -> list[Any]:
-        """The objects that optimizers have as their state, and their parameters."""
-        return [
-            [
-                list(map(id, chain.from_iterable(map(dict.values, optimizer.state.values())))),
-                [list(map(id, group["params"])) for group in optimizer.param_groups],
-            ]
-            for optimizer in self.optimizers
-        ]
+    def _hooks(self) -> list[tuple[int, ...]]:
+        """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
+        made = hooks_made()
+        if made != self._hooks_made:
+            self._hooks_made = made
+            of_tensors = chain.from_iterable(map(hooks_of_tensor, self.parameters))
+            of_steps = chain.from_iterable(map(hooks_of_step, self.optimizers))
+            self._hooked = [each for each in (*self._hook_dicts, *of_tensors, *of_steps) if each]
+        return list(map(tuple, self._hooked))
+
+    def tensor_dicts(self) -> list[dict[str, Any]]:
+        """The dicts of all modules that hold parameters and buffers."""
+        return [*self._parameter_dicts, *self._buffer_dicts]
+
+    def values(self) -> _Same:
+        """What modules and optimizers hold: parameters, buffers, and state, not all of which need be tensors."""
+        entries = [entry for each in self.optimizers for entry in each.state.values() if type(entry) is dict]
+        return _Same([*_values(self._parameter_dicts), *_values(self._buffer_dicts), *_values(entries)])
+
+    def tensors(self) -> _Same:
+        """Those of them that the step must not replace."""
+        return _Same(self.values().tensors())
 
     def signature(self, left: Left) -> TrainedSignature:
         """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""
@@ -209,15 +266,23 @@ class Trained:
                 return f"it leaves unit {unit.name!r} unsharded (set_reshard_after_backward(False))"
         return self.obstacle_in(self.left())
 
+    def stages(self) -> list[Any]:
+        """What the scaler has done with each optimizer since its last update, if it tells."""
+        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
+            return []
+        return list(map(self.scaler.stage_of, self.optimizers))
+
     def undo(self, before: TrainedState) -> None:
         """Undo what a recording that failed has done on the host: nothing of it has run on the device."""
         for root in self.roots():
             root.abandon()
-        if self.can_leave(before.left):
-            self.leave(before.left)
         before.restore()
-        if self.scaler is not None and hasattr(self.scaler, "forget_stages"):
-            self.scaler.forget_stages()
+        if not self.can_leave(before.left):
+            raise StateError(
+                "A recording of the step has failed, and gradients that were accumulated before it are lost with it. "
+                "Begin the accumulation anew: call zero_grad()."
+            )
+        self.leave(before.left)
 
 
 class TrainedState:
@@ -225,18 +290,47 @@ class TrainedState:
 
     def __init__(self, trained: Trained):
         self.left = trained.left()
-        self._unmanaged = trained.unmanaged
-        self._states = [(each, {key: dict(entry) for key, entry in each.state.items()}) for each in trained.optimizers]
+        self._trained, self._stages = trained, trained.stages()
+        self._tensors = [(each, dict(each)) for each in trained.tensor_dicts()]
+        self._states = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]
+        self._entries = [
+            (entry, dict(entry)) for each in trained.optimizers for entry in each.state.values() if type(entry) is dict
+        ]
 
     def restore(self) -> None:
-        for parameter in self._unmanaged:  # they had no gradients
-            parameter.grad = None
-        for optimizer, state in self._states:
-            for key in optimizer.state.keys() - state.keys():
-                del optimizer.state[key]
-            for key, entry in state.items():
-                optimizer.state[key].clear()
-                optimizer.state[key].update(entry)
+        trained = self._trained
+        for each in trained.unmanaged:  # they had no gradients
+            each.grad = None
+        for tensors, before in (*self._tensors, *self._entries):
+            tensors.clear()
+            tensors.update(before)
+        for optimizer, state, attributes in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for name in ("grad_scale", "found_inf"):  # a scaler sets them for the time of a step
+                if name not in attributes:
+                    vars(optimizer).pop(name, None)
+        if trained.stages() != self._stages:
+            trained.scaler.forget_stages()
+
+
+class _Same:
+    """A list of objects, equal to one of the same objects. It holds them, so that no id is used again."""
+
+    def __init__(self, objects: list[Any]):
+        self._objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        mine, theirs = self._objects, other._objects if isinstance(other, _Same) else []
+        return len(mine) == len(theirs) and all(map(is_, mine, theirs))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [each for each in self._objects if isinstance(each, torch.Tensor)]
+
+    def are_in(self, other: _Same) -> bool:
+        return set(map(id, self._objects)) <= set(map(id, other._objects))
 
 
 def _values(dicts: list[dict[Any, Any]]) -> list[Any]:
@@ -250,9 +344,11 @@ def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[
 
 
 def _comparable(value: Any) -> Any:
-    """Numbers and flags as they are, everything else by identity."""
+    """Numbers and flags as they are, the rest by identity: tensors on a device may change, and are read there."""
     if isinstance(value, bool | int | float | str | None):
         return value
-    if isinstance(value, tuple) and all(isinstance(each, bool | int | float | str | None) for each in value):
-        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_comparable, value))
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
+        return value.item()  # read on the host, and recorded as a number
     return id(value)

@@ -6,5 +6,6 @@
 from .autograd import *
 from .checkpoints import *
 from .distributed import *
+from .graphs import *
 from .optimizers import *
 from .tensors import *

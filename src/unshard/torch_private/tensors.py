@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 # -- nested containers -------------------------------------------------------------------------------------
 
@@ -216,6 +217,21 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
+
+
+hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
+hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The dicts of a tensor's hooks, or None where there are none; no public way to read. All versions."""
+
+
+def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """The dicts of the hooks around an optimizer's step; no public way to read. All versions."""
+    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+
+
+def hooks_made() -> int:
+    """Grows when a hook of a module, a tensor or an optimizer is registered anywhere. All versions."""
+    return RemovableHandle.next_id
 
 
 def calls_on_stack(modules: list[nn.Module]) -> int:

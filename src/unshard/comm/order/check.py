@@ -137,10 +137,13 @@ class Order:
         noted: list[Label] = []
         # An attribute of the object hides the method: the method itself is called for every collective.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
+        # What goes wrong with collectives that never run is no news for other ranks.
+        self.raised = lambda text: True  # type: ignore[method-assign]
+        self.raise_failed = _raise_as_it_is  # type: ignore[method-assign]
         return noted
 
     def end_noting(self) -> None:
-        del self.check
+        del self.check, self.raised, self.raise_failed
 
     @property
     def ranks(self) -> list[int]:
@@ -367,3 +370,7 @@ def _shown(text: str, other: str = "") -> str:
     """Without the label's number, unless that is the difference: two models have units of the same name."""
     number, _, plain = text.partition(" ")
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
+
+
+def _raise_as_it_is(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
+    raise error

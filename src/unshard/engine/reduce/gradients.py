@@ -354,10 +354,12 @@ class GroupGradients:
             reduction.stay()
 
     def can_leave(self, left: LeftGradients) -> bool:
-        """Whether the memory of `left` is there."""
+        """Whether the memory of `left` is there, and no program holds gradients of before in it."""
         numbers = {grad.number: grad for grad in self._all_grads()}
-        if any(number not in numbers or numbers[number].address != at for number, at, _ in left.attached):
-            return False
+        for number, at, _ in left.attached:
+            grad = numbers.get(number)
+            if grad is None or grad.address != at or not (grad.attached or grad.idle):
+                return False
         if left.unreduced[1] and (self._unreduced is None or self._unreduced.address != left.unreduced[0]):
             return False
         sums = {key: each.partial_address for key, each in self._reductions.items()}
