@@ -11,7 +11,6 @@ class TrainedSignature(NamedTuple):
     train_or_eval_mode_of_modules: tuple[bool, ...]
     requires_grad_of_parameters: tuple[bool, ...]
     options_of_units: tuple[Any, ...]
-    hooks_and_prefetch_of_units: tuple[Any, ...]
     gradients_that_are_there_before_the_call: tuple[Any, ...]
     settings_of_param_groups: tuple[tuple[tuple[str, Any], ...], ...]
     settings_of_the_scaler: tuple[Any, ...]

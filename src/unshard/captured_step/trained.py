@@ -187,6 +187,7 @@ class Trained:
             _Same(list(map(local_of, self._dtensors))),  # a DTensor ignores `.data = tensor`, others do not
             list(map(_data_ptr, self._others)),
             _Same(list(map(_policy, self.units))),
+            _Same(list(chain.from_iterable(map(_option_objects, map(_unit_options, self.units))))),
             _Same(list(map(_shards, self._groups))),
             _Same(list(map(_shard, self._groups))),
             self._optimized_before,
@@ -207,9 +208,11 @@ class Trained:
         return [*self._parameter_dicts, *self._buffer_dicts]
 
     def values(self) -> _Same:
-        """What modules and optimizers hold: parameters, buffers, and state, not all of which need be tensors."""
+        """What modules and optimizers hold: parameters, buffers, state (not all of it tensors), settings in tensors."""
         entries = [entry for each in self.optimizers for entry in each.state.values() if type(entry) is dict]
-        return _Same([*_values(self._parameter_dicts), *_values(self._buffer_dicts), *_values(entries)])
+        groups = _values([group for each in self.optimizers for group in each.param_groups])
+        settings = [each for each in groups if isinstance(each, torch.Tensor)]
+        return _Same([*_values(self._parameter_dicts), *_values(self._buffer_dicts), *_values(entries), *settings])
 
     def tensors(self) -> _Same:
         """Those of them that the step must not replace."""
@@ -222,7 +225,6 @@ class Trained:
             tuple(map(_training, self._modules)),
             tuple(map(_requires_grad, self.parameters)),
             tuple(map(_options, options)),
-            tuple(map(id, chain.from_iterable(map(_option_objects, options)))),
             left,
             tuple(_settings(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups),
             self._scaler_settings(),
