@@ -3,9 +3,10 @@
     python -m benchmarks.replay --cases 100m:1x512,1b:1x1024,1b:4x2048             # one rank of a simulated job of 8
     python -m benchmarks.replay --place nccl --world 2 --cases 100m:1x512          # real ranks
 
-Sides of unshard are recorded by `unshard.capture`, the others by hand with `torch.cuda.graph`. `step` is the time until
-the device is done, `host` the time until Python goes on, both medians, in milliseconds; `reserved` is the memory that
-the allocator has, after steps as they are and after the recording. Needs a GPU.
+Sides of unshard are recorded by `unshard.captured_step`, which is not public yet, the others by hand with
+`torch.cuda.graph`. This command has not run on a GPU yet. `step` is the time until the device is done, `host` the time
+until Python goes on, both medians, in milliseconds; `reserved` is the memory that the allocator has, after steps as
+they are and after the recording. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from .tables import Row
 
 COLUMNS = {"case": "case", "side": "side", "eager": "step ms", "eager_host": "host", "replayed": "replayed step"}
 COLUMNS |= {"replayed_host": "host", "drift": "drift", "eager_mib": "reserved MiB", "replayed_mib": "replayed"}
-FIGURES = {"eager": "eager step", "replayed": "replayed step", "replayed_mib": "reserved"}
 
 
 def arguments() -> argparse.ArgumentParser:

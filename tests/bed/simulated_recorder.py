@@ -107,7 +107,8 @@ def _tensors(trained: Any) -> list[torch.Tensor]:
         if reduction.has_partial
         for flat in reduction._partial.flats
     ]
-    scaler = [] if trained.scaler is None or trained.scaler._scale is None else [trained.scaler._scale]
+    used = trained.scaler is not None and trained.scaler._scale is not None
+    scaler = [trained.scaler._scale, trained.scaler._growth_tracker] if used else []
     buffers = [each for module in trained._modules for each in module.buffers(recurse=False)]
     found = [*parameters, *buffers, *state, *gradients, *sums, *partial, *scaler]
     tensors = [each for each in found if isinstance(each, torch.Tensor)]

@@ -10,26 +10,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.captured_steps import (
+    RATE,
+    accumulated,
+    adamw,
+    assert_equal,
+    clipped,
+    locals_of,
+    loss_of,
+    plain,
+    scaled,
+    sgd,
+    train,
+)
 from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
 from bed.wrapped import wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import loopback
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from unshard.captured_step import capture
-from unshard.optim import GradScaler, ShardedGradScaler, clip_grad_norm_, flat
+from unshard.optim import GradScaler, ShardedGradScaler, flat
 
 STEPS = 20
-RATE = 2.0**-7  # the same in float32
-Step = Callable[..., Any]
 HALF = {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}
-
-
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), RATE, fused=True)
 
 
 def usual(model: nn.Module) -> torch.optim.Optimizer:
@@ -37,12 +43,8 @@ def usual(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), torch.tensor(RATE, device="cuda"), capturable=True)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
-
-
 def flat_fused(model: nn.Module) -> torch.optim.Optimizer:
-    return flat(fused(model))
+    return flat(adamw(model))
 
 
 def flat_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,76 +74,6 @@ class Compiled(Stack):
             block.compile(backend="aot_eager")
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
-    def step(x: torch.Tensor) -> Any:
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
-    def step(x: torch.Tensor) -> Any:
-        loss = loss_of(model, x)
-        loss.backward()
-        norm = clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
-
-    return step
-
-
-def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
-    def step(x: torch.Tensor) -> Any:
-        loss = loss_of(model, x)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if not isinstance(scaler, ShardedGradScaler):
-            clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss.detach(), scaler.scale(torch.ones((), device="cuda"))
-
-    return step
-
-
-def accumulated(kind: str) -> Callable[..., Step]:
-    """Three calls, of which the last steps. `kind`: what the first two do not do."""
-
-    def make(model: Any, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
-        def micro_batch(x: torch.Tensor, last: bool) -> torch.Tensor:
-            loss = loss_of(model, x)
-            loss.backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss.detach()
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            losses = []
-            for number in range(3):
-                if kind == "synchronise":
-                    model.set_requires_gradient_sync(number == 2)
-                elif kind == "all-reduce":
-                    model.set_requires_all_reduce(number == 2)
-                losses.append(step.captured(x + number, number == 2).clone())
-            return torch.stack(losses)
-
-        step.captured = micro_batch
-        return step
-
-    return make
-
-
 def by_fully_shard(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
     return sharded(build().cuda(), **options)
 
@@ -151,67 +83,41 @@ def by_wrapper(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module
     return wrap(model, list(model.blocks), **options)
 
 
-def train(
-    captured: bool,
-    make_step: Callable[..., Step],
+def assert_bitwise(
+    make_step: Callable[..., Any],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     build: Callable[[], Stack] = Stack,
     options: dict[str, Any] | None = None,
     shard: Callable[..., nn.Module] = by_fully_shard,
-    scaler: Callable[..., Any] = GradScaler,
-    steps: int = STEPS,
-) -> list[torch.Tensor]:
-    """Losses, and this rank's parameters at the end."""
-    model = shard(build, options or {})
-    optimizer = make_optimizer(model)
-    its_scaler = scaler(init_scale=2.0**30, growth_interval=4)
-    step = make_step(model, optimizer, its_scaler)
-    micro = getattr(step, "captured", None)
-    if captured:
-        made = capture(micro or step, model, optimizer, scaler=its_scaler)
-        if micro is None:
-            step = made
-        else:
-            step.captured = made
-    rank = dist.get_rank()
-    torch.manual_seed(1 + rank)
-    results = []
-    for number in range(steps):
-        out = step(batch(10 * number + rank).cuda())
-        results += [each.clone() for each in (out if isinstance(out, tuple) else (out,))]
-    if captured:
-        assert made.recordings == (1 if micro is None else 3)
-    return results + [
-        (each.to_local() if isinstance(each, DTensor) else each).detach().clone() for each in model.parameters()
-    ]
-
-
-def assert_bitwise(*args: Any, **kwargs: Any) -> None:
-    expected, found = train(False, *args, **kwargs), train(True, *args, **kwargs)
-    for theirs, mine in zip(expected, found, strict=True):
-        assert torch.equal(mine, theirs)
+    make_scaler: Callable[..., Any] = GradScaler,
+) -> None:
+    expected, found = (
+        train(captured, shard(build, options or {}), make_step, make_optimizer, make_scaler, steps=STEPS, device="cuda")
+        for captured in (False, True)
+    )
+    assert_equal(expected, found)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "fused": (plain, fused),
+    "fused": (plain, adamw),
     "not fused": (plain, usual),
     "sgd": (plain, sgd),
     "flat": (plain, flat_fused),
     "flat sgd": (plain, flat_sgd),
-    "clip": (clipped, fused),
-    "fp16": (scaled, fused, Stack, HALF),
+    "clip": (clipped, adamw),
+    "fp16": (scaled, adamw, Stack, HALF),
     "fp16 not fused": (scaled, sgd, Stack, HALF),
     "fp16 flat": (scaled, flat_fused, Stack, HALF),
-    "dropout": (plain, fused, Dropping),
-    "checkpointing": (plain, fused, Recomputing),
-    "compiled": (plain, fused, Compiled),
-    "accumulated": (accumulated("nothing"), fused),
-    "accumulated without synchronisation": (accumulated("synchronise"), fused),
+    "dropout": (plain, adamw, Dropping),
+    "checkpointing": (plain, adamw, Recomputing),
+    "compiled": (plain, adamw, Compiled),
+    "accumulated": (accumulated("nothing"), adamw),
+    "accumulated without synchronisation": (accumulated("synchronise"), adamw),
     "accumulated flat": (accumulated("nothing"), flat_fused),
-    "slices": (plain, fused, Stack, {"reshard_after_forward": 2}),
-    "wrapper": (plain, fused, Stack, {"use_orig_params": True}, by_wrapper),
-    "wrapper, flat parameters": (plain, fused, Stack, {"use_orig_params": False}, by_wrapper),
-    "wrapper fp16": (scaled, fused, Stack, {"use_orig_params": True}, by_wrapper, ShardedGradScaler),
+    "slices": (plain, adamw, Stack, {"reshard_after_forward": 2}),
+    "wrapper": (plain, adamw, Stack, {"use_orig_params": True}, by_wrapper),
+    "wrapper, flat parameters": (plain, adamw, Stack, {"use_orig_params": False}, by_wrapper),
+    "wrapper fp16": (scaled, adamw, Stack, {"use_orig_params": True}, by_wrapper, ShardedGradScaler),
 }
 
 
@@ -227,7 +133,7 @@ def test_bitwise(name: str) -> None:
 def test_bitwise_over_replicas() -> None:
     options = {"mesh": init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))}
     for make_step in (plain, accumulated("synchronise"), accumulated("all-reduce")):
-        assert_bitwise(make_step, fused, Stack, options)
+        assert_bitwise(make_step, adamw, Stack, options)
 
 
 @world(1, backend="nccl")
@@ -247,17 +153,14 @@ def test_bitwise_in_a_simulated_job() -> None:
 class Trainer:
     def __init__(self, captured: bool, build: Callable[[], Stack] = Dropping, **options: Any):
         self.model = sharded(build().cuda(), **options)
-        self.optimizer = fused(self.model)
-        self.step: Any = plain(self.model, self.optimizer, None)
+        self.optimizer = adamw(self.model)
+        self.step: Any = plain(self.model, self.optimizer)
         if captured:
             self.step = capture(self.step, self.model, self.optimizer)
 
     def run(self, count: int, rows: int = 6) -> list[torch.Tensor]:
         x = batch(dist.get_rank()).cuda()[:rows]
         return [self.step(x).clone() for _ in range(count)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [each.to_local().detach().clone() for each in self.model.parameters()]
 
 
 def seed(trainer: Trainer) -> None:
@@ -299,10 +202,9 @@ def test_changes_reach_replays(between: Callable[[Trainer], None]) -> None:
         losses = trainer.run(6)
         between(trainer)
         losses += trainer.run(6)
-        results.append(losses + trainer.parameters())
+        results.append(losses + locals_of(trainer.model))
     assert trainer.step.recordings == 1
-    for theirs, mine in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(*results)
 
 
 # -- steps that cannot be recorded ---------------------------------------------------------------------------
@@ -333,9 +235,8 @@ def test_a_step_that_looks_at_its_loss() -> None:
                 losses += trainer.run(1)
             assert_at_rest(model)
         losses += trainer.run(6 - len(losses))
-        results.append(losses + trainer.parameters())
-    for theirs, mine in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+        results.append(losses + locals_of(trainer.model))
+    assert_equal(*results)
 
 
 @world(2, 4, backend="nccl")
@@ -360,9 +261,8 @@ def test_a_rank_that_cannot_record() -> None:
             assert_at_rest(trainer.model)
             assert trainer.step.recordings == 0
         losses += trainer.run(6 - len(losses))
-        results.append(losses + trainer.parameters())
-    for theirs, mine in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+        results.append(losses + locals_of(trainer.model))
+    assert_equal(*results)
 
 
 @world(1, backend="nccl")
@@ -378,7 +278,7 @@ def test_shards_on_the_host() -> None:
 def test_arguments_on_the_host() -> None:
     trainer = Trainer(captured=True)
     model, optimizer = trainer.model, trainer.optimizer
-    step = capture(lambda x: plain(model, optimizer, None)(x.cuda()), model, optimizer)
+    step = capture(lambda x: plain(model, optimizer)(x.cuda()), model, optimizer)
     with pytest.warns(UserWarning, match="is a tensor on 'cpu'. Move it to 'cuda:0' before the call"):
         step(batch())
 

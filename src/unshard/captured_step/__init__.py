@@ -1,4 +1,7 @@
-"""A training step that is recorded once as a CUDA graph and then replayed: no Python runs in a replay."""
+"""A training step that is recorded once as a CUDA graph and then replayed: no Python runs in a replay.
+
+Not public yet: it has run with simulated recordings on a CPU only.
+"""
 
 from .step import CapturedStep, capture
 

@@ -21,7 +21,7 @@ class Recorder:
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """Torch cannot record into a pool any more after a recording has failed, nor after all in it were dropped."""
+        """By torch's sources, nothing can be recorded into a pool after a recording has failed, or all were dropped."""
         self._failed: list[torch.cuda.CUDAGraph] = []
         """Kept: the allocator may still ask them whether a stream is theirs."""
         torch.cuda.empty_cache()  # what other streams have kept: the first steps take as much again on this one

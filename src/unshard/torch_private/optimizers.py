@@ -1,4 +1,4 @@
-"""Private parts of torch's gradient scaler and of learning rate schedulers."""
+"""Private parts of torch's gradient scaler, of optimizers and of learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -96,6 +96,11 @@ def stepped_by_plain_scaler() -> bool:
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a learning rate scheduler has wrapped the step of this object. All versions."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """The dicts of the hooks around an optimizer's step; no public way to read. All versions."""
+    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

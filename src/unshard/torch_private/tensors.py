@@ -224,11 +224,6 @@ hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """The dicts of a tensor's hooks, or None where there are none; no public way to read. All versions."""
 
 
-def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
-    """The dicts of the hooks around an optimizer's step; no public way to read. All versions."""
-    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-
-
 def hooks_made() -> int:
     """Grows when a hook of a module, a tensor or an optimizer is registered anywhere. All versions."""
     return RemovableHandle.next_id

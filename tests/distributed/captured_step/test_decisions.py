@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.captured_steps import RATE, assert_equal
 from bed.simulated_recorder import simulated_recorder
 from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
 from bed.wrapped import wrap
@@ -23,8 +24,6 @@ from unshard.captured_step import step as captured_steps
 from unshard.captured_step.agreement import Agreement
 from unshard.errors import ArgumentError
 from unshard.optim import GradScaler
-
-RATE = 2.0**-7  # the same in float32
 
 
 class Training:
@@ -73,8 +72,7 @@ def compare(between: Callable[[Training], Any], expected: str) -> None:
             losses += training.run(6, first=6)
         values = [each.to_local() for each in training.values()]
         results.append([*losses, *values])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(*results)
     assert " ".join(happened) == expected
 
 
@@ -419,8 +417,7 @@ def test_learning_rates_that_are_read_on_the_host() -> None:
             set_rate(training)
             losses += training.run(4, first=4)
         results.append([*losses, *(each.to_local() for each in training.values())])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(*results)
     assert " ".join(happened) == "run run record replay replay run run record replay replay"
 
 
@@ -581,8 +578,7 @@ def test_the_wrapper(use_orig_params: bool) -> None:
             training = Training(captured, model=model)
             losses = training.run(6)
         results.append([*losses, *training.values()])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(*results)
     assert happened.count("replay") == 4
 
 
@@ -611,8 +607,7 @@ def test_models_that_are_not_sharded() -> None:
             step = capture(training.once, training.model, training.optimizer) if captured else training.once
             losses = [step(batch(number)).clone() for number in range(6)]
         results.append([*losses, *training.values()])
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(*results)
     assert happened.count("replay") == 3
 
 

@@ -135,7 +135,7 @@ class Order:
     def begin_noting(self) -> list[Label]:
         """Collect the labels that `check` is called with, instead of checking them, until `end_noting`."""
         noted: list[Label] = []
-        # An attribute of the object hides the method: the method itself is called for every collective.
+        # An attribute of the object hides the method. A flag would cost every collective of a step a look at it.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
         # What goes wrong with collectives that never run is no news for other ranks.
         self.raised = lambda text: True  # type: ignore[method-assign]
