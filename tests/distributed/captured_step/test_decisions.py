@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -459,6 +460,46 @@ def test_exceptions_while_recording() -> None:
         assert " ".join(happened) == "run run record run run run run"
         for mine, theirs in zip(losses, reference.run(6), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@world(2)
+def test_exceptions_in_the_optimizer_while_recording() -> None:
+    """The scaler is between unscale_ and update then, a buffer was replaced, and state of the optimizer was made."""
+    results = []
+    for is_captured in (False, True):
+        with simulated_recorder() as happened:
+            training = Training(captured=False, model=sharded(Averaging(rebinds=False)))
+            model, optimizer = training.model, training.optimizer
+            scaler = GradScaler("cpu", init_scale=8.0)
+
+            def fail(*unused: Any) -> None:
+                if happened and happened[-1] == "record":
+                    model.average = torch.full((2,), 7.0)  # noqa: B023
+                    optimizer.state[model.stack.head.weight]["new"] = torch.ones(2)  # noqa: B023
+                    raise ValueError("not while recording")
+
+            optimizer.register_step_pre_hook(fail)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = model(x).square().mean()  # noqa: B023
+                scaler.scale(loss).backward()  # noqa: B023
+                scaler.step(optimizer)  # noqa: B023
+                scaler.update()  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+                return loss.detach()
+
+            training.step = capture(step, model, optimizer, scaler=scaler, warmup=2) if is_captured else step
+            losses = training.run(2)
+            with pytest.warns(UserWarning, match="not while recording") if is_captured else nullcontext():
+                losses += training.run(1, first=2)
+            losses += training.run(3, first=3)
+            assert "new" not in optimizer.state[model.stack.head.weight]
+            assert not hasattr(optimizer, "grad_scale")
+            # The simulated recording has run forward, so the average is one forward ahead: what matters is which it is.
+            assert (model.average != 7.0).all()
+        results.append([*losses, *(each.to_local() for each in training.values())])
+    assert_equal(*results)
+    assert happened.count("record") == 1
 
 
 @world(2)
