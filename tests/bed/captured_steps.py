@@ -108,7 +108,7 @@ def train(
 ) -> list[torch.Tensor]:
     """What the steps return, and this rank's parameters at the end. Captured ones are recorded after three calls."""
     optimizer = make_optimizer(model)
-    scaler = make_scaler(init_scale=2.0**30 if device == "cuda" else 2.0**10, growth_interval=4)
+    scaler = make_scaler(init_scale=2.0**20 if device == "cuda" else 2.0**10, growth_interval=4)
     step = make_step(model, optimizer, scaler)
     micro = getattr(step, "captured", None)
     if captured:

@@ -18,6 +18,7 @@ from unshard.captured_step import step as captured
 from unshard.captured_step.arguments import Arguments
 from unshard.captured_step.recording import Recording
 from unshard.comm.order.recorded import RecordedCollectives
+from unshard.engine.api import recording_step
 
 
 @contextmanager
@@ -72,7 +73,7 @@ class SimulatedGraph:
         self._happened.append("replay")
         trained = self._captured._trained
         trained.leave(self._left)
-        with self._captured._learning_rates():
+        with self._captured._learning_rates(), recording_step():  # as the recording: the device repeats what it did
             for mine, new in zip(self._returned, _listed(self._run()), strict=True):
                 mine.copy_(new.detach())
         trained.leave(self._left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "flat": (plain, flat_fused),
     "flat sgd": (plain, flat_sgd),
     "clip": (clipped, adamw),
+    # The first five steps or so are skipped, and some of the replays.
     "fp16": (scaled, adamw, Stack, HALF),
     "fp16 not fused": (scaled, sgd, Stack, HALF),
     "fp16 flat": (scaled, flat_fused, Stack, HALF),
@@ -126,6 +128,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_bitwise(name: str) -> None:
     if name == "slices" and dist.get_world_size() == 1:
         return
+    if name == "compiled":  # torch's compiler looks at gradients of tensors that are no leaves
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     assert_bitwise(*CASES[name])
 
 

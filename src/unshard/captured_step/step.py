@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..engine.api import recording_step
 from ..errors import ArgumentError
+from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped
 from .agreement import Agreement
 from .arguments import Arguments
@@ -207,6 +209,8 @@ class CapturedStep(Generic[P, R]):
             self._refuse(signature, obstacle)
             return
         self._trained.keep_left()
+        if any(map(has_skipped_all, self._trained.optimizers)):
+            return  # a recording would make the optimizer's state, in every replay
         self._counts[signature] = self._counts.pop(signature, 0) + 1
         if len(self._counts) > SIGNATURES:
             del self._counts[next(iter(self._counts))]
@@ -246,7 +250,7 @@ class CapturedStep(Generic[P, R]):
         before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
         try:
-            with self._learning_rates(recorded=True):
+            with self._learning_rates(recorded=True), recording_step():
                 recording = self._recorder.record(self._step, arguments)
             stopped = trained.obstacle_after()
             if not stopped and trained.tensors() != tensors:

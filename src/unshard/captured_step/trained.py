@@ -25,6 +25,7 @@ from ..torch_private import (
     own_buffers,
     own_modules,
     own_parameters,
+    quick_attributes,
 )
 from .learning_rates import reads_on_device
 from .signatures import TrainedSignature
@@ -52,12 +53,16 @@ class Trained:
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any):
         self._models, self.optimizers, self.scaler = models, optimizers, scaler
         self._modules: list[nn.Module] = []
-        self._children: list[Any] = []
+        self._empty_dicts: list[dict[str, Any]] = []
+        """Those for children, parameters and buffers of modules that have none; the next three lists omit them."""
         self._child_dicts: list[dict[str, Any]] = []
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
         self._hook_dicts: list[dict[int, Any]] = []
-        self._values = self._held = self._optimized_before = _Same([])
+        self._children: list[Any] = []
+        self._held = self._buffers = self._state = self._settings = self._optimized_before = _Same([])
+        self._locals = self._objects = _Same([])
+        self._seen: list[_Same] = []
         self._on_other_devices = False
         self._hooks_made = -1
         self._hooked: list[dict[int, Any]] = []
@@ -72,23 +77,30 @@ class Trained:
 
     def look(self) -> None:
         """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
-        children = _values(self._child_dicts)
-        if not self._modules or children != self._children:
-            self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
-            self._child_dicts = list(map(own_modules, self._modules))
-            self._children = _values(self._child_dicts)
-            self._parameter_dicts = list(map(own_parameters, self._modules))
-            self._buffer_dicts = list(map(own_buffers, self._modules))
-            self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
+        if not self._modules or any(self._empty_dicts) or _values(self._child_dicts) != self._children:
+            self._find_modules()
         self._look_at_parameters()
-        optimized = _Same(list(self._optimized()))
-        if optimized != self._optimized_before:
+        optimized = self._optimized_before.followed_by(list(self._optimized()))
+        if optimized is not self._optimized_before:
             self._optimized_before = optimized
             self._on_other_devices = not {self.device}.issuperset(map(_device, self._optimized()))
 
+    def _find_modules(self) -> None:
+        self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
+        children, parameters, buffers = (
+            list(map(own, self._modules)) for own in (own_modules, own_parameters, own_buffers)
+        )
+        self._empty_dicts = [each for each in (*children, *parameters, *buffers) if not each]
+        self._child_dicts, self._parameter_dicts, self._buffer_dicts = (
+            list(filter(None, dicts)) for dicts in (children, parameters, buffers)
+        )
+        self._children = _values(self._child_dicts)
+        self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
+        self._hooks_made = -1
+
     def _look_at_parameters(self) -> None:
-        held = _Same(_values(self._parameter_dicts))
-        if held == self._held:
+        held = self._held.followed_by(_values(self._parameter_dicts))
+        if held is self._held:
             return
         self._held, self.parameters = held, held.tensors()
         parameters = self.parameters
@@ -174,24 +186,32 @@ class Trained:
     # -- what recordings depend on --------------------------------------------------------------------------
 
     def identity(self) -> list[Any]:
-        """What all recordings rely on: objects and addresses. If it changes, none of them is right any more."""
-        values = self.values()
-        if values != self._values:
-            self._values, tensors = values, values.tensors()
+        """What all recordings rely on: objects and addresses. If it changes, none of them is right any more.
+
+        What has not changed is the same object as in the call before, so that a comparison is quick.
+        """
+        self._buffers = self._buffers.followed_by(_values(self._buffer_dicts))
+        self._state = self._state.followed_by(self._values_of_state())
+        self._settings = self._settings.followed_by(self._tensors_in_settings())
+        values = [self._held, self._buffers, self._state, self._settings]
+        if values != self._seen:
+            self._seen = values
+            tensors = [each for same in values for each in same.tensors()]
             self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
             self._others = [each for each in tensors if not isinstance(each, DTensor)]
-        return [
-            self._children,
-            self._hooks(),
-            values,
-            _Same(list(map(local_of, self._dtensors))),  # a DTensor ignores `.data = tensor`, others do not
-            list(map(_data_ptr, self._others)),
-            _Same(list(map(_policy, self.units))),
-            _Same(list(chain.from_iterable(map(_option_objects, map(_unit_options, self.units))))),
-            _Same(list(map(_shards, self._groups))),
-            _Same(list(map(_shard, self._groups))),
-            self._optimized_before,
-        ]
+        # A DTensor ignores `.data = tensor`, others do not.
+        self._locals = self._locals.followed_by(list(map(local_of, self._dtensors)))
+        options = map(_option_objects, map(_unit_options, self.units))
+        self._objects = self._objects.followed_by(
+            [
+                *map(_policy, self.units),
+                *chain.from_iterable(options),
+                *map(_shards, self._groups),
+                *map(_shard, self._groups),
+            ]
+        )
+        addresses = list(map(_data_ptr, self._others))
+        return [self._children, self._hooks(), *values, self._locals, addresses, self._objects, self._optimized_before]
 
     def _hooks(self) -> list[tuple[int, ...]]:
         """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
@@ -205,26 +225,29 @@ class Trained:
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
         """The dicts of all modules that hold parameters and buffers."""
-        return [*self._parameter_dicts, *self._buffer_dicts]
-
-    def values(self) -> _Same:
-        """What modules and optimizers hold: parameters, buffers, state (not all of it tensors), settings in tensors."""
-        entries = [entry for each in self.optimizers for entry in each.state.values() if type(entry) is dict]
-        groups = _values([group for each in self.optimizers for group in each.param_groups])
-        settings = [each for each in groups if isinstance(each, torch.Tensor)]
-        return _Same([*_values(self._parameter_dicts), *_values(self._buffer_dicts), *_values(entries), *settings])
+        return [own(module) for own in (own_parameters, own_buffers) for module in self._modules]
 
     def tensors(self) -> _Same:
-        """Those of them that the step must not replace."""
-        return _Same(self.values().tensors())
+        """What modules and optimizers hold, and the step must not replace."""
+        held = [*map(dict.values, self.tensor_dicts()), self._values_of_state(), self._tensors_in_settings()]
+        return _Same([each for values in held for each in values if isinstance(each, torch.Tensor)])
+
+    def _values_of_state(self) -> list[Any]:
+        """Not all of them are tensors."""
+        return _values([entry for each in self.optimizers for entry in each.state.values() if type(entry) is dict])
+
+    def _tensors_in_settings(self) -> list[torch.Tensor]:
+        settings = _values([group for each in self.optimizers for group in each.param_groups])
+        return [each for each in settings if isinstance(each, torch.Tensor)]
 
     def signature(self, left: Left) -> TrainedSignature:
         """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""
-        options = list(map(_unit_options, self.units))
+        with quick_attributes():
+            requires_grad = tuple(map(_requires_grad, self.parameters))
         return TrainedSignature(
             tuple(map(_training, self._modules)),
-            tuple(map(_requires_grad, self.parameters)),
-            tuple(map(_options, options)),
+            requires_grad,
+            tuple(map(_options, map(_unit_options, self.units))),
             left,
             tuple(_settings(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups),
             self._scaler_settings(),
@@ -243,7 +266,8 @@ class Trained:
     # -- what a step leaves ---------------------------------------------------------------------------------
 
     def left(self) -> Left:
-        nothing = not any(map(is_not, map(_grad, self.parameters), repeat(None)))
+        with quick_attributes():
+            nothing = not any(map(is_not, map(_grad, self.parameters), repeat(None)))
         if nothing and _RESTING.issuperset(map(_grad_state, self._groups)):
             return (NOTHING_LEFT,) * len(self._groups)
         return tuple([group.gradients.left() for group in self._groups])
@@ -321,6 +345,11 @@ class _Same:
 
     def __init__(self, objects: list[Any]):
         self._objects = objects
+
+    def followed_by(self, objects: list[Any]) -> _Same:
+        """This one if it has these objects, else a new one."""
+        mine = self._objects
+        return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else _Same(objects)
 
     def __eq__(self, other: object) -> bool:
         mine, theirs = self._objects, other._objects if isinstance(other, _Same) else []

@@ -43,6 +43,7 @@ from .shard_lookup import (
 )
 from .side_stream import CopyStreams, StreamEvent
 from .states import GradState, Phase
+from .step_recording import recording_step
 from .trace import name_stages
 from .unit import Unit
 
@@ -87,6 +88,7 @@ __all__ = [
     "scalable_gradients",
     "ShardedGrad",
     "LeftGradients",
+    "recording_step",
     "NOTHING_LEFT",
     "sharded_grads_of",
     "roots_of",

@@ -14,7 +14,7 @@ from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
 from ..torch_private import current_graph_task, foreach_copy, version_of
-from . import observer
+from . import observer, step_recording
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan
@@ -190,6 +190,8 @@ class ParamGroup:
         try:
             if not plan.plain:
                 work = unsharded.start_special(self._label)
+            elif step_recording.active and plan.gather_stream is not None:
+                work = plan.start_on(plan.gather_stream, self._label)
             else:
                 plan.take()
                 if plan.cast_to:

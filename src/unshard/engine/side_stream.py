@@ -117,3 +117,9 @@ def copy_streams_of(device: torch.device) -> CopyStreams | None:
 def reduce_stream(device: torch.device) -> SideStream | None:
     """Where gradients are packed and reduced, the same for all units. None where the host computes."""
     return None if device.type == "cpu" else SideStream(device)
+
+
+@cache
+def gather_stream(device: torch.device) -> SideStream | None:
+    """Where recorded steps cast and all-gather shards, the same for all units. None where the host computes."""
+    return None if device.type == "cpu" else SideStream(device)

@@ -18,8 +18,9 @@ from ..torch_private import OpenGradScaler, unscale_and_check
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
 from .masked_step import step_unless
 
-# Optimizers that have taken a step, so that their state exists.
+# Optimizers that have taken a step, so that their state exists, and those of which all steps so far were skipped.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_not_started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class GradScaler(OpenGradScaler):
@@ -86,8 +87,11 @@ class GradScaler(OpenGradScaler):
         ranks.max(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; in addition, a skipped first step of a fused optimizer makes no state."""
-        if not self.is_enabled() or "closure" in kwargs or self._can_skip_by_itself(optimizer):
+        """As torch's; in addition, a skipped first step of a fused optimizer makes no state.
+
+        While a step is recorded, the device decides whether it skips.
+        """
+        if not self.is_enabled() or "closure" in kwargs or self._is_safe_in_torch(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if self.stage_of(optimizer) is OptState.READY:
             self.unscale_(optimizer)
@@ -97,18 +101,25 @@ class GradScaler(OpenGradScaler):
         elif not self.found_any(optimizer):
             result = optimizer.step(*args, **kwargs)
             _started.add(optimizer)
+            _not_started.discard(optimizer)
+        elif optimizer not in _started:
+            _not_started.add(optimizer)
         self.set_stage(optimizer, OptState.STEPPED)
         return result
 
-    def _can_skip_by_itself(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether torch's way is safe for a fused optimizer, whose kernels read the scale and what was found.
+    def _is_safe_in_torch(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether torch's way is safe: that is for fused optimizers, whose kernels read the scale and what was found.
 
-        It has two faults (torch 2.13): a first step that is skipped makes the state all the same, and SGD's state is
-        uninitialized memory; and for parameters on the host the optimizer copies both numbers from the device without
-        waiting for them.
+        It has two faults there (torch 2.13): a first step that is skipped makes the state all the same, and SGD's
+        state is uninitialized memory; and for parameters on the host the optimizer copies both numbers from the device
+        without waiting for them. For other optimizers it always reads on the host what was found.
         """
-        if self.stage_of(optimizer) is OptState.STEPPED or not self.handles_scale(optimizer):
-            return True  # torch raises, or the scaler skips
+        if self.stage_of(optimizer) is OptState.STEPPED:
+            return True  # torch raises
+        if not self.skips_itself(optimizer):
+            return False
+        if not self.handles_scale(optimizer):
+            return True  # by code of the program
         if optimizer not in _started:
             return False
         return all(each.grad is None or each.grad.device == self.scale_device for each in _parameters(optimizer))
@@ -175,6 +186,11 @@ class ShardedGradScaler(GradScaler):
 
     def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
         ranks.sum(found)
+
+
+def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler has skipped all steps of the optimizer so far, so that it may have no state yet."""
+    return optimizer in _not_started
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -67,9 +67,14 @@ class OpenGradScaler(torch.amp.GradScaler):
         return None if self._scale is None else self._scale.device
 
     @staticmethod
+    def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer is given what was found, and skips steps by itself, in its kernels or its own code."""
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    @staticmethod
     def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's own kernels unscale and skip steps (fused ones), and no other code does."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "grad_scale"):
+        if not OpenGradScaler.skips_itself(optimizer) or hasattr(optimizer, "grad_scale"):
             return False
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 

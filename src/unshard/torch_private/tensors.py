@@ -224,6 +224,11 @@ hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """The dicts of a tensor's hooks, or None where there are none; no public way to read. All versions."""
 
 
+quick_attributes = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of a DTensor are read as quickly as those of a tensor: torch does not look for a
+`__torch_function__`. It has no public name. All versions."""
+
+
 def hooks_made() -> int:
     """Grows when a hook of a module, a tensor or an optimizer is registered anywhere. All versions."""
     return RemovableHandle.next_id

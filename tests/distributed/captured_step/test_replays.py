@@ -13,7 +13,7 @@ from bed.stack import Stack, assert_at_rest, mesh, sharded
 from torch import nn
 
 from unshard import MixedPrecisionPolicy
-from unshard.optim import flat
+from unshard.optim import GradScaler, flat
 
 STEPS, WARMUP = 9, 3
 
@@ -51,6 +51,20 @@ def test_bitwise(name: str) -> None:
     recordings = 3 if "accumulated" in name else 1
     assert happened.count("record") == recordings
     assert happened.count("replay") == recordings * (STEPS - WARMUP)
+
+
+@world(1, 2)
+def test_first_steps_that_are_skipped() -> None:
+    """They are not counted: a recording would make the optimizer's state in every replay."""
+
+    def make_scaler(**_: Any) -> GradScaler:
+        return GradScaler(init_scale=2.0**18)
+
+    policy = MixedPrecisionPolicy(torch.float16, torch.float32)
+    for make_optimizer in (adamw, sgd, flat_adamw):
+        happened = assert_bitwise(scaled, make_optimizer, make_scaler, mp_policy=policy)
+        assert happened.count("record") == 1
+        assert happened.index("record") > WARMUP
 
 
 @world(4)

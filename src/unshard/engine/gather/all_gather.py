@@ -11,10 +11,12 @@ from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Region, RegionRange, lay_out
 from ...layout.rows import RowSharding
 from ...torch_private import foreach_copy
+from .. import step_recording
 from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, UnshardedBuffer
 from ..params.shard import ShardLayout
-from .upload import HostCopy, Upload
+from ..side_stream import SideStream, gather_stream
+from .upload import HostCopy, IssuedOnSideStream, Upload
 
 
 class AllGatherPlan:
@@ -52,10 +54,14 @@ class AllGatherPlan:
             else:
                 self._add(number, region, buffer, self._place_in_buffer(region), in_place)
         self._leave_out_what_is_there()
-        self.copies = [self._copy_out(region, at) for region, at in zip(packed, staged.ranges, strict=True)]
+        self._packed = list(zip(packed, staged.ranges, strict=True))
+        self.copies = [self._copy_out(region, at) for region, at in self._packed]
         self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
         """Whether the unsharded buffer has no memory before `copy_out`. On the host it has: memory is not short there,
         and a backward that reads it too early can be refused; reading an empty storage ends the process."""
+        self._copies_without_tables: list[Callable[[], object]] | None = None
+        self.gather_stream = gather_stream(buffer.device) if traits.gathers_on_any_stream else None
+        """Where recorded steps cast and gather; None: on the compute stream."""
         self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
         self.plain = self._upload is None and bool(self.outputs)
         """Whether nothing but casts comes before the collective."""
@@ -68,6 +74,22 @@ class AllGatherPlan:
             return self.start_with(Done, self._transport.traits.gathers_on_any_stream)
         issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
         return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
+
+    def start_on(self, stream: SideStream, label: Label) -> Work:
+        """As the param group does for a plain plan, but on a side stream: while other units compute. Costs host time.
+
+        It comes after what the compute stream has queued so far, which may have had the memory before.
+        """
+        self.take()
+        issued = IssuedOnSideStream()
+
+        def issue() -> None:
+            if self.cast_to:
+                foreach_copy(self.cast_to, self.cast_from)
+            issued.work = self._transport.all_gather(self.outputs, self.inputs, label)
+
+        issued.event = stream.queue(issue)
+        return issued
 
     def take(self) -> None:
         """Have the memory that the collective writes into."""
@@ -93,9 +115,15 @@ class AllGatherPlan:
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
         self.buffer.take()
-        for copy in self.copies:
+        for copy in self._recorded_copies() if step_recording.active else self.copies:
             copy()
         self.staging.release()
+
+    def _recorded_copies(self) -> list[Callable[[], object]]:
+        """Piece by piece: a kernel that takes all pieces at once reads where they are from host memory."""
+        if self._copies_without_tables is None:
+            self._copies_without_tables = [self._copy_out_pieces(region, at) for region, at in self._packed]
+        return self._copies_without_tables
 
     def upload_early(self) -> None:
         """Copy an offloaded shard to the device before the all-gather asks for it."""

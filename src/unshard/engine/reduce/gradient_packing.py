@@ -9,6 +9,7 @@ import torch
 
 from ...layout.collective_tensors import Region
 from ...torch_private import chunk_cat_into, foreach_copy, foreach_zero
+from .. import step_recording
 from ..dtype_rules import sent_dtype
 from ..params.shard import Shard
 
@@ -30,7 +31,35 @@ class Pack:
         columns = [gradients[index] for index in self.members]
         if self.needs_copy:
             columns = [self._turned(index, column) for index, column in zip(self.members, columns, strict=True)]
-        chunk_cat_into(self.table, columns + self.filler[columns[0].dtype], self.table.shape[0])
+        self._fill(columns + self.filler[columns[0].dtype])
+
+    def _fill(self, columns: list[torch.Tensor]) -> None:
+        if step_recording.active:
+            self._fill_by_pieces(columns)
+        else:
+            chunk_cat_into(self.table, columns, self.table.shape[0])
+
+    def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
+        """As `chunk_cat_into`, which reads the addresses of the gradients from host memory."""
+        world, start = self.table.shape[0], 0
+        targets, sources, pads = [], [], []
+        for column in columns:
+            rows = -(-column.shape[0] // world)
+            width = rows * column[:1].numel()
+            pieces = column.split(rows) if rows else ()
+            for rank in range(world):
+                place = self.table[rank, start : start + width]
+                if rank < len(pieces):
+                    piece = pieces[rank]
+                    targets.append(place[: piece.numel()].view(piece.shape))
+                    sources.append(piece)
+                    place = place[piece.numel() :]
+                if place.numel():
+                    pads.append(place)
+            start += width
+        foreach_copy(targets, sources)
+        if pads:
+            foreach_zero(pads)
 
     def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """The ranks' pieces of a crossed parameter's gradient one after the other."""
@@ -44,7 +73,7 @@ class ComplexPack(Pack):
     def fill(self, gradients: Gradients) -> None:
         columns = [self._turned(index, gradients[index]) for index in self.members]
         reals = [torch.view_as_real(column.resolve_conj()) for column in columns]
-        chunk_cat_into(self.table, reals + self.filler[reals[0].dtype], self.table.shape[0])
+        self._fill(reals + self.filler[reals[0].dtype])
 
 
 class Packing:

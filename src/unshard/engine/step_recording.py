@@ -1,0 +1,23 @@
+"""Whether a step is being recorded as a CUDA graph.
+
+Then host time does not matter, and kernels must not read from host memory, which has other contents when the recording
+is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+active = False
+
+
+@contextmanager
+def recording_step() -> Iterator[None]:
+    """For all units of this process: a device records one step at a time."""
+    global active
+    active = True
+    try:
+        yield
+    finally:
+        active = False
