@@ -3,10 +3,9 @@
     python -m benchmarks.replay --cases 100m:1x512,1b:1x1024,1b:4x2048             # one rank of a simulated job of 8
     python -m benchmarks.replay --place nccl --world 2 --cases 100m:1x512          # real ranks
 
-Sides of unshard are recorded by `unshard.captured_step`, which is not public yet, the others by hand with
-`torch.cuda.graph`. This command has not run on a GPU yet. `step` is the time until the device is done, `host` the time
-until Python goes on, both medians, in milliseconds; `reserved` is the memory that the allocator has, after steps as
-they are and after the recording. Needs a GPU.
+Sides of unshard are recorded by `unshard.capture`, the others by hand with `torch.cuda.graph`. `step` is the time until
+the device is done, `host` the time until Python goes on, both medians, in milliseconds; `reserved` is the memory that
+the allocator has, after steps as they are and after the recording. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _measured(case: Case, side: str, place: Place, options: argparse.Namespace) 
 
 def _recorded(training: Training, side: str, stream: torch.cuda.Stream) -> Callable[[], object]:
     if side in OURS:
-        from unshard.captured_step import capture
+        from unshard import capture
 
         step = capture(training.step, training.model, training.optimizer)
         for _ in range(5):

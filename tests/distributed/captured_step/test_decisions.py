@@ -20,7 +20,8 @@ from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
 from bed.wrapped import wrap
 from torch import nn
 
-from unshard.captured_step import agreement, capture
+from unshard import ModuleWrapPolicy, capture, composable
+from unshard.captured_step import agreement
 from unshard.captured_step import step as captured_steps
 from unshard.captured_step.agreement import Agreement
 from unshard.errors import ArgumentError
@@ -616,6 +617,19 @@ def test_the_wrapper(use_orig_params: bool) -> None:
         with simulated_recorder() as happened:
             stack = Stack()
             model = wrap(stack, list(stack.blocks), use_orig_params=use_orig_params)
+            training = Training(captured, model=model)
+            losses = training.run(6)
+        results.append([*losses, *training.values()])
+    assert_equal(*results)
+    assert happened.count("replay") == 4
+
+
+@world(2, 3)
+def test_the_legacy_call() -> None:
+    results = []
+    for captured in (False, True):
+        with simulated_recorder() as happened:
+            model = composable.fully_shard(Stack(), policy=ModuleWrapPolicy({type(Stack().blocks[0])}))
             training = Training(captured, model=model)
             losses = training.run(6)
         results.append([*losses, *training.values()])

@@ -12,7 +12,7 @@ import torch
 from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Grouping, lay_out
 from ...torch_private import foreach_add, foreach_copy, foreach_div
-from .. import observer
+from .. import observer, step_recording
 from ..dtype_rules import sent_dtype
 from ..options import Options
 from ..params.buffers import Buffer, ShardBuffer, pieces
@@ -56,6 +56,8 @@ class ReductionInFlight:
     """Parameters that took part with zeros, because a flat unit is reduced as one; they get no `.grad`."""
     copied: StreamEvent | None = None
     """The end of the copy to the host."""
+    packed_gradients: Gradients | None = None
+    """What a side stream may still read, in a recorded step."""
 
 
 class Reduction:
@@ -150,7 +152,10 @@ class Reduction:
             self._input.take()
             self._pack(flight, packing, gradients)
             self._packed.record()
-        self._packed.wait()
+        if step_recording.active:
+            flight.packed_gradients = gradients.copy()  # the next unit's backward does not wait until they are packed
+        else:
+            self._packed.wait()
         gradients.clear()  # frees them for the compute stream; the output below may reuse them
         flight.outputs.take()
         self._computed.record()
@@ -217,6 +222,7 @@ class Reduction:
     def advance(self, flight: ReductionInFlight) -> Outcome:
         """Wait for the collective in flight and take the next step."""
         flight.work.wait()
+        flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
         if flight.stage is Stage.COPY_TO_HOST:
             return self._deliver_on_host(flight)
