@@ -153,6 +153,7 @@ class CapturedStep(Generic[P, R]):
 
     def _prepare(self, device: torch.device) -> None:
         if self._recorder is None:
+            self._trained.release_gradients()
             self._recorder = Recorder(device)
             self._rates = [LearningRates(each, device) for each in self._trained.optimizers]
         for rates in self._rates:
@@ -247,6 +248,7 @@ class CapturedStep(Generic[P, R]):
             self._recorded.pop(oldest).recording.drop()
         _drop_before_destruction()
         trained.keep_left()
+        trained.release_gradients()
         before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
         try:

@@ -184,6 +184,14 @@ class Trained:
         if kept:
             self._look_at_parameters()
 
+    def release_gradients(self) -> None:
+        """Free the memory of gradients that were cleared. The next forward would, but too late for a recording.
+
+        It lies between memory that the steps before have used, which then cannot be given back.
+        """
+        for group in self._groups:
+            group.gradients.release_idle()
+
     # -- what recordings depend on --------------------------------------------------------------------------
 
     def identity(self) -> list[Any]:

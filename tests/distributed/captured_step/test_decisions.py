@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bed import world
 from bed.captured_steps import RATE, assert_equal
-from bed.simulated_recorder import simulated_recorder
+from bed.simulated_recorder import SimulatedRecorder, simulated_recorder
 from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
 from bed.wrapped import wrap
 from torch import nn
@@ -604,6 +604,24 @@ def test_the_end_of_the_job_drops_recordings() -> None:
         dist.destroy_process_group()
         assert happened[-1] == "drop"
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+
+
+@world(2)
+def test_memory_of_cleared_gradients_is_free_before_a_recording() -> None:
+    """Else it keeps the memory around it from being given back to the device."""
+    held: list[bool] = []
+
+    def record(self: SimulatedRecorder, *args: Any) -> Any:
+        groups = [group for unit in training.step._trained.units for group in unit.param_groups]
+        reductions = [each for group in groups for each in group.gradients._reductions.values()]
+        held.extend(grad.buffer.held for each in reductions for grad in each.grads)
+        return original(self, *args)
+
+    original = SimulatedRecorder.record
+    with simulated_recorder(), patch.object(SimulatedRecorder, "record", record):
+        training = Training()
+        training.run(4)
+    assert held and not any(held)
 
 
 # -- models --------------------------------------------------------------------------------------------------
