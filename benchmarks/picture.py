@@ -14,8 +14,9 @@ def draw(path: str, rows: list[Row]) -> None:
     """Two rows for each side of each case, as it is and replayed: the step, and below it the time of the host."""
     bars = []
     for row in (each for each in rows if "error" not in each):
-        bars.append((f"{row['case']} {row['side']}", row["eager"], row["eager_host"]))
-        bars.append((f"{row['case']} {row['side']}, replayed", row["replayed"], row["replayed_host"]))
+        name = f"{str(row['case']).removesuffix(':bf16')} {row['side']}"
+        bars.append((name, row["eager"], row["eager_host"]))
+        bars.append((f"{name}, replayed", row["replayed"], row["replayed_host"]))
     longest = max(step for _, step, _ in bars)
     scale = (WIDTH - LEFT - 70) / longest
     lines = [
