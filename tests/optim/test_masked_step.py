@@ -37,6 +37,25 @@ def test_steps_and_skipped_steps(name: str) -> None:
                 assert torch.equal(optimizer.state[mine][key], value), key
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in a tensor of the param group."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["count"].add_(1)
+
+
+def test_tensors_in_param_groups() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = Counting([{"params": [parameter], "count": torch.zeros(())}], 0.5)
+    optimizer.state["seen"] = 3
+    for found in (1.0, 0.0, 1.0):
+        step_unless(optimizer, [torch.tensor(found)])
+    assert optimizer.param_groups[0]["count"] == 1
+
+
 def test_one_flag() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)

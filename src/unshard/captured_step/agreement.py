@@ -5,53 +5,70 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
 
 from ..comm.order.store import keys_of_job
 
-PATIENCE = 10.0  # seconds that a rank waits for the others to come to record
-_YES, _NO = b"yes", b"no"
+PATIENCE = 60.0  # seconds that a rank waits for the others: the step would wait for them as well
+KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
 
-_made: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-"""How many were made for each set of ranks, by default group."""
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many numbers were given, by default group."""
+_made_before = [0]
+"""The same, where there is no process group yet."""
+
+
+class Answer(Enum):
+    YES = "yes"
+    NO = "no"
+    """A rank does not want to."""
+    LATE = "late"
+    """A rank did not come in time."""
+
+
+def next_number() -> int:
+    """Of a captured step: the n-th of one rank decides with the n-th of the others."""
+    if not dist.is_initialized():
+        _made_before[0] += 1
+        return -_made_before[0]
+    _made[dist.group.WORLD] = _made.get(dist.group.WORLD, 0) + 1
+    return _made[dist.group.WORLD]
 
 
 class Agreement:
-    """Decisions by name. One is "yes" if all ranks say so in time, else "no"; it is the same on all ranks.
+    """Decisions about the calls of one captured step. The answer is the same on all ranks."""
 
-    The ranks make theirs in the same order: the n-th of one decides with the n-th of the others.
-    """
-
-    def __init__(self, ranks: Sequence[int]):
+    def __init__(self, ranks: Sequence[int], number: int):
         """`ranks`: those that decide; none where this process decides alone."""
-        self._size = len(ranks)
+        self._size, self._cleans = len(ranks), bool(ranks) and dist.get_rank() == ranks[0]
         self._store: dist.Store | None = None
         if self._size > 1:
-            listed = ",".join(map(str, ranks))
-            made = _made.setdefault(dist.group.WORLD, {})
-            made[listed] = made.get(listed, 0) + 1
-            self._store = dist.PrefixStore(f"capture {made[listed]} {listed}", keys_of_job())
+            self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
 
-    def decide(self, name: str, wanted: bool, patience: float | None = None) -> bool:
-        """`patience`: seconds to wait for ranks that do not come."""
-        store = self._store
+    def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
+        """`call`: the number of the call; `patience`: seconds to wait for ranks that do not come."""
+        store, name = self._store, f"{call} {about}"
         if store is None:
-            return wanted
+            return Answer.YES if wanted else Answer.NO
+        if self._cleans and call > KEPT:
+            store.delete_key(f"{call - KEPT} {about}")
+            store.delete_key(f"{call - KEPT} {about} count")
         if not wanted:
-            return self._settle(store, name, _NO)
+            return self._settle(store, name, Answer.NO)
         if store.add(f"{name} count", 1) == self._size:
-            return self._settle(store, name, _YES)
+            return self._settle(store, name, Answer.YES)
         deadline, pause = time.monotonic() + (PATIENCE if patience is None else patience), 0.0005
         while not store.check([name]):
             if time.monotonic() > deadline:
-                return self._settle(store, name, _NO)
+                return self._settle(store, name, Answer.LATE)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return store.get(name) == _YES
+        return Answer(store.get(name).decode())
 
     @staticmethod
-    def _settle(store: dist.Store, name: str, decision: bytes) -> bool:
-        """Write the decision unless there is one, which then holds."""
-        return store.compare_set(name, "", decision.decode()) == _YES
+    def _settle(store: dist.Store, name: str, answer: Answer) -> Answer:
+        """Write the answer unless there is one, which then holds."""
+        return Answer(store.compare_set(name, "", answer.value).decode())

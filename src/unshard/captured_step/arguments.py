@@ -43,6 +43,8 @@ class Arguments:
                     "tensors and numbers"
                 )
         for tensor in self.tensors:
+            if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_inference():
+                return "an argument is a nested, sparse or inference tensor"
             if tensor.device.type != device.type:
                 return (
                     f"an argument of shape {tuple(tensor.shape)} is a tensor on {str(tensor.device)!r}. Move it to "

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_private import version_of
 from .arguments import Arguments
@@ -20,16 +21,29 @@ class HostEffects:
         self._trained, self._arguments = trained, arguments
         self._versions = arguments.versions()
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
-        self._counters = self._host_state()
+        self._counters, self._signature = self._host_state(), trained.signature(())
+        self._strangers: dict[str, None] = {}
+        self._watch = register_optimizer_step_pre_hook(self._note_step)
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
+
+    def stop(self) -> None:
+        """To be called when the step has ended, in whichever way."""
+        self._watch.remove()
 
     def found(self) -> str:
         """In words, or empty."""
+        if self._strangers:
+            return f"it steps an optimizer ({', '.join(self._strangers)}) that was not passed to capture"
         if self._arguments.versions() != self._versions:
             return "it writes to its arguments, and a replay would write to its own copies of them"
         if self._learning_rates() != self._rates:
             return (
                 "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
+            )
+        if self._trained.signature(()) != self._signature:
+            return (
+                "it changes train or eval mode, requires_grad, or settings of units or optimizers, which a replay does "
+                "not. Do that outside of it"
             )
         if self._trained.stages() != self._stages:
             return "it leaves the scaler between scaler.unscale_() and scaler.update(). Do both in it, or none"
@@ -51,16 +65,23 @@ class HostEffects:
             used
         )
 
+    def _note_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        if not any(optimizer is each for each in self._trained.optimizers):
+            self._strangers[type(optimizer).__name__] = None
+
     def _learning_rates(self) -> list[Any]:
         """As objects, and how often they were written."""
         rates = [group.get("lr") for optimizer in self._trained.optimizers for group in optimizer.param_groups]
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
-        """Numbers and CPU tensors in the state of optimizers, by the optimizer's name and the key."""
+        """Numbers and CPU tensors that optimizers have, by the optimizer's name and the key or attribute."""
         found: dict[tuple[str, str], list[Any]] = {}
         for optimizer in self._trained.optimizers:
             device = self._trained.device
+            for key, value in vars(optimizer).items():
+                if type(value) in (int, float):
+                    found.setdefault((type(optimizer).__name__, key), []).append(value)
             for entry in optimizer.state.values():
                 for key, value in entry.items() if isinstance(entry, dict) else ():
                     if isinstance(value, int | float):

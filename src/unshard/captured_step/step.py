@@ -20,13 +20,13 @@ from ..engine.api import recording_step
 from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped
-from .agreement import Agreement
+from .agreement import PATIENCE, Agreement, Answer, next_number
 from .arguments import Arguments
 from .effects import HostEffects
 from .learning_rates import LearningRates
 from .recording import Recorder, Recording
 from .signatures import Signature, difference
-from .stopped import described
+from .stopped import described, frames_to_program
 from .trained import Left, Trained, TrainedState
 
 P = ParamSpec("P")
@@ -36,6 +36,7 @@ RECORDING_SECONDS = 600.0  # that a rank waits for the others to have recorded: 
 SIGNATURES = 64  # that are remembered without a recording
 UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
 WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
+TRIES = 3  # to record with ranks that come late
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -54,7 +55,7 @@ def capture(
     """A callable with the arguments of `step` that records the step as a CUDA graph and replays it.
 
     `step` is a training step, or part of one: forward, loss, backward, clipping, scaler, optimizer, `zero_grad`. It
-    takes tensors on the GPU. `model`, `optimizer` and `scaler` are all that it trains with; each may be a list.
+    takes tensors on the GPU. `model`, `optimizer` and `scaler` are all that it trains with; the first two may be lists.
 
     The first `warmup` calls run as they are, the next one is recorded, and later ones are replays: the device does
     what it did, with the values that parameters, optimizer state, learning rates, scale and arguments have now, and
@@ -64,8 +65,8 @@ def capture(
 
     What cannot be recorded runs as it is, with a warning that says why. On a CPU the step always does, without one.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not callable(step):
         raise ArgumentError(f"capture takes the function of a training step, got {step!r}.")
     if not models or not all(isinstance(each, nn.Module) for each in models):
@@ -104,7 +105,9 @@ class CapturedStep(Generic[P, R]):
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
-        self._disagreements = self._drops = 0
+        self._number = next_number()
+        self._late = self._declined = self._drops = 0
+        """How often another rank came late, did not want to record, and how often recordings were dropped."""
         _alive.add(self)
 
     @property
@@ -129,7 +132,7 @@ class CapturedStep(Generic[P, R]):
             self._counts.pop(signature, None)
             self._drops += 1
             recorded = None
-        if recorded is None and self._is_due(signature):
+        if recorded is None and self._all_record(signature):
             recorded = self._record(signature, arguments)
         if recorded is None:
             return self._run(arguments, signature)
@@ -148,6 +151,7 @@ class CapturedStep(Generic[P, R]):
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
+        self._late = 0
 
     # -- what the call is -----------------------------------------------------------------------------------
 
@@ -175,6 +179,8 @@ class CapturedStep(Generic[P, R]):
             if self._recorded:
                 self._drops += 1
                 self.forget()
+                if self._drops > TRIES:
+                    self._warn("recordings were dropped again and again: see 'What takes effect' in the documentation")
             self._refused.clear()
             self._identity = identity
         return Signature(arguments.signature(), trained.signature(left))
@@ -183,12 +189,41 @@ class CapturedStep(Generic[P, R]):
         """Whether this call is to be recorded: its signature ran often enough, and there is room."""
         # Recordings that are out of date again and again cost more than they save.
         needed = self._warmup << min(max(0, self._drops - 1), 10)
-        if signature in self._refused or self._disagreements > 1 or self._counts.get(signature, 0) < needed:
+        if self._counts.get(signature, 0) < needed:
             return False
         if len(self._recorded) < self._max_graphs:
             return True
         oldest = min(self._recorded.values(), key=lambda each: each.used)
-        return oldest.used < self._calls - UNUSED_CALLS
+        if oldest.used >= self._calls - UNUSED_CALLS:
+            self._warn(f"{self._max_graphs} other signatures are recorded and in use (max_graphs)")
+            return False
+        return True
+
+    def _all_record(self, signature: Any) -> bool:
+        """Whether all ranks record this call, each its own signature."""
+        if signature in self._refused:
+            return False
+        if self._agreement is None:
+            self._agreement = Agreement(self._trained.ranks(), self._number)
+        due = self._is_due(signature)
+        answer = self._agreement.decide(self._calls, "begin", due)
+        if answer is Answer.LATE and due:
+            self._late += 1
+            self._counts.pop(signature)
+            if self._late >= TRIES:
+                self._refuse(
+                    signature,
+                    f"{self._late} times another rank did not come to record a call within {PATIENCE:.0f} s. Do all "
+                    "ranks call it with the same shapes and settings?",
+                )
+        elif answer is Answer.NO and due:
+            self._declined += 1
+            if self._declined >= WARN_AFTER * self._warmup and not self._recorded:
+                self._warn(
+                    f"other ranks did not want to record {self._declined} calls that this rank would have recorded. "
+                    "Give all ranks the same shapes and settings"
+                )
+        return answer is Answer.YES
 
     # -- eager ----------------------------------------------------------------------------------------------
 
@@ -197,9 +232,13 @@ class CapturedStep(Generic[P, R]):
         if self._recorder is None:
             return arguments.run(self._step)
         counted = signature is not None and signature not in self._refused
-        with self._recorder.running(), self._learning_rates():
+        with self._recorder.running(), self._learning_rates() if counted else ExitStack():
             effects = HostEffects(self._trained, arguments) if counted else None
-            result = arguments.run(self._step)
+            try:
+                result = arguments.run(self._step)
+            finally:
+                if effects is not None:
+                    effects.stop()
             obstacle = effects.found() if effects is not None else ""
         if counted:
             self._count(signature, obstacle or self._trained.obstacle_after())
@@ -219,7 +258,7 @@ class CapturedStep(Generic[P, R]):
         if often and len(self._counts) > 1 and not self._recorded and not self._warned:
             *_, one, other = self._counts
             self._warn(
-                f"in {self._calls} calls no signature came more than {max(self._counts.values())} times in a row. The "
+                f"in {self._calls} calls no signature came more than {max(self._counts.values())} times. The "
                 f"last two differ in {difference(one, other)}"
             )
 
@@ -233,16 +272,8 @@ class CapturedStep(Generic[P, R]):
 
     def _record(self, signature: Any, arguments: Arguments) -> Recorded | None:
         """None if any rank cannot record: then all of them run the step as it is."""
-        assert self._recorder is not None
+        assert self._recorder is not None and self._agreement is not None
         trained = self._trained
-        if self._agreement is None:
-            self._agreement = Agreement(trained.ranks())
-        if not self._agreement.decide(f"{self._calls} begin", True):
-            self._disagreements += 1
-            self._refuse(
-                signature, "other ranks did not come to record it in the same call: their arguments or settings differ"
-            )
-            return None
         while len(self._recorded) >= self._max_graphs:
             oldest = min(self._recorded, key=lambda each: self._recorded[each].used)
             self._recorded.pop(oldest).recording.drop()
@@ -262,7 +293,8 @@ class CapturedStep(Generic[P, R]):
         except BaseException:
             trained.undo(before)
             raise
-        if self._agreement.decide(f"{self._calls} end", not stopped, RECORDING_SECONDS) and recording is not None:
+        answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
+        if answer is Answer.YES and recording is not None:
             leaves = trained.left()
             recorded = Recorded(recording, None if leaves == before.left else leaves, self._calls)
             self._recorded[signature] = recorded
@@ -286,7 +318,7 @@ class CapturedStep(Generic[P, R]):
         if kind not in self._warned:
             self._warned.add(kind)
             name = getattr(self._step, "__qualname__", repr(self._step))
-            warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=4)
+            warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=frames_to_program())
 
 
 def can_record(device: torch.device) -> bool:

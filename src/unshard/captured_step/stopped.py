@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 
 import torch
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+def frames_to_program() -> int:
+    """How many frames the caller of this function is away from the program, for `stacklevel`."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def described(error: BaseException) -> str:

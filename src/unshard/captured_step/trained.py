@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ..comm.groups import ranks_of
 from ..engine.api import NOTHING_LEFT, GradState, LeftGradients, ParamGroup, Phase, Root, Unit, param_group_of, state_of
 from ..errors import StateError
-from ..optim import GradScaler
 from ..torch_private import (
+    forget_scaler_stages,
     hooks_made,
     hooks_of,
     hooks_of_step,
@@ -26,6 +26,7 @@ from ..torch_private import (
     own_modules,
     own_parameters,
     quick_attributes,
+    scaler_stages,
 )
 from .learning_rates import reads_on_device
 from .signatures import TrainedSignature
@@ -148,6 +149,8 @@ class Trained:
             return (
                 f"optimizers have parameters that are not on {self.device}, such as offloaded ones (CPUOffloadPolicy)"
             )
+        if torch.is_inference_mode_enabled():
+            return "it is called under torch.inference_mode(). Use torch.no_grad() instead"
         roots = self.roots()
         if any(root.in_forward or root.in_backward for root in roots):
             return "it is called inside a forward or a backward of the model"
@@ -302,10 +305,10 @@ class Trained:
         return self.obstacle_in(self.left())
 
     def stages(self) -> list[Any]:
-        """What the scaler has done with each optimizer since its last update, if it tells."""
-        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
+        """What the scaler has done with each optimizer since its last update."""
+        if self.scaler is None or not self.scaler.is_enabled():
             return []
-        return list(map(self.scaler.stage_of, self.optimizers))
+        return scaler_stages(self.scaler, self.optimizers)
 
     def undo(self, before: TrainedState) -> None:
         """Undo what a recording that failed has done on the host: nothing of it has run on the device."""
@@ -346,7 +349,7 @@ class TrainedState:
                 if name not in attributes:
                     vars(optimizer).pop(name, None)
         if trained.stages() != self._stages:
-            trained.scaler.forget_stages()
+            forget_scaler_stages(trained.scaler)
 
 
 class _Same:

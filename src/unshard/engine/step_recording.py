@@ -16,8 +16,8 @@ active = False
 def recording_step() -> Iterator[None]:
     """For all units of this process: a device records one step at a time."""
     global active
-    active = True
+    before, active = active, True
     try:
         yield
     finally:
-        active = False
+        active = before

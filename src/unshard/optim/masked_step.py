@@ -26,7 +26,9 @@ def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *ar
 
 def _written(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The local tensors that a step may write, each once: flat optimizers have several views of one counter."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *state)]
+    groups, entries = optimizer.param_groups, optimizer.state.values()
+    parameters = [each for group in groups for each in group["params"]]
+    dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict))]
+    others = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]
+    tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *others)]
     return list({id(each): each for each in tensors}.values())

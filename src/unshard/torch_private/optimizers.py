@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import weakref
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -46,10 +47,6 @@ class OpenGradScaler(torch.amp.GradScaler):
     def set_stage(self, optimizer: torch.optim.Optimizer, stage: OptState) -> None:
         self._per_optimizer_states[id(optimizer)]["stage"] = stage
 
-    def forget_stages(self) -> None:
-        """No optimizer was unscaled or stepped since the last update."""
-        self._per_optimizer_states.clear()
-
     def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """For each device, a positive number if the last check found a gradient that is not finite."""
         return list(self._found_inf_per_device(optimizer).values())
@@ -77,6 +74,17 @@ class OpenGradScaler(torch.amp.GradScaler):
         if not OpenGradScaler.skips_itself(optimizer) or hasattr(optimizer, "grad_scale"):
             return False
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def scaler_stages(scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptState]:
+    """What a scaler has done with each optimizer since its last update; no public way to read. All versions."""
+    states = scaler._per_optimizer_states
+    return [states[id(each)]["stage"] if id(each) in states else OptState.READY for each in optimizers]
+
+
+def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
+    """No optimizer was unscaled or stepped since the last update. All versions."""
+    scaler._per_optimizer_states.clear()
 
 
 def stepped_by_plain_scaler() -> bool:

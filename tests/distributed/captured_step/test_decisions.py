@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from torch import nn
 from unshard import ModuleWrapPolicy, capture, composable
 from unshard.captured_step import agreement
 from unshard.captured_step import step as captured_steps
-from unshard.captured_step.agreement import Agreement
+from unshard.captured_step.agreement import Agreement, Answer
 from unshard.errors import ArgumentError
 from unshard.optim import GradScaler
 
@@ -209,9 +210,10 @@ def test_the_number_of_recordings_is_bounded() -> None:
 def test_recordings_that_are_in_use_stay() -> None:
     with simulated_recorder() as happened:
         training = Training(max_graphs=1)
-        for _ in range(5):
-            training.step(torch.ones(3, WIDTH))
-            training.step(torch.ones(4, WIDTH))
+        with pytest.warns(UserWarning, match=r"1 other signatures are recorded and in use \(max_graphs\)"):
+            for _ in range(5):
+                training.step(torch.ones(3, WIDTH))
+                training.step(torch.ones(4, WIDTH))
         assert happened.count("record") == 1 and "drop" not in happened
 
 
@@ -246,6 +248,55 @@ def test_effects_on_the_host(extra: Callable[[torch.Tensor], Any], reason: str) 
         with pytest.warns(UserWarning, match=f"step Training.once runs without a recording: .*{reason}"):
             training.step(batch())
         training.run(5)
+        assert set(happened) == {"run"}
+
+
+def turn_to_eval(training: Training) -> None:
+    training.model.eval()
+
+
+def stop_synchronising(training: Training) -> None:
+    training.model.set_requires_gradient_sync(False)
+
+
+@pytest.mark.parametrize("change", [turn_to_eval, freeze, stop_synchronising], ids=lambda each: each.__name__)
+@world(2)
+def test_modes_that_the_step_changes(change: Callable[[Training], Any]) -> None:
+    with simulated_recorder() as happened:
+        training = Training()
+        training.extra = lambda x: change(training)
+        with pytest.warns(UserWarning, match="it changes train or eval mode, requires_grad, or settings of units"):
+            training.step(batch())
+        assert happened == ["run"]
+
+
+@world(2)
+def test_an_optimizer_that_was_not_passed() -> None:
+    with simulated_recorder() as happened:
+        training = Training(captured=False)
+        captured = capture(training.once, training.model)
+        with pytest.warns(UserWarning, match=r"steps an optimizer \(AdamW\) that was not passed to capture"):
+            for number in range(4):
+                captured(batch(number))
+        assert set(happened) == {"run"}
+
+
+@world(2)
+def test_torch_scalers_that_are_updated_outside() -> None:
+    with simulated_recorder() as happened:
+        training, scaler = Training(captured=False), torch.amp.GradScaler("cpu")
+
+        def step(x: torch.Tensor) -> None:
+            scaler.scale(training.model(x).square().mean()).backward()
+            scaler.step(training.optimizer)
+            training.optimizer.zero_grad()
+
+        captured = capture(step, training.model, training.optimizer, scaler=scaler)
+        with pytest.warns(UserWarning, match="leaves the scaler between"):
+            captured(batch())
+        scaler.update()
+        captured(batch())
+        scaler.update()
         assert set(happened) == {"run"}
 
 
@@ -536,6 +587,16 @@ def test_arguments_that_cannot_be_compared() -> None:
         step = capture(lambda x, other: training.once(x), training.model, training.optimizer)
         with pytest.warns(UserWarning, match="an argument is a set, and a replay would not see what changes in it"):
             step(batch(), {1, 2})
+        with torch.inference_mode():
+            made = torch.ones(2, WIDTH)
+        with pytest.warns(UserWarning, match="an argument is a nested, sparse or inference tensor"):
+            step(batch(), made)
+        step(batch(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+        step(batch(), torch.ones(2, 2).to_sparse())
+        with pytest.warns(UserWarning, match=r"under torch.inference_mode\(\). Use torch.no_grad"):
+            with torch.inference_mode():
+                evaluation = capture(lambda x: training.model(x), training.model)
+                evaluation(batch())
         with pytest.warns(UserWarning, match="an argument is a list_iterator"):
             step(batch(), iter([1]))
         assert happened == []
@@ -566,31 +627,67 @@ def test_parts_of_the_training_as_arguments() -> None:
 
 
 @world(2, 3, 4)
-def test_ranks_that_come_in_different_calls() -> None:
-    with simulated_recorder() as happened, patch.object(agreement, "PATIENCE", 0.2):
+def test_ranks_with_different_shapes() -> None:
+    """A rank that does not want to record says so: nobody waits, and all record when all of them want to."""
+    with simulated_recorder() as happened:
         training = Training()
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+        for number in range(5):
+            rows = 3 if dist.get_rank() == 0 and number % 2 else 4
+            training.step(torch.ones(rows, WIDTH))
+        assert happened == ["run"] * 4 + ["record", "replay"]
+        assert not training.step._late and bool(training.step._declined) == (dist.get_rank() > 0)
+
+
+@world(2, 3)
+def test_ranks_that_come_late() -> None:
+    """All of them try again later; at last they give up."""
+    with patch.object(agreement, "PATIENCE", 0.1):
+        with simulated_recorder() as happened:
+            training = Training()
             for number in range(8):
-                rows = 3 if dist.get_rank() == 0 and number % 2 else 4
-                training.step(torch.ones(rows, WIDTH))
-        assert set(happened) == {"run"}
-        assert any("other ranks did not come to record it in the same call" in str(each.message) for each in found)
+                if number == 2 and dist.get_rank() == 0:
+                    time.sleep(1.0)
+                training.step(batch())
+            assert happened.count("record") == 1
+        with simulated_recorder() as happened, warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            training = Training()
+            for number in range(12):
+                dist.barrier()
+                if dist.get_rank() == 0 and number and number % 2 == 0:
+                    time.sleep(1.0)
+                training.step(batch())
+            assert "record" not in happened
+            late = [str(each.message) for each in found if "did not come to record a call" in str(each.message)]
+            assert len(late) == 1
 
 
 @world(2, 3, 4)
 def test_decisions() -> None:
     sharded()  # collectives are compared
-    decisions = Agreement(list(range(dist.get_world_size())))
+    decisions = Agreement(list(range(dist.get_world_size())), 1000)
     rank = dist.get_rank()
-    assert decisions.decide("all", True)
-    assert not decisions.decide("one does not want", rank != 1)
-    assert not decisions.decide("nobody wants", False)
+    assert decisions.decide(1, "all", True) is Answer.YES
+    assert decisions.decide(1, "one does not want", rank != 1) is Answer.NO
+    assert decisions.decide(1, "nobody wants", False) is Answer.NO
     if rank:
-        assert not decisions.decide("one does not come", True, patience=0.2)
+        assert decisions.decide(1, "one does not come", True, patience=0.2) is Answer.LATE
     dist.barrier()
-    assert not decisions.decide("one does not come", True)
-    assert Agreement([]).decide("alone", True)
+    assert decisions.decide(1, "one does not come", True) is Answer.LATE
+    assert Agreement([], 1001).decide(1, "alone", True) is Answer.YES
+
+
+@world(2)
+def test_answers_do_not_stay_in_the_store() -> None:
+    with simulated_recorder(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = Training()
+        for number in range(2 * agreement.KEPT):
+            training.step(batch(), scale=float(number))
+        store = training.step._agreement._store
+        assert store.check([f"{2 * agreement.KEPT} begin"])
+        dist.barrier()
+        assert not store.check(["2 begin"])
 
 
 @world(2)
@@ -702,8 +799,12 @@ def test_arguments_of_capture() -> None:
         capture(print, [optimizer])
     with pytest.raises(ArgumentError, match="model must be the module"):
         capture(print, [])
-    with pytest.raises(ArgumentError, match=r"optimizer must be a torch.optim.Optimizer"):
-        capture(print, model, [model])
+    for wrong in (None, 3, "model"):
+        with pytest.raises(ArgumentError, match="model must be the module"):
+            capture(print, wrong)
+    for wrong in ([model], None, 3):
+        with pytest.raises(ArgumentError, match=r"optimizer must be a torch.optim.Optimizer"):
+            capture(print, model, wrong)
     with pytest.raises(ArgumentError, match="scaler must be a gradient scaler"):
         capture(print, model, optimizer, scaler=optimizer)
     for name in ("warmup", "max_graphs"):
