@@ -23,7 +23,7 @@ LAYERS = [
     "engine",
     "optim",
     "fsdp2 fsdp1",
-    "tools composable captured_step",
+    "tools composable captured_step checkpoint",
     "dropin",
     "cli",
 ]

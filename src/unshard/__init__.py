@@ -1,11 +1,11 @@
 """Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
 
-from . import optim, tools, wrap
+from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture
 from .comm.broadcast import sync_module_states
 from .comm.user_collectives import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
-from .errors import CollectiveError, OrderError, UnshardError
+from .errors import CheckpointError, CollectiveError, OrderError, UnshardError
 from .fsdp1.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -44,6 +44,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "CapturedStep",
+    "CheckpointError",
     "CollectiveError",
     "Comm",
     "CustomPolicy",
@@ -77,6 +78,7 @@ __all__ = [
     "UnshardError",
     "UnshardHandle",
     "capture",
+    "checkpoint",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",

@@ -83,6 +83,10 @@ class GradientError(UnshardError, RuntimeError):
     """Gradients are not finite, and the caller asked for an error in that case."""
 
 
+class CheckpointError(UnshardError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit what it is loaded into."""
+
+
 def listed(names: Iterable[object], most: int = 3) -> str:
     """The first `most` names and the number of the others, for a message: "a, b, c and 4 more"."""
     shown = [str(name) for name in names]

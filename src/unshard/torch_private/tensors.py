@@ -157,6 +157,11 @@ def strided_shard(dim: int, factor: int) -> Placement:
     return _StridedShard(dim, split_factor=factor)
 
 
+def is_strided_shard(placement: Placement) -> bool:
+    """Whether `strided_shard` made it: in some versions it is a `Shard` as well. All versions."""
+    return isinstance(placement, _StridedShard)
+
+
 # -- ShardedTensor -----------------------------------------------------------------------------------------
 
 
@@ -202,6 +207,11 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The dict of a module's own buffers, likewise. All versions."""
     return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not in its state dict; there is no public way. All versions."""
+    return module._non_persistent_buffers_set
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -1,0 +1,19 @@
+"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, between any numbers of ranks.
+
+boxes parts                    which part of a tensor a rank holds; integers and views
+model_state optimizer_state    what this rank holds of a model and its optimizer, by name
+values rng                     everything else, as JSON
+checksums manifest files       the format
+folders                        published checkpoints, saves under way, leftovers
+plan save                      which rank writes what, and publishing it
+differences optimizer_load load
+reports                        `verify` and `inspect`
+"""
+
+from ..errors import CheckpointError
+from .folders import latest
+from .load import load
+from .reports import inspect, verify
+from .save import save
+
+__all__ = ["CheckpointError", "inspect", "latest", "load", "save", "verify"]

@@ -1,0 +1,163 @@
+"""The data files of a checkpoint: bytes on their way to a file, and from a file into tensors."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, listed
+from .checksums import BlockChecksums, checksum_of
+from .dtypes import DTYPES
+from .manifest import ALIGNMENT, FileEntry, Manifest, StoredBox, TensorEntry
+
+CHUNK_BYTES = 32 * 2**20
+"""Tensors are copied to the host, and from the files, in pieces of about this size."""
+
+
+def host_buffers(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The elements of `view` in row-major order, in `dtype`, piece by piece; not copied if they are so on the host."""
+    for piece in _pieces(view.detach()):
+        host = piece.to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
+        yield host.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Consecutive parts of a tensor, or all of it if it is on the host as it has to be."""
+    if not view.numel():
+        return
+    if view.is_contiguous():
+        view = view.reshape(-1)
+        if view.device.type == "cpu":
+            yield view
+            return
+    if view.ndim == 0 or view.nbytes <= CHUNK_BYTES:
+        yield view
+        return
+    rows = max(1, CHUNK_BYTES * view.shape[0] // view.nbytes)
+    for first in range(0, view.shape[0], rows):
+        yield view[first : first + rows]
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def padding_after(nbytes: int) -> memoryview:
+    return memoryview(bytes(aligned(nbytes) - nbytes))
+
+
+def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str) -> FileEntry:
+    """Write the buffers one after the other into a new file, and wait until they are on the disk.
+
+    It uses neither the model nor a process group, so a thread may call it.
+    """
+    checksums, nbytes = BlockChecksums(algorithm, path), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for buffer in buffers:
+            checksums.update(buffer)
+            nbytes += len(buffer)
+            while buffer:
+                buffer = buffer[os.write(descriptor, buffer) :]
+        os.fsync(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error.strerror}, after {nbytes} bytes.") from error
+    finally:
+        os.close(descriptor)
+    return FileEntry(path.name, nbytes, checksums.finish())
+
+
+class CheckpointFiles:
+    """The data files of one checkpoint, opened when they are needed. Use it as a context."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self._folder, self.manifest = folder, manifest
+        self._descriptors: dict[int, int] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        # Not closed: tensors may still view them. They are unmapped with the last of these.
+        self._maps.clear()
+        self._descriptors.clear()
+
+    def _open(self, file: int) -> int:
+        if file not in self._descriptors:
+            entry = self.manifest.files[file]
+            path = self._folder / entry.name
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                names = self.manifest.tensors_at(file, 0, entry.nbytes)
+                raise CheckpointError(
+                    f"{path} cannot be opened ({error.strerror}). It holds {listed(names)}."
+                ) from error
+            self._descriptors[file] = descriptor
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode) or about.st_size != entry.nbytes:
+                names = self.manifest.tensors_at(file, min(about.st_size, entry.nbytes), entry.nbytes)
+                lost = f" It lacks bytes of {listed(names)}." if names else ""
+                raise CheckpointError(f"{path} has {about.st_size} bytes, expected {entry.nbytes}.{lost}")
+        return self._descriptors[file]
+
+    def verify(self, file: int, blocks: Iterable[int]) -> None:
+        """Compare the checksums of these blocks of a file."""
+        entry, size = self.manifest.files[file], self.manifest.block_bytes
+        descriptor = self._open(file)
+        for block in sorted(blocks):
+            data = _read(descriptor, block * size, min(size, entry.nbytes - block * size))
+            found = checksum_of(data, self.manifest.algorithm, self._folder / entry.name)
+            if found != entry.blocks[block]:
+                names = self.manifest.tensors_at(file, block * size, (block + 1) * size)
+                raise CheckpointError(
+                    f"{self._folder / entry.name} is damaged: block {block} (bytes {block * size} to "
+                    f"{block * size + len(data)}) has the checksum {found}, expected {entry.blocks[block]}. It holds "
+                    f"{listed(names)}. Load an older checkpoint."
+                )
+
+    def blocks_of(self, entry: TensorEntry, stored: StoredBox, first: int, last: int) -> range:
+        """The blocks that have the elements `first` to `last` of a box."""
+        size = self.manifest.block_bytes
+        begin, end = stored.offset + first * entry.itemsize, stored.offset + last * entry.itemsize
+        return range(begin // size, -(-end // size))
+
+    def tensor(self, entry: TensorEntry, stored: StoredBox) -> torch.Tensor:
+        """A box as a tensor on the file itself: only what is read of it is read from the disk."""
+        descriptor = self._open(stored.file)
+        if stored.file not in self._maps:
+            # Writable for torch, which warns of other buffers; what is written stays in this process.
+            self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        dtype, numel = DTYPES[entry.dtype], stored.box.numel
+        flat = torch.frombuffer(
+            self._maps[stored.file], dtype=torch.uint8, count=numel * dtype.itemsize, offset=stored.offset
+        )
+        return flat.view(dtype).view(stored.box.size)
+
+
+def _read(descriptor: int, offset: int, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        data = os.pread(descriptor, count - len(found), offset + len(found))
+        if not data:
+            break
+        found += data
+    return bytes(found)
+
+
+def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target` <- `source`, some rows at a time: a copy of strided elements to a device takes as much host memory."""
+    if target.ndim == 0 or target.nbytes <= CHUNK_BYTES:
+        target.copy_(source)
+        return
+    rows = max(1, CHUNK_BYTES * target.shape[0] // target.nbytes)
+    for first in range(0, target.shape[0], rows):
+        target[first : first + rows].copy_(source[first : first + rows])

@@ -1,0 +1,241 @@
+"""Loading a run: everything is compared and verified on all ranks before anything is changed on any."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from .boxes import Box, full_box
+from .differences import Differences
+from .dtypes import DTYPES, name_of_dtype
+from .files import CheckpointFiles, copy_pieces
+from .folders import resolve
+from .manifest import TensorEntry, read_manifest
+from .model_state import HeldTensor, ModelState, model_state
+from .optimizer_load import OptimizerLoad
+from .ranks import on_first_rank, rank_and_size, together
+from .rng import check_rng_state, seed_new_rank, set_rng_state
+from .values import decode, stored_names
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    rng: bool = True,
+    strict: bool = True,
+) -> int:
+    """Load a run that `save` wrote, with any number of ranks; returns its step.
+
+    `path`: a checkpoint, or the folder with several, of which the latest is loaded. All ranks have to call. Each rank
+    reads and verifies only the bytes that it needs. What is not passed is not loaded. If anything is missing,
+    unexpected, damaged or of another shape or dtype, all ranks raise a CheckpointError and nothing is changed;
+    `strict=False` loads what fits if only names are missing or unexpected.
+
+    With another number of ranks, rank r gets the random number generators of rank r, and a new rank gets seeds made
+    of the step and its number. `data` then has to be the same on all ranks, or to have `load_state_dicts`, which is
+    called with the list of all ranks' states.
+    """
+    what = f"Loading {path}"
+    folder = on_first_rank(what, lambda: resolve(path))
+    loading: Loading | None = None
+
+    def prepare() -> tuple[Differences, str]:
+        nonlocal loading
+        loading = Loading(folder, strict)
+        loading.compare_model(model)
+        if optimizer is not None:
+            loading.compare_optimizer(optimizer)
+        loading.compare_values({"scheduler": scheduler, "scaler": scaler}, data, rng)
+        return loading.differences, loading.manifest.checksum
+
+    answers = together(what, prepare)
+    assert loading is not None
+    if len({each[1] for each in answers}) > 1:
+        raise CheckpointError(f"{what} failed. The ranks read different manifests in {folder}: do they share the disk?")
+    loading.differences.refuse([each[0] for each in answers], folder, strict)
+    with loading.files:
+        together(what, loading.verify)
+        together(what, loading.apply)
+    return loading.manifest.step
+
+
+class Loading:
+    """One load on one rank."""
+
+    def __init__(self, folder: Path, strict: bool):
+        self.manifest = read_manifest(folder)
+        self.files = CheckpointFiles(folder, self.manifest)
+        self.differences = Differences()
+        self._strict = strict
+        self._model: ModelState = ModelState()
+        self._targets: list[HeldTensor] = []
+        self._optimizer: OptimizerLoad | None = None
+        self._values: list[tuple[Any, str, Any]] = []
+        """Objects, what of theirs it is, and what they get, in JSON."""
+        self._rng: Any = None
+
+    # -- comparing ------------------------------------------------------------------------------------------
+
+    def compare_model(self, model: nn.Module) -> None:
+        self._model = model_state(model)
+        taken = set()
+        for held in self._model.tensors:
+            entry, differences = self.manifest.find(held.name), self.differences
+            if entry is None:
+                differences.missing[held.name] = _nbytes(held)
+                continue
+            taken.add(self.manifest.aliases.get(held.name, held.name))
+            dtype = name_of_dtype(held.dtype, held.name)
+            if entry.shape != held.part.shape:
+                differences.wrong.append(f"{held.name} has the shape {entry.shape}, expected {held.part.shape}")
+            elif entry.dtype != dtype:
+                differences.wrong.append(f"{held.name} has the dtype {entry.dtype}, expected {dtype}")
+            else:
+                self._targets.append(held)
+        for alias, name in self._model.aliases.items():
+            if alias in self.manifest.tensors and name in self.manifest.tensors:
+                self.differences.wrong.append(
+                    f"{alias} and {name} are tied here, and are two tensors in the checkpoint"
+                )
+        for name, entry in self.manifest.tensors.items():
+            if name.startswith("model/") and name not in taken:
+                self.differences.unexpected[name] = entry.nbytes
+
+    def compare_optimizer(self, optimizer: Optimizer) -> None:
+        load = OptimizerLoad(optimizer, self._model, self.manifest, self.differences)
+        if self.manifest.values.get("optimizer") is not None:
+            self._optimizer = load
+
+    def compare_values(self, shared: dict[str, Any], data: Any, rng: bool) -> None:
+        values = self.manifest.values
+        for name, target in shared.items():
+            if target is not None:
+                self._compare_value(name, values, target, "load_state_dict", name)
+        extra = values.get("extra", {})
+        for name, module in self._model.extra.items():
+            self._compare_value(name, extra, module, "set_extra_state", f"extra/{name}")
+        for name in extra.keys() - self._model.extra.keys():
+            self.differences.unexpected[f"extra state of {name!r}"] = 0
+        rank, size = rank_and_size()
+        if data is not None:
+            self._compare_data(data, rank, size)
+        if rng and rank < self.manifest.ranks:
+            self._rng = values["ranks"][rank]["rng"]
+        elif rng:
+            self._rng = rank
+
+    def _compare_value(self, name: str, values: Any, target: Any, method: str, path: str) -> None:
+        if not callable(getattr(target, method, None)):
+            self.differences.wrong.append(f"{path} is a {type(target).__name__} here, without {method}")
+        elif name not in values:
+            self.differences.missing[path] = 0
+        else:
+            self._values.append((getattr(target, method), path, values[name]))
+
+    def _compare_data(self, data: Any, rank: int, size: int) -> None:
+        ranks = self.manifest.values["ranks"]
+        if any("data" not in each for each in ranks):
+            self.differences.missing["data"] = 0
+        elif size == len(ranks):
+            self._compare_value("data", ranks[rank], data, "load_state_dict", f"data/{rank}")
+        elif hasattr(data, "load_state_dicts"):
+            self._values.append((data.load_state_dicts, "data", [each["data"] for each in ranks]))
+        elif all(each["data"] == ranks[0]["data"] for each in ranks):
+            self._compare_value("data", ranks[0], data, "load_state_dict", "data/0")
+        else:
+            self.differences.wrong.append(
+                f"data was saved by {len(ranks)} ranks, each with a state of its own, and there are {size} now: give "
+                f"{type(data).__name__} a method load_state_dicts(states) that takes the list of all, or pass no data"
+            )
+
+    # -- verifying ------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Compare the checksums of all blocks that this rank reads, and decode what is not a tensor of the model."""
+        blocks: dict[int, set[int]] = {}
+        needed = [(held.name, held.part.boxes) for held in self._targets]
+        json = [self._rng, *(value for _, _, value in self._values)]
+        if self._optimizer is not None:
+            needed += [(name, part.boxes) for name, part in self._optimizer.needed()]
+            json.append(self.manifest.values["optimizer"])
+        needed += [(name, (full_box(self._entry(name).shape),)) for name in stored_names(json)]
+        for name, boxes in needed:
+            entry = self._entry(name)
+            for stored in entry.boxes:
+                for common in filter(None, map(stored.box.intersection, boxes)):
+                    touched = self.files.blocks_of(entry, stored, *_elements(common, stored.box))
+                    blocks.setdefault(stored.file, set()).update(touched)
+        for file in sorted(blocks):
+            self.files.verify(file, blocks[file])
+        self._values = [(target, path, decode(value, path, self._stored)) for target, path, value in self._values]
+        if self._optimizer is not None:
+            self._optimizer.decode(self._stored)
+        if isinstance(self._rng, dict):
+            self._rng = decode(self._rng, "rng", self._stored)
+            check_rng_state(self._rng)
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.manifest.find(name)
+        if entry is None:
+            raise CheckpointError(f"The checkpoint has no tensor {name!r}, which one of its values names.")
+        return entry
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """A tensor of the checkpoint, unsharded."""
+        entry = self._entry(name)
+        value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for stored in entry.boxes:
+            copy_pieces(value[stored.box.slices_in(full_box(entry.shape))], self.files.tensor(entry, stored))
+        return value
+
+    # -- applying -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for held in self._targets:
+            self._fill(held)
+        self._model.finish_loading()
+        if self._optimizer is not None:
+            self._optimizer.load(self._fill)
+        for load_state, _, value in self._values:
+            load_state(value)
+        if isinstance(self._rng, dict):
+            set_rng_state(self._rng)
+        elif self._rng is not None:
+            seed_new_rank(self.manifest.step, self._rng)
+
+    def _fill(self, held: HeldTensor) -> None:
+        """Copy what this rank holds of a tensor from the files."""
+        entry, views = self._entry(held.name), held.views()
+        for stored in entry.boxes:
+            source = None
+            for box, view in zip(held.part.boxes, views, strict=True):
+                common = box.intersection(stored.box)
+                if common is not None:
+                    source = self.files.tensor(entry, stored) if source is None else source
+                    copy_pieces(view[common.slices_in(box)], source[common.slices_in(stored.box)])
+
+
+def _nbytes(held: HeldTensor) -> int:
+    return prod(held.part.shape) * held.dtype.itemsize
+
+
+def _elements(common: Box, stored: Box) -> tuple[int, int]:
+    """The first element of `common` in the row-major order of `stored`, and the one after its last."""
+    first = last = 0
+    for begin, size, outer, length in zip(common.begin, common.size, stored.begin, stored.size, strict=True):
+        first = first * length + begin - outer
+        last = last * length + begin - outer + size - 1
+    return first, last + 1

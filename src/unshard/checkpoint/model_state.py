@@ -1,0 +1,187 @@
+"""What this rank holds of a model: parameters and persistent buffers by name, without gathering anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..engine.api import FlatShardedParams, FSDPState, ManagedParam, ParamGroup, Phase, state_of
+from ..errors import CheckpointError
+from ..fsdp1.state import WrapperState
+from ..names import ALL_PREFIXES, clean_tensor_name
+from ..torch_private import local_part, non_persistent_buffers, own_buffers, own_parameters
+from .parts import Part, part_of_dtensor, part_of_param, whole
+
+
+@dataclass
+class HeldTensor:
+    """What this rank holds of a tensor of the checkpoint."""
+
+    name: str
+    part: Part
+    dtype: torch.dtype
+    """In the checkpoint; the local tensor is cast if it has another one."""
+    local: torch.Tensor
+    plain: bool
+    """Not sharded: every rank has a tensor of its own, and that of the lowest rank counts."""
+
+    def views(self) -> list[torch.Tensor]:
+        return self.part.views(self.local)
+
+
+@dataclass(frozen=True)
+class OptimizedParam:
+    """A parameter of the model inside a parameter that an optimizer has: all of that, or a part of a flat one."""
+
+    name: str
+    part: Part
+    plain: bool = False
+    """Not sharded."""
+    start: int | None = None
+    count: int = 0
+    """Its elements on this rank, in a flat parameter."""
+
+    def local_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a state that is sharded as the optimizer's parameter is, what belongs to this one."""
+        local = local_part(value)
+        return local if self.start is None else local[self.start : self.start + self.count]
+
+
+@dataclass
+class ModelState:
+    tensors: list[HeldTensor] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied parameters and shared buffers, and the name that they are stored under."""
+    optimized: dict[int, list[OptimizedParam]] = field(default_factory=dict)
+    """By the id of the parameter that an optimizer would have."""
+    extra: dict[str, nn.Module] = field(default_factory=dict)
+    """The modules that have extra state, by name."""
+    states: list[FSDPState] = field(default_factory=list)
+
+    def finish_loading(self) -> None:
+        """To be called after the tensors were written."""
+        for state in self.states:
+            state.unit.rebind_params()
+
+
+@torch.no_grad()
+def model_state(model: nn.Module) -> ModelState:
+    """The model is resharded for that: modules then have the sharded parameters."""
+    found = ModelState()
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None and state not in found.states:
+            _bring_to_rest(state, module)
+            found.states.append(state)
+    paths = _paths(model)
+    managed: set[int] = set()
+    for group, param in _managed_params(found.states):
+        managed |= {id(param.sharded), id(param.unsharded)}
+        _add_managed(found, group, param, paths)
+        if isinstance(group.sharded, FlatShardedParams):
+            managed.add(id(group.sharded.flat.sharded))
+    _add_others(found, model, managed)
+    return found
+
+
+def _bring_to_rest(state: FSDPState, module: nn.Module) -> None:
+    state.rest_after_exception()
+    if state.unit.phase is not Phase.IDLE or (isinstance(state, WrapperState) and state.in_summon_full_params):
+        raise CheckpointError(
+            f"{state.unit} is computing, or is inside summon_full_params. Save and load checkpoints between steps."
+        )
+    state.pre_state_dict(module)
+
+
+def _paths(model: nn.Module) -> dict[int, list[str]]:
+    """The prefixes of the names of what a module has itself, by the module's id."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = clean_tensor_name(f"{name}." if name else "", ALL_PREFIXES)
+        if prefix not in found.setdefault(id(module), []):
+            found[id(module)].append(prefix)
+    return found
+
+
+def _managed_params(states: list[FSDPState]) -> Iterator[tuple[ParamGroup, ManagedParam]]:
+    units = dict.fromkeys(unit for state in states for unit in (state.unit, *state.unit.borrows_from))
+    for group in dict.fromkeys(group for unit in units for group in unit.param_groups):
+        for param in group.params:
+            yield group, param
+
+
+def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, paths: dict[int, list[str]]) -> None:
+    places = [(location.module(), location.name) for location in param.locations]
+    names = [prefix + name for module, name in places for prefix in paths.get(id(module), ())]
+    if not names:
+        return  # of a unit outside this model
+    name = _add_aliases(found, names)
+    rank = group.shards.rank
+    part, sharded = part_of_param(name, param, rank), param.sharded
+    local, optimized = local_part(sharded), OptimizedParam(name, part)
+    if isinstance(group.sharded, FlatShardedParams):
+        if not group.sharded.originals:
+            sharded = group.sharded.flat.sharded
+            first, count = param.sharding.elements(rank)  # type: ignore[union-attr]
+            start = param.sharding.begin + first - rank * param.sharding.shard_numel if count else 0  # type: ignore[union-attr]
+            optimized = OptimizedParam(name, part, False, start, count)
+            local = optimized.local_of(group.sharded.flat.local)
+        elif param.sharding.world == 1 and param.tp_spec is None:
+            # It has its shape, and its state may have other strides.
+            part = whole(part.shape)
+            optimized = OptimizedParam(name, part)
+    _refuse_subclass(name, local)
+    found.optimized.setdefault(id(sharded), []).append(optimized)
+    found.tensors.append(HeldTensor(f"model/{name}", part, local.dtype, local, plain=False))
+
+
+def _add_aliases(found: ModelState, names: list[str]) -> str:
+    """Returns the name to store a tensor under: the same one in whichever order units have tied a parameter."""
+    first, *others = sorted(set(names))
+    found.aliases.update({f"model/{other}": f"model/{first}" for other in others})
+    return first
+
+
+def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
+    """Parameters that no unit has, persistent buffers and extra state."""
+    named: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for state in found.states:
+        if isinstance(state, WrapperState):
+            dtypes.update(state.own_buffers.original_dtypes())
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = clean_tensor_name(f"{path}." if path else "", ALL_PREFIXES)
+        skipped = non_persistent_buffers(module)
+        for tensors, is_parameter in ((own_parameters(module), True), (own_buffers(module), False)):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in managed and (is_parameter or name not in skipped):
+                    named.setdefault(id(tensor), (tensor, [], is_parameter))[1].append(prefix + name)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found.extra[prefix.rstrip(".")] = module
+    for key, (tensor, names, is_parameter) in named.items():
+        name = _add_aliases(found, names)
+        is_dtensor = isinstance(tensor, DTensor)
+        part = part_of_dtensor(name, tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
+        local = local_part(tensor)
+        _refuse_subclass(name, local)
+        if is_parameter:
+            found.optimized[key] = [OptimizedParam(name, part, not is_dtensor)]
+        dtype = dtypes.get(key, tensor.dtype)
+        found.tensors.append(HeldTensor(f"model/{name}", part, dtype, local.detach(), plain=not is_dtensor))
+
+
+def _refuse_subclass(name: str, local: Any) -> None:
+    if local.is_meta:
+        raise CheckpointError(
+            f"{name!r} is on the meta device and has no values. Give it memory first: model.to_empty(device=...)."
+        )
+    if type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer) or local.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name!r} is a {type(local).__name__} of layout {local.layout} on this rank. A checkpoint holds plain "
+            "dense tensors. Save models with tensor subclasses with torch.distributed.checkpoint."
+        )

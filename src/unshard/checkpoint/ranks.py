@@ -1,0 +1,73 @@
+"""What the ranks of a job do together: if it fails on one rank, all ranks raise the same error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def rank_and_size() -> tuple[int, int]:
+    """(0, 1) in a program without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def together(what: str, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank; returns the results of all. All ranks have to call.
+
+    An exception on any rank is raised on all of them, as a CheckpointError that names the ranks. No rank goes on with
+    what others could not do.
+    """
+    _, size = rank_and_size()
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    answers: list[Any] = [(result, None if error is None else _text(error))]
+    if size > 1:
+        answers = [None] * size
+        dist.all_gather_object(answers, (result, None if error is None else _text(error)))
+    failed = {number: text for number, (_, text) in enumerate(answers) if text is not None}
+    if failed:
+        raise CheckpointError(_message(what, failed, size)) from error
+    return [value for value, _ in answers]
+
+
+def on_first_rank(what: str, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0; returns its result on all ranks."""
+    rank, _ = rank_and_size()
+    return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes | str) else error.filename
+        return f"{type(error).__name__}: {error.strerror} ({name})"
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(what: str, failed: dict[int, str], size: int) -> str:
+    """One text, followed by the ranks that failed in another way."""
+    if size == 1:
+        return f"{what} failed. {failed[0]}"
+    by_text: dict[str, list[int]] = {}
+    for rank, text in failed.items():
+        by_text.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in list(by_text.items())[:4]:
+        some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        who = "all ranks" if len(ranks) == size else f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+        parts.append(f"On {who}: {text}")
+    more = f" {len(by_text) - 4} other errors." if len(by_text) > 4 else ""
+    return f"{what} failed. {' '.join(parts)}{more}"

@@ -1,0 +1,133 @@
+"""State that is not a tensor of the model (schedulers, scalers, data, random numbers) as JSON, and back.
+
+Dicts, lists, tuples, numbers, strings, bytes, None and tensors. Small tensors are in the JSON, large ones beside it, as
+tensors of the checkpoint. JSON objects with the key `$` stand for what JSON does not have.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+from .dtypes import DTYPES, name_of_dtype
+
+INLINE_BYTES = 8192
+"""Tensors up to this size are in the JSON: counters, and the states of random number generators."""
+
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_MAPPING_TYPES: dict[str, type] = {name: kind for kind, name in _MAPPINGS.items()}
+
+Store = Callable[[str, torch.Tensor], None]
+"""Takes the name and the value of a tensor that is to be stored beside the JSON."""
+
+
+def encode(value: Any, path: str, store: Store) -> Any:
+    """`value` as JSON. `path` says where it comes from, in errors and as the name of stored tensors."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, Enum):
+        for kind in (str, float, int):
+            if isinstance(value, kind):  # NumPy's float64 is a float as well
+                return kind(value)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, store)
+    if type(value) is list:
+        return [encode(each, f"{path}[{number}]", store) for number, each in enumerate(value)]
+    if type(value) is tuple:
+        return {"$": "tuple", "items": [encode(each, f"{path}[{n}]", store) for n, each in enumerate(value)]}
+    if isinstance(value, bytes):
+        return {"$": "bytes", "data": base64.b64encode(value).decode()}
+    if type(value) in _MAPPINGS:
+        if type(value) is dict and all(type(key) is str and key != "$" for key in value):
+            return {key: encode(each, f"{path}.{key}", store) for key, each in value.items()}
+        items = [
+            [encode(key, f"a key of {path}", _refuse_tensor), encode(each, f"{path}.{key}", store)]
+            for key, each in value.items()
+        ]
+        return {"$": _MAPPINGS[type(value)], "items": items}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it holds "
+        "dicts, lists, tuples, numbers, strings, bytes, None and tensors, so that loading runs no code. Convert it in "
+        "state_dict(), and back in load_state_dict()."
+    )
+
+
+def _encode_tensor(value: torch.Tensor, path: str, store: Store) -> Any:
+    if isinstance(value, DTensor) or value.layout is not torch.strided or value.is_quantized:
+        raise CheckpointError(
+            f"{path} is a {type(value).__name__} of layout {value.layout}; state outside the model and its optimizer "
+            "holds dense tensors only. Convert it in state_dict()."
+        )
+    if value.nbytes > INLINE_BYTES:
+        store(path, value)
+        return {"$": "tensor", "name": path}
+    flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    dtype = name_of_dtype(value.dtype, path)
+    return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "data": base64.b64encode(data).decode()}
+
+
+def _refuse_tensor(path: str, value: torch.Tensor) -> None:
+    raise CheckpointError(f"{path} is a tensor, which cannot be a key.")
+
+
+def stored_names(value: Any) -> list[str]:
+    """The names of the tensors that are stored beside this JSON."""
+    if isinstance(value, list):
+        return [name for each in value for name in stored_names(each)]
+    if not isinstance(value, dict):
+        return []
+    if value.get("$") == "tensor" and isinstance(value.get("name"), str):
+        return [value["name"]]
+    return [name for each in value.values() for name in stored_names(each)]
+
+
+def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
+    """The inverse; `stored` gives the tensors beside the JSON. The JSON may come from anywhere."""
+    try:
+        return _decode(value, path, stored)
+    except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"The checkpoint's value {path} is malformed: {error}.") from error
+
+
+def _decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(each, path, stored) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("$")
+    if kind is None:
+        return {key: _decode(each, f"{path}.{key}", stored) for key, each in value.items()}
+    if kind == "tuple":
+        return tuple(_decode(each, path, stored) for each in value["items"])
+    if kind == "bytes":
+        return base64.b64decode(value["data"], validate=True)
+    if kind == "tensor":
+        return stored(value["name"]) if "name" in value else _decode_tensor(value)
+    if kind in _MAPPING_TYPES:
+        items = [(_decode(key, path, stored), _decode(each, path, stored)) for key, each in value["items"]]
+        return _MAPPING_TYPES[kind](dict(items))
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:
+    data, shape = base64.b64decode(value["data"], validate=True), value["shape"]
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"shape {shape!r}")
+    dtype = DTYPES[value["dtype"]]
+    if len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for a tensor of shape {shape} and dtype {dtype}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
