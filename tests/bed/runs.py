@@ -81,6 +81,8 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
         case = CASES[2]
     if "convolution" in words:
         case = CASES[4]
+    if "tp" in words or "tp10" in words:
+        case = two_layers(10 if "tp10" in words else 8)
     if words[0] in WRAPPED:
         return _wrapped(words, case), case
     options: dict[str, Any] = {}
@@ -93,9 +95,7 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
     if "columns" in words:
         options["shard_placement_fn"] = _last_dim_if_even
     if "tp" in words or "tp10" in words:
-        mesh, case = grid("dp", "tp"), two_layers(10 if "tp10" in words else 8)
-        model = case.build()
-        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        model, mesh = _tensor_parallel(case)
         return unshard.fully_shard(model, mesh=mesh["dp"]), case
     model = case.build()
     if "channels" in words:
@@ -103,6 +103,12 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
     for unit in case.units(model):
         unshard.fully_shard(unit, **options)
     return model, case
+
+
+def _tensor_parallel(case: Case) -> tuple[nn.Module, Any]:
+    mesh, model = grid("dp", "tp"), case.build()
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    return parallelize_module(model, mesh["tp"], plan), mesh
 
 
 def _last_dim_if_even(parameter: nn.Parameter) -> Shard | None:
@@ -125,9 +131,7 @@ def _wrapped(words: list[str], case: Case) -> nn.Module:
             "channels", lambda: build().to(memory_format=torch.channels_last), case.batch, case.loss, case.units
         )
     if "tp" in words:
-        mesh, case = grid("dp", "tp"), two_layers(8)
-        model = case.build()
-        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        model, mesh = _tensor_parallel(case)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return FSDP(model, device_mesh=mesh["dp"], **options)

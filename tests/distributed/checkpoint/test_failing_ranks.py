@@ -1,0 +1,247 @@
+"""A rank that fails, or dies, while a checkpoint is saved or loaded: all ranks raise, and the last one stays whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import pool, world
+from bed.damage import flip
+from bed.pool import JobFailed
+from bed.runs import Run, assert_same
+from torch import nn
+
+from unshard import CheckpointError, checkpoint, fully_shard
+
+quiet = pytest.mark.filterwarnings("ignore")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The function, which raises the `at`th time."""
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(28, "No space left on device")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@quiet
+@pytest.mark.parametrize(("rank", "function"), [(1, "write"), (0, "write"), (0, "mkdir"), (0, "rename"), (2, "fsync")])
+@world(3)
+def test_a_rank_that_cannot_write(rank: int, function: str, tmp_path: Path) -> None:
+    run = Run("fully_shard")
+    run.train(range(1))
+    checkpoint.save(tmp_path, step=1, **run.parts())
+    state = run.state()
+    run.train(range(1, 2))
+    original = getattr(os, function)
+    if dist.get_rank() == rank:
+        setattr(os, function, failing(original, 2 if function == "mkdir" else 1))
+    try:
+        with pytest.raises(
+            CheckpointError, match=rf"Saving step 2 to .* failed\. On rank {rank}: .*No space left on device"
+        ):
+            checkpoint.save(tmp_path, step=2, keep_last=1, **run.parts())
+    finally:
+        setattr(os, function, original)
+    dist.barrier()
+    assert names(tmp_path) == ["step_00000001"]
+    checkpoint.load(tmp_path, **run.parts())
+    assert_same(run.state(), state)
+    checkpoint.save(tmp_path, step=2, keep_last=1, **run.parts())
+    assert names(tmp_path) == ["step_00000002"]
+
+
+class Odd:
+    """Cannot be saved on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reader": object() if dist.get_rank() == 1 else None, "rank": dist.get_rank()}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@quiet
+@world(2)
+def test_state_that_one_rank_cannot_save(tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match=r"On rank 1: data/1\.reader is a builtins\.object"):
+        checkpoint.save(tmp_path, model=model, data=Odd(), step=1)
+    assert names(tmp_path) == []
+
+
+class Ranked:
+    """Its state differs between ranks, and nothing says how to deal it out to another number of them."""
+
+    def __init__(self, same: bool) -> None:
+        self.same, self.loaded = same, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 12 if self.same else dist.get_rank()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+def save_data(path: str) -> None:
+    for same in (False, True):
+        checkpoint.save(Path(path, str(same)), model=fully_shard(nn.Linear(3, 3)), data=Ranked(same), step=1)
+
+
+def load_data(path: str) -> None:
+    model, data = fully_shard(nn.Linear(3, 3)), Ranked(True)
+    with pytest.raises(CheckpointError, match=r"data was saved by 2 ranks.*load_state_dicts"):
+        checkpoint.load(Path(path, "False"), model=model, data=data)
+    assert data.loaded is None
+    checkpoint.load(Path(path, "True"), model=model, data=data)
+    assert data.loaded == {"seen": 12}
+    draws: list[Any] = [None] * dist.get_world_size()
+    for _ in range(2):
+        checkpoint.load(Path(path, "True"), model=model)
+        before = draws
+        draws = [None] * dist.get_world_size()
+        dist.all_gather_object(draws, torch.rand(2).tolist())
+    assert draws == before and draws[2] not in draws[:2]  # a new rank has seeds of its own
+
+
+def test_data_of_another_number_of_ranks(tmp_path: Path) -> None:
+    start(save_data, 2, path=str(tmp_path))
+    start(load_data, 3, path=str(tmp_path))
+
+
+@quiet
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@world(2, 3)
+def test_damage_that_one_rank_sees(damage: str, tmp_path: Path) -> None:
+    """All ranks raise the same, those that read other files as well, and none has changed anything."""
+    run = Run("fully_shard")
+    run.train(range(2))
+    folder = checkpoint.save(tmp_path, step=2, **run.parts())
+    run.train(range(2, 3))
+    state, drawn = run.state(), torch.get_rng_state()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = folder / "rank_00001.bin"
+        if damage == "flip":
+            flip(path, 3)
+        elif damage == "truncate":
+            os.truncate(path, 100)
+        else:
+            path.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank_00001\.bin .*(model|optimizer)/") as caught:
+        checkpoint.load(tmp_path, **run.parts())
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1
+    assert_same(run.state(), state)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+# -- ranks that die -----------------------------------------------------------------------------------------------
+
+
+def die_while_saving(path: str, rank: int, function: str, at: int) -> None:
+    """Save steps 1 and 2; the rank kills itself at the `at`th call of a function of `os` in the second."""
+    run = Run("fully_shard")
+    run.train(range(1))
+    checkpoint.save(path, step=1, **run.parts())
+    run.train(range(1, 2))
+    original, calls = getattr(os, function), 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and dist.get_rank() == rank:
+            if function == "write":
+                original(args[0], args[1][: len(args[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(os, function, wrapper)
+    try:
+        checkpoint.save(path, step=2, keep_last=1, **run.parts())
+    finally:
+        setattr(os, function, original)
+
+
+def go_on(path: str, step: int) -> None:
+    """The next job: loads the latest, and saves."""
+    run = Run("fully_shard")
+    found = checkpoint.load(path, **run.parts())
+    assert found >= step and run.data.position == found
+    checkpoint.save(path, step=found + 100, keep_last=1, **run.parts())
+
+
+def start(body: Any, ranks: int, **arguments: Any) -> None:
+    pool.shared().run((body.__module__, body.__qualname__), ranks, arguments, filters=["ignore"])
+
+
+def check_after_death(path: Path) -> None:
+    """The last published checkpoint is whole, and the next job leaves nothing behind besides its own."""
+    found = checkpoint.verify(path)
+    assert found == checkpoint.latest(path)
+    public = [each for each in names(path) if not each.startswith(".")]
+    assert all(checkpoint.verify(path / each) for each in public)
+    start(go_on, 2, path=str(path), step=int(found.name[5:]))
+    assert names(path) == [f"step_{int(found.name[5:]) + 100:08d}"]
+    assert names(path / names(path)[0]) == ["manifest.json", "rank_00000.bin", "rank_00001.bin"]
+
+
+MOMENTS = [
+    *((0, "write", at) for at in (1, 2, 9)),
+    *((1, "write", at) for at in (1, 5)),
+    *((0, "fsync", at) for at in (1, 2, 3, 4, 5)),
+    *((1, "fsync", at) for at in (1, 2)),
+    *((0, "rename", at) for at in (1, 2)),
+    *((0, "mkdir", 1), (0, "unlink", 1), (0, "unlink", 2)),
+]
+QUICK = {(1, "write", 1), (0, "rename", 1), (0, "rename", 2)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "function", "at"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in MOMENTS],
+)
+def test_a_rank_that_is_killed(rank: int, function: str, at: int, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed):
+        start(die_while_saving, 2, path=str(tmp_path), rank=rank, function=function, at=at)
+    check_after_death(tmp_path)
+
+
+def save_until_killed(path: str, ranks: list[int], seconds: float) -> None:
+    run = Run("fully_shard")
+    run.train(range(1))
+    checkpoint.save(path, step=1, **run.parts())
+    if dist.get_rank() in ranks:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for step in range(2, 10**6):
+        run.data.position = step
+        checkpoint.save(path, step=step, keep_last=2, **run.parts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(12))
+def test_ranks_that_are_killed_at_random_moments(trial: int, tmp_path: Path) -> None:
+    dice = random.Random(trial)
+    ranks = [0, 1] if trial % 3 == 0 else [dice.randrange(2)]
+    with pytest.raises(JobFailed):
+        start(save_until_killed, 2, path=str(tmp_path), ranks=ranks, seconds=dice.uniform(0.0, 0.6))
+    check_after_death(tmp_path)
