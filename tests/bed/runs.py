@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import unshard
 from unshard import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
 from unshard import FullyShardedDataParallel as FSDP
+from unshard.composable import fully_shard as legacy
 
 CASE = CASES[1]  # uneven: some ranks have no elements of some parameters
 BF16 = torch.bfloat16
@@ -101,7 +102,7 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
     if "channels" in words:
         model = model.to(memory_format=torch.channels_last)
     for unit in case.units(model):
-        unshard.fully_shard(unit, **options)
+        legacy(unit) if "legacy" in words else unshard.fully_shard(unit, **options)
     return model, case
 
 

@@ -168,9 +168,10 @@ def keep_only(path: Path, count: int, newest: Path) -> None:
         hidden = path / f"{_DELETING}{folder.name.removeprefix('step_')}_{secrets.token_hex(8)}"
         try:
             os.rename(folder, hidden)
-        except FileNotFoundError:
-            continue  # another job has deleted it
-        sync_folder(path)
+            sync_folder(path)
+        except OSError as error:  # the new checkpoint is published: its save has not failed
+            _log.warning("%s could not be deleted: %s", folder, error)
+            continue
         shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -190,8 +190,8 @@ def go_on(path: str, step: int) -> None:
     checkpoint.save(path, step=found + 100, keep_last=1, **run.parts())
 
 
-def start(body: Any, ranks: int, **arguments: Any) -> None:
-    pool.shared().run((body.__module__, body.__qualname__), ranks, arguments, filters=["ignore"])
+def start(body: Any, size: int, **arguments: Any) -> None:
+    pool.shared().run((body.__module__, body.__qualname__), size, arguments, filters=["ignore"])
 
 
 def check_after_death(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from unshard.torch_private import strided_shard
 KINDS = [
     *("fully_shard", "fully_shard mixed", "fully_shard tied", "fully_shard columns convolution", "fully_shard offload"),
     *("flat", "flat tied", "flat convolution", "flat channels convolution", "originals", "originals convolution"),
-    *("originals tied", "originals channels convolution", "originals mixed", "flat offload"),
+    *("originals tied", "originals channels convolution", "originals mixed", "flat offload", "legacy"),
 ]
 MESHES = [
     "fully_shard hybrid",
@@ -86,6 +87,30 @@ def test_written_once_and_evenly(tmp_path: Path) -> None:
     fully_shard(model, mesh=mesh)
     folder = checkpoint.save(tmp_path, model=model, step=1)
     assert [file.nbytes for file in read_manifest(folder).files] == [2 * 64 * 64 * 4] * 2
+
+
+@quiet
+@world(2)
+def test_ranks_read_their_own_bytes(tmp_path: Path) -> None:
+    """Also of a file that another number of ranks wrote: here one rank did, and two read."""
+    model = nn.Linear(2048, 4096, bias=False)
+    nbytes = model.weight.nbytes
+    folder = checkpoint.save(tmp_path, model=model, step=1)
+    assert [file.nbytes for file in read_manifest(folder).files] == [nbytes]
+    read, pread = 0, os.pread
+
+    def counted(*arguments: int) -> bytes:
+        nonlocal read
+        data = pread(*arguments)
+        read += len(data)
+        return data
+
+    os.pread = counted
+    try:
+        checkpoint.load(folder, model=fully_shard(nn.Linear(2048, 4096, bias=False)))
+    finally:
+        os.pread = pread
+    assert read == nbytes // 2
 
 
 @quiet
