@@ -218,6 +218,8 @@ HOSTILE = {
     "an alias of nothing": set_in("aliases", "model/x", "model/y"),
     "an alias of a tensor": set_in("aliases", "model/0.weight", "model/0.bias"),
     "no values": set_in("values", []),
+    "values of a rank that are none": set_in("values", "ranks", 0, []),
+    "extra state that is a list": set_in("values", "extra", []),
     "a list": lambda m: [m],
 }
 
@@ -254,6 +256,8 @@ VALUES = {
     ),
     "a state that is not there": set_in("values", "optimizer", "state", "0.weight", "other", {"$": "sharded"}),
     "random numbers are short": set_in("values", "ranks", 0, "rng", "torch", "data", ""),
+    "random numbers are none": set_in("values", "ranks", 0, "rng", 3),
+    "random numbers are missing": set_in("values", "ranks", 0, {}),
     "random numbers are text": set_in("values", "ranks", 0, "rng", "python", "x"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from .differences import Differences
 from .dtypes import DTYPES, name_of_dtype
 from .files import CheckpointFiles, copy_pieces
 from .folders import resolve
-from .manifest import TensorEntry, read_manifest
+from .manifest import Manifest, TensorEntry, read_manifest
 from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
 from .ranks import on_first_rank, rank_and_size, together
@@ -48,23 +49,9 @@ def load(
     called with the list of all ranks' states.
     """
     what = f"Loading {path}"
-    folder = on_first_rank(what, lambda: resolve(path))
-    loading: Loading | None = None
-
-    def prepare() -> tuple[Differences, str]:
-        nonlocal loading
-        loading = Loading(folder, strict)
-        loading.compare_model(model)
-        if optimizer is not None:
-            loading.compare_optimizer(optimizer)
-        loading.compare_values({"scheduler": scheduler, "scaler": scaler}, data, rng)
-        return loading.differences, loading.manifest.checksum
-
-    answers = together(what, prepare)
-    assert loading is not None
-    if len({each[1] for each in answers}) > 1:
-        raise CheckpointError(f"{what} failed. The ranks read different manifests in {folder}: do they share the disk?")
-    loading.differences.refuse([each[0] for each in answers], folder, strict)
+    loading = Loading(on_first_rank(what, lambda: resolve(path)))
+    shared = {"scheduler": scheduler, "scaler": scaler}
+    loading.refuse(together(what, lambda: loading.compare(model, optimizer, shared, data, rng)), strict)
     with loading.files:
         together(what, loading.verify)
         together(what, loading.apply)
@@ -74,25 +61,58 @@ def load(
 class Loading:
     """One load on one rank."""
 
-    def __init__(self, folder: Path, strict: bool):
-        self.manifest = read_manifest(folder)
-        self.files = CheckpointFiles(folder, self.manifest)
-        self.differences = Differences()
-        self._strict = strict
-        self._model: ModelState = ModelState()
+    manifest: Manifest
+    files: CheckpointFiles
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._differences = Differences()
+        self._model = ModelState()
         self._targets: list[HeldTensor] = []
         self._optimizer: OptimizerLoad | None = None
-        self._values: list[tuple[Any, str, Any]] = []
-        """Objects, what of theirs it is, and what they get, in JSON."""
+        self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
+        """Methods to call, the name of what they get, and that, in JSON until it is decoded."""
         self._rng: Any = None
+        """The states of the generators, in JSON until they are decoded."""
+        self._new_rank: int | None = None
 
     # -- comparing ------------------------------------------------------------------------------------------
 
-    def compare_model(self, model: nn.Module) -> None:
+    def compare(
+        self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any, rng: bool
+    ) -> tuple[str, Differences]:
+        """Read the manifest and compare it with what is to be loaded; returns its checksum and the differences."""
+        self.manifest = read_manifest(self._folder)
+        self.files = CheckpointFiles(self._folder, self.manifest)
+        self._compare_model(model)
+        if optimizer is not None:
+            load = OptimizerLoad(optimizer, self._model, self.manifest, self._differences)
+            self._optimizer = load if load.found else None
+        self._compare_values(shared)
+        rank, size = rank_and_size()
+        if data is not None:
+            self._compare_data(data, rank, size)
+        if rng and rank < self.manifest.ranks:
+            self._rng = self.manifest.values["ranks"][rank].get("rng")
+            if self._rng is None:
+                self._differences.missing["random number generators"] = 0
+        elif rng:
+            self._new_rank = rank
+        return self.manifest.checksum, self._differences
+
+    def refuse(self, answers: list[tuple[str, Differences]], strict: bool) -> None:
+        """Raise if the checkpoint does not fit on any rank."""
+        if len({checksum for checksum, _ in answers}) > 1:
+            raise CheckpointError(
+                f"The ranks read different manifests in {self._folder}. All ranks have to see the same disk."
+            )
+        self._differences.refuse([differences for _, differences in answers], self._folder, strict)
+
+    def _compare_model(self, model: nn.Module) -> None:
         self._model = model_state(model)
         taken = set()
         for held in self._model.tensors:
-            entry, differences = self.manifest.find(held.name), self.differences
+            entry, differences = self.manifest.find(held.name), self._differences
             if entry is None:
                 differences.missing[held.name] = _nbytes(held)
                 continue
@@ -106,19 +126,14 @@ class Loading:
                 self._targets.append(held)
         for alias, name in self._model.aliases.items():
             if alias in self.manifest.tensors and name in self.manifest.tensors:
-                self.differences.wrong.append(
+                self._differences.wrong.append(
                     f"{alias} and {name} are tied here, and are two tensors in the checkpoint"
                 )
         for name, entry in self.manifest.tensors.items():
             if name.startswith("model/") and name not in taken:
-                self.differences.unexpected[name] = entry.nbytes
+                self._differences.unexpected[name] = entry.nbytes
 
-    def compare_optimizer(self, optimizer: Optimizer) -> None:
-        load = OptimizerLoad(optimizer, self._model, self.manifest, self.differences)
-        if self.manifest.values.get("optimizer") is not None:
-            self._optimizer = load
-
-    def compare_values(self, shared: dict[str, Any], data: Any, rng: bool) -> None:
+    def _compare_values(self, shared: dict[str, Any]) -> None:
         values = self.manifest.values
         for name, target in shared.items():
             if target is not None:
@@ -127,27 +142,20 @@ class Loading:
         for name, module in self._model.extra.items():
             self._compare_value(name, extra, module, "set_extra_state", f"extra/{name}")
         for name in extra.keys() - self._model.extra.keys():
-            self.differences.unexpected[f"extra state of {name!r}"] = 0
-        rank, size = rank_and_size()
-        if data is not None:
-            self._compare_data(data, rank, size)
-        if rng and rank < self.manifest.ranks:
-            self._rng = values["ranks"][rank]["rng"]
-        elif rng:
-            self._rng = rank
+            self._differences.unexpected[f"extra state of {name!r}"] = 0
 
     def _compare_value(self, name: str, values: Any, target: Any, method: str, path: str) -> None:
         if not callable(getattr(target, method, None)):
-            self.differences.wrong.append(f"{path} is a {type(target).__name__} here, without {method}")
+            self._differences.wrong.append(f"{path} is a {type(target).__name__} here, without {method}")
         elif name not in values:
-            self.differences.missing[path] = 0
+            self._differences.missing[path] = 0
         else:
             self._values.append((getattr(target, method), path, values[name]))
 
     def _compare_data(self, data: Any, rank: int, size: int) -> None:
         ranks = self.manifest.values["ranks"]
         if any("data" not in each for each in ranks):
-            self.differences.missing["data"] = 0
+            self._differences.missing["data"] = 0
         elif size == len(ranks):
             self._compare_value("data", ranks[rank], data, "load_state_dict", f"data/{rank}")
         elif hasattr(data, "load_state_dicts"):
@@ -155,7 +163,7 @@ class Loading:
         elif all(each["data"] == ranks[0]["data"] for each in ranks):
             self._compare_value("data", ranks[0], data, "load_state_dict", "data/0")
         else:
-            self.differences.wrong.append(
+            self._differences.wrong.append(
                 f"data was saved by {len(ranks)} ranks, each with a state of its own, and there are {size} now: give "
                 f"{type(data).__name__} a method load_state_dicts(states) that takes the list of all, or pass no data"
             )
@@ -182,7 +190,7 @@ class Loading:
         self._values = [(target, path, decode(value, path, self._stored)) for target, path, value in self._values]
         if self._optimizer is not None:
             self._optimizer.decode(self._stored)
-        if isinstance(self._rng, dict):
+        if self._rng is not None:
             self._rng = decode(self._rng, "rng", self._stored)
             check_rng_state(self._rng)
 
@@ -211,10 +219,10 @@ class Loading:
             self._optimizer.load(self._fill)
         for load_state, _, value in self._values:
             load_state(value)
-        if isinstance(self._rng, dict):
+        if self._rng is not None:
             set_rng_state(self._rng)
-        elif self._rng is not None:
-            seed_new_rank(self.manifest.step, self._rng)
+        elif self._new_rank is not None:
+            seed_new_rank(self.manifest.step, self._new_rank)
 
     def _fill(self, held: HeldTensor) -> None:
         """Copy what this rank holds of a tensor from the files."""

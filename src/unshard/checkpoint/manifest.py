@@ -214,8 +214,11 @@ class _Parser:
                 raise _Wrong(f"the alias {alias!r} of {str(name)[:100]!r}")
         step, ranks = _integer(_field(self._value, "step", int)), _integer(_field(self._value, "ranks", int))
         values = _field(self._value, "values", dict)
-        if not ranks or len(_field(values, "ranks", list)) != ranks:
-            raise _Wrong(f"values of {len(values['ranks'])} ranks, for {ranks} ranks")
+        of_ranks = _field(values, "ranks", list)
+        if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
+            raise _Wrong(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
+        if type(values.get("extra", {})) is not dict:
+            raise _Wrong("extra state that is not an object")
         return Manifest(step, ranks, self._algorithm, self._block_bytes, files, tensors, aliases, values, checksum)
 
     def _file(self, value: Any) -> FileEntry:

@@ -30,6 +30,7 @@ class OptimizerLoad:
         self._optimizer, self._manifest = optimizer, manifest
         self._groups = params_of(optimizer, model)
         entry = manifest.values.get("optimizer")
+        self.found = entry is not None
         self._saved: dict[str, Any] = _checked(entry) if entry is not None else {}
         if entry is None:
             differences.missing["the optimizer"] = 0

@@ -28,7 +28,7 @@ def check_rng_state(state: Any) -> None:
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"The state of the random number generators is malformed: {error}.") from error
 
 

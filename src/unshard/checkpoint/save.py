@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from .checksums import BLOCK_BYTES, best_algorithm
 from .files import host_buffers, padding_after, write_file
-from .folders import Unpublished, check_step, keep_only, sync_folder
-from .manifest import MANIFEST, FileEntry, Manifest, StoredBox, TensorEntry, manifest_bytes
+from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
+from .manifest import MANIFEST, FileEntry, Manifest, manifest_bytes
 from .model_state import HeldTensor, model_state
 from .optimizer_state import merged, optimizer_state
 from .parts import whole
@@ -27,45 +27,17 @@ from .values import encode
 
 
 @dataclass
-class RankState:
-    """What one rank contributes to a checkpoint."""
+class RankEntry:
+    """What one rank contributes to the manifest; the ranks exchange these."""
 
-    tensors: list[HeldTensor] = field(default_factory=list)
+    step: int
+    tensors: dict[str, Described] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     """Values that are the same on all ranks; those of rank 0 are saved."""
     own: dict[str, Any] = field(default_factory=dict)
     """Values of this rank."""
     optimizer: dict[str, Any] | None = None
-
-    def store(self, name: str, value: torch.Tensor) -> None:
-        self.tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value.detach(), plain=True))
-
-
-@torch.no_grad()
-def collect(model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any, rank: int) -> RankState:
-    """Everything that this rank has to save; tensors are not copied."""
-    found, state = RankState(), model_state(model)
-    found.tensors, found.aliases = state.tensors, state.aliases
-    if optimizer is not None:
-        tensors, found.optimizer = optimizer_state(optimizer, state)
-        found.tensors += tensors
-    if rank == 0:
-        for name, each in shared.items():
-            if each is not None:
-                found.shared[name] = encode(_state_dict(each, name), name, found.store)
-        extra = {name: module.get_extra_state() for name, module in state.extra.items()}
-        found.shared["extra"] = {name: encode(each, f"extra/{name}", found.store) for name, each in extra.items()}
-    found.own["rng"] = encode(rng_state(), f"rng/{rank}", found.store)
-    if data is not None:
-        found.own["data"] = encode(_state_dict(data, "data"), f"data/{rank}", found.store)
-    return found
-
-
-def _state_dict(value: Any, name: str) -> Any:
-    if not callable(getattr(value, "state_dict", None)):
-        raise CheckpointError(f"{name} must have the methods state_dict and load_state_dict, got {type(value)}.")
-    return value.state_dict()
 
 
 def save(
@@ -87,96 +59,119 @@ def save(
     `keep_last`: delete all but so many checkpoints afterwards.
     """
     check_step(step, keep_last)
-    rank, size = rank_and_size()
-    what, parent = f"Saving step {step} to {path}", Path(path)
+    what, saving = f"Saving step {step} to {path}", Saving(Path(path), step)
     shared = {"scheduler": scheduler, "scaler": scaler}
-    state: RankState | None = None
-
-    def prepare() -> tuple[dict[str, Described], dict[str, str], dict[str, Any], dict[str, Any], Any, int]:
-        nonlocal state
-        state = collect(model, optimizer, shared, data, rank)
-        return describe(state.tensors), state.aliases, state.shared, state.own, state.optimizer, step
-
-    answers = together(what, prepare)
-    assert state is not None
-    if len({each[5] for each in answers}) > 1:
-        raise CheckpointError(
-            f"{what} failed. The ranks save different steps: {sorted({each[5] for each in answers})}."
-        )
-    plan = make_plan([each[0] for each in answers])
-    unpublished: Unpublished | None = None
-
-    def begin() -> tuple[str, str]:
-        nonlocal unpublished
-        unpublished = Unpublished(parent, step)
-        return unpublished.folder.name, best_algorithm()
-
-    name, algorithm = on_first_rank(what, begin)
-    folder, held = parent / name, {each.name: each for each in state.tensors}
+    saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
     try:
-        files = together(what, lambda: _write_rank(folder, plan, held, rank, algorithm))
-        values = {
-            **answers[0][2],
-            "optimizer": merged([each[4] for each in answers]),
-            "ranks": [each[3] for each in answers],
-        }
-        aliases = {alias: target for each in answers for alias, target in each[1].items()}
-        manifest = _manifest(plan, files, aliases, values, step, size, algorithm)
-        on_first_rank(what, lambda: _publish(unpublished, manifest, keep_last))
+        folder, algorithm = on_first_rank(what, saving.make_folder)
+        files = together(what, lambda: saving.write(folder, algorithm))
+        on_first_rank(what, lambda: saving.publish(files, algorithm, keep_last))
     finally:
-        if unpublished is not None:
-            unpublished.remove()  # nothing is there if it was published
-    return parent / f"step_{step:08d}"
+        saving.clean_up()
+    return Path(path) / folder_name(step)
 
 
-def _write_rank(folder: Path, plan: Plan, held: dict[str, HeldTensor], rank: int, algorithm: str) -> FileEntry | None:
-    """Write the boxes of this rank; None if it has none."""
-    if not plan.nbytes[rank]:
-        return None
-    entry = write_file(folder / f"rank_{rank:05d}.bin", _buffers(plan, held, rank), algorithm)
-    sync_folder(folder)
-    if entry.nbytes != plan.nbytes[rank]:
-        raise CheckpointError(f"{folder / entry.name} has {entry.nbytes} bytes, expected {plan.nbytes[rank]}.")
-    return entry
+class Saving:
+    """One save on one rank."""
+
+    def __init__(self, path: Path, step: int):
+        self._path, self._step = path, step
+        self._rank, self._size = rank_and_size()
+        self._tensors: dict[str, HeldTensor] = {}
+        self._entries: list[RankEntry] = []
+        self._plan = Plan({}, [])
+        self._unpublished: Unpublished | None = None
+
+    @torch.no_grad()
+    def collect(self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any) -> RankEntry:
+        """Find everything that this rank has to save; tensors are not copied."""
+        state = model_state(model)
+        found, tensors = RankEntry(self._step, aliases=state.aliases), state.tensors
+
+        def store(name: str, value: torch.Tensor) -> None:
+            tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value.detach(), plain=True))
+
+        if optimizer is not None:
+            of_optimizer, found.optimizer = optimizer_state(optimizer, state)
+            tensors += of_optimizer
+        if self._rank == 0:
+            given = {name: each for name, each in shared.items() if each is not None}
+            found.shared = {name: encode(_state_dict(each, name), name, store) for name, each in given.items()}
+            extra = {name: module.get_extra_state() for name, module in state.extra.items()}
+            found.shared["extra"] = {name: encode(each, f"extra/{name}", store) for name, each in extra.items()}
+        found.own["rng"] = encode(rng_state(), f"rng/{self._rank}", store)
+        if data is not None:
+            found.own["data"] = encode(_state_dict(data, "data"), f"data/{self._rank}", store)
+        found.tensors = describe(tensors)
+        self._tensors = {each.name: each for each in tensors}
+        return found
+
+    def plan(self, entries: list[RankEntry]) -> None:
+        """Decide who writes what, on all ranks alike."""
+        steps = sorted({entry.step for entry in entries})
+        if len(steps) > 1:
+            raise CheckpointError(f"The ranks save different steps: {steps}.")
+        self._entries, self._plan = entries, make_plan([entry.tensors for entry in entries])
+
+    def make_folder(self) -> tuple[Path, str]:
+        """On rank 0; returns the folder to write to and the kind of checksums."""
+        self._unpublished = Unpublished(self._path, self._step)
+        return self._unpublished.folder, best_algorithm()
+
+    def write(self, folder: Path, algorithm: str) -> FileEntry | None:
+        """Write the boxes of this rank; None if it has none."""
+        expected = self._plan.nbytes[self._rank]
+        if not expected:
+            return None
+        entry = write_file(folder / f"rank_{self._rank:05d}.bin", self._buffers(), algorithm)
+        sync_folder(folder)
+        if entry.nbytes != expected:
+            raise CheckpointError(f"{folder / entry.name} has {entry.nbytes} bytes, expected {expected}.")
+        return entry
+
+    def _buffers(self) -> Iterator[memoryview]:
+        """The bytes of this rank's file, in the order in which the plan has numbered them."""
+        for name, entry in self._plan.tensors.items():
+            mine = [each.box for each in entry.boxes if each.file == self._rank]
+            if mine:
+                held = self._tensors[name]
+                views = dict(zip(held.part.boxes, held.views(), strict=True))
+                for box in mine:
+                    yield from host_buffers(views[box], held.dtype)
+                    yield padding_after(box.numel * entry.itemsize)
+
+    def publish(self, files: list[FileEntry | None], algorithm: str, keep_last: int | None) -> None:
+        """On rank 0, after all ranks have written their files."""
+        assert self._unpublished is not None
+        manifest = self._manifest(files, algorithm)
+        write_file(self._unpublished.folder / MANIFEST, [memoryview(manifest_bytes(manifest))], algorithm)
+        self._unpublished.publish()
+        if keep_last is not None:
+            keep_only(self._path, keep_last, self._unpublished.target)
+
+    def _manifest(self, files: list[FileEntry | None], algorithm: str) -> Manifest:
+        written = [rank for rank, each in enumerate(files) if each is not None]
+        number = {rank: position for position, rank in enumerate(written)}
+        tensors = {
+            name: replace(entry, boxes=tuple(each._replace(file=number[each.file]) for each in entry.boxes))
+            for name, entry in self._plan.tensors.items()
+        }
+        values = {
+            **self._entries[0].shared,
+            "optimizer": merged([entry.optimizer for entry in self._entries]),
+            "ranks": [entry.own for entry in self._entries],
+        }
+        aliases = {alias: name for entry in self._entries for alias, name in entry.aliases.items()}
+        entries = [each for each in files if each is not None]
+        return Manifest(self._step, self._size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
+
+    def clean_up(self) -> None:
+        """Delete what was written, unless it was published."""
+        if self._unpublished is not None:
+            self._unpublished.remove()
 
 
-def _buffers(plan: Plan, held: dict[str, HeldTensor], rank: int) -> Iterator[memoryview]:
-    """The bytes of this rank's file, in the order in which the plan has numbered them."""
-    for name, entry in plan.tensors.items():
-        mine = [each.box for each in entry.boxes if each.file == rank]
-        if mine:
-            views = dict(zip(held[name].part.boxes, held[name].views(), strict=True))
-            for box in mine:
-                yield from host_buffers(views[box], held[name].dtype)
-                yield padding_after(box.numel * entry.itemsize)
-
-
-def _manifest(
-    plan: Plan,
-    files: list[FileEntry | None],
-    aliases: dict[str, str],
-    values: dict[str, Any],
-    step: int,
-    size: int,
-    algorithm: str,
-) -> Manifest:
-    written = [rank for rank, each in enumerate(files) if each is not None]
-    number = {rank: position for position, rank in enumerate(written)}
-    tensors = {
-        name: TensorEntry(
-            entry.dtype,
-            entry.shape,
-            tuple(StoredBox(number[each.file], each.offset, each.box) for each in entry.boxes),
-        )
-        for name, entry in plan.tensors.items()
-    }
-    entries = [each for each in files if each is not None]
-    return Manifest(step, size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
-
-
-def _publish(unpublished: Unpublished | None, manifest: Manifest, keep_last: int | None) -> None:
-    assert unpublished is not None
-    write_file(unpublished.folder / MANIFEST, [memoryview(manifest_bytes(manifest))], manifest.algorithm)
-    unpublished.publish()
-    if keep_last is not None:
-        keep_only(unpublished.target.parent, keep_last, unpublished.target)
+def _state_dict(value: Any, name: str) -> Any:
+    if not callable(getattr(value, "state_dict", None)):
+        raise CheckpointError(f"{name} must have the methods state_dict and load_state_dict, got {type(value)}.")
+    return value.state_dict()
