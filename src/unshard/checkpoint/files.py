@@ -113,8 +113,9 @@ class CheckpointFiles:
         """Compare the checksums of these blocks of a file."""
         entry, size = self.manifest.files[file], self.manifest.block_bytes
         descriptor = self._open(file)
+        buffer = memoryview(bytearray(min(size, entry.nbytes)))  # one for all blocks: the processor's cache keeps it
         for block in sorted(blocks):
-            data = _read(descriptor, block * size, min(size, entry.nbytes - block * size))
+            data = _read(descriptor, block * size, buffer[: min(size, entry.nbytes - block * size)])
             found = checksum_of(data, self.manifest.algorithm, self._folder / entry.name)
             if found != entry.blocks[block]:
                 names = self.manifest.tensors_at(file, block * size, (block + 1) * size)
@@ -143,14 +144,15 @@ class CheckpointFiles:
         return flat.view(dtype).view(stored.box.size)
 
 
-def _read(descriptor: int, offset: int, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        data = os.pread(descriptor, count - len(found), offset + len(found))
-        if not data:
+def _read(descriptor: int, offset: int, buffer: memoryview) -> memoryview:
+    """Fill the buffer; returns less of it at the end of the file."""
+    found = 0
+    while found < len(buffer):
+        count = os.preadv(descriptor, [buffer[found:]], offset + found)
+        if not count:
             break
-        found += data
-    return bytes(found)
+        found += count
+    return buffer[:found]
 
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from bed import world
 from bed.models import CASES
 from bed.runs import assert_same, build_model, full
+from bed.wrapped import wrap_case
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from unshard import CheckpointError, checkpoint, fully_shard
+from unshard import CheckpointError, ShardingStrategy, checkpoint, fully_shard
+from unshard import FullyShardedDataParallel as FSDP
 from unshard.checkpoint.manifest import read_manifest
 from unshard.torch_private import strided_shard
 
@@ -97,19 +101,19 @@ def test_ranks_read_their_own_bytes(tmp_path: Path) -> None:
     nbytes = model.weight.nbytes
     folder = checkpoint.save(tmp_path, model=model, step=1)
     assert [file.nbytes for file in read_manifest(folder).files] == [nbytes]
-    read, pread = 0, os.pread
+    read, preadv = 0, os.preadv
 
-    def counted(*arguments: int) -> bytes:
+    def counted(*arguments: Any) -> int:
         nonlocal read
-        data = pread(*arguments)
-        read += len(data)
-        return data
+        count = preadv(*arguments)
+        read += count
+        return count
 
-    os.pread = counted
+    os.preadv = counted
     try:
         checkpoint.load(folder, model=fully_shard(nn.Linear(2048, 4096, bias=False)))
     finally:
-        os.pread = pread
+        os.preadv = preadv
     assert read == nbytes // 2
 
 
@@ -170,6 +174,29 @@ def test_from_one_front_end_into_the_other(one: str, other: str, tmp_path: Path)
 
 
 @quiet
+@world(3)
+def test_counters_of_ranks_without_elements(tmp_path: Path) -> None:
+    """A counter that was loaded on a rank without elements of the parameter is never advanced, and not saved."""
+    model, case = build_model("originals")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        case.loss(model, case.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            state = FSDP.optim_state_dict(model, optimizer)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    stale: list[Any] = [None] * 3
+    dist.all_gather_object(stale, any(entry["step"] == 2 for entry in optimizer.state.values()))
+    assert any(stale)
+    folder = checkpoint.save(tmp_path, model=model, optimizer=optimizer, step=3)
+    plain = case.build()
+    stepper = torch.optim.AdamW(plain.parameters())
+    checkpoint.load(folder, model=plain, optimizer=stepper)
+    assert {float(entry["step"]) for entry in stepper.state.values()} == {3.0}
+
+
+@quiet
 @world(2)
 def test_ignored_parameters_and_buffers(tmp_path: Path) -> None:
     """Plain tensors are those of rank 0, on all ranks, after loading."""
@@ -211,6 +238,44 @@ def test_models_that_differ_between_ranks(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model=nn.Linear(2, 3 + rank), step=2)
     with pytest.raises(CheckpointError, match=r"The ranks save different steps: \[5, 6\]"):
         checkpoint.save(tmp_path, model=both, step=5 + rank)
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "originals"])
+@world(2)
+def test_units_that_are_kept_unsharded(kind: str, tmp_path: Path) -> None:
+    """Saving and loading take the shards, and the next forward has what was loaded."""
+
+    def build() -> nn.Module:
+        if kind != "fully_shard":
+            keep = ShardingStrategy.SHARD_GRAD_OP
+            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
+        model = CASES[1].build()
+        for unit in CASES[1].units(model):
+            fully_shard(unit, reshard_after_forward=False)
+        return model
+
+    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), build()
+    zeroed(other)
+    expected = model(x)
+    checkpoint.save(tmp_path, model=model, step=1)
+    assert not torch.equal(other(x), expected)
+    checkpoint.load(tmp_path, model=other)
+    assert torch.equal(other(x), expected)
+
+
+@quiet
+@world(2)
+def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
+    """Activation checkpointing and `torch.compile` change no name."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), torch.compile(nn.Linear(3, 3)))
+    for layer in wrapped:
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    folder = checkpoint.save(tmp_path, model=wrapped, optimizer=optimizer, step=1)
+    assert sorted(read_manifest(folder).tensors) == sorted(f"model/{name}" for name in plain.state_dict())
+    checkpoint.load(folder, model=plain, optimizer=torch.optim.AdamW(plain.parameters()))
 
 
 @quiet
