@@ -188,6 +188,8 @@ HOSTILE = {
     "the same file twice": lambda m: m["files"].append(m["files"][0]),
     "no files": set_in("files", {}),
     "tiny blocks": set_in("block_bytes", 1),
+    "no blocks": set_in("block_bytes", 0),
+    "huge blocks": set_in("block_bytes", 2**40),
     "another algorithm": set_in("algorithm", "xxh3_64"),
     "another version": set_in("version", 2),
     "another format": set_in("format", "pickle"),
@@ -212,6 +214,7 @@ HOSTILE = {
     "no boxes": set_in("tensors", "model/0.weight", "boxes", []),
     "a dtype that runs code": set_in("tensors", "model/0.weight", "dtype", "os.system"),
     "a huge shape": set_in("tensors", "model/0.weight", "shape", [2**40, 2**40]),
+    "a shape that is a number": set_in("tensors", "model/0.weight", "shape", 3),
     "a shape of text": set_in("tensors", "model/0.weight", "shape", "34"),
     "many dimensions": set_in("tensors", "model/0.weight", "shape", [1] * 1000),
     "a name that does not print": set_in("tensors", "model/\x1b[2J", {"dtype": "float32", "shape": [0], "boxes": []}),
@@ -277,6 +280,15 @@ def test_hostile_values(what: str, folder: Path) -> None:
 def test_json_that_is_none(text: str, folder: Path) -> None:
     write_manifest(folder, text)
     refused(folder, r"manifest\.json is malformed")
+
+
+def test_a_key_twice(folder: Path) -> None:
+    edit_to_crc32(folder)
+    text = json.dumps(json.loads((folder / MANIFEST).read_text())["manifest"])
+    write_manifest(folder, text)
+    assert read_manifest(folder).step == 7
+    write_manifest(folder, text.replace('"step": 7', '"step": 7, "step": 7'))
+    refused(folder, "the same key twice")
 
 
 def test_a_pickle_is_not_read(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from unshard import CheckpointError
-from unshard.checkpoint.values import decode, encode, stored_names
+from unshard.checkpoint.values import INLINE_BYTES, decode, encode, stored_names
 
 
 class Color(IntEnum):
@@ -59,6 +59,13 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     found = round_trip({"t": [value]})["t"][0]
     assert found.dtype == dtype and found.shape == value.shape
     assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+
+
+def test_large_tensors_are_stored_beside() -> None:
+    stored: dict[str, torch.Tensor] = {}
+    value = [torch.zeros(INLINE_BYTES, dtype=torch.uint8), torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)]
+    assert "data" in encode(value, "x", stored.__setitem__)[0]
+    assert list(stored) == ["x[1]"]
 
 
 def test_strided_and_conjugated_tensors() -> None:
