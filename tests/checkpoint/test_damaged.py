@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,8 @@ HOSTILE = {
     "a smaller box": set_box(3, [2, 4]),
     "an empty box": set_box(3, [0, 4]),
     "a box that is text": set_box(3, "34"),
-    "overlapping boxes": lambda m: tensor(m).update(
-        boxes=[[0, tensor(m)["boxes"][0][1], [0, 0], [2, 4]], [0, 0, [1, 0], [1, 4]]]
-    ),
+    "a box that is a number": set_in("tensors", "model/0.weight", "boxes", [3]),
+    "a box without a size": lambda m: tensor(m)["boxes"][0].pop(),
     "shared bytes": share_bytes,
     "no boxes": set_in("tensors", "model/0.weight", "boxes", []),
     "a dtype that runs code": set_in("tensors", "model/0.weight", "dtype", "os.system"),
@@ -238,8 +238,6 @@ def test_hostile_manifests(what: str, folder: Path, monkeypatch: pytest.MonkeyPa
 
 def edit_to_crc32(folder: Path) -> None:
     """As a machine without xxhash writes it: then the tests can make checksums right."""
-    import zlib
-
     data = (folder / "rank_00000.bin").read_bytes()
 
     def edit(manifest: dict[str, Any]) -> None:
@@ -280,6 +278,24 @@ def test_hostile_values(what: str, folder: Path) -> None:
 def test_json_that_is_none(text: str, folder: Path) -> None:
     write_manifest(folder, text)
     refused(folder, r"manifest\.json is malformed")
+
+
+def test_overlapping_boxes(folder: Path) -> None:
+    """As many elements as the tensor has, on bytes of their own, and one row twice."""
+    path = folder / "rank_00000.bin"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + bytes(64))
+
+    def edit(manifest: dict[str, Any], first: int) -> None:
+        manifest["files"][0]["bytes"] = size + 64
+        manifest["algorithm"], manifest["files"][0]["blocks"] = "crc32", f"{zlib.crc32(path.read_bytes()):08x}"
+        own = tensor(manifest)["boxes"][0][1]
+        tensor(manifest)["boxes"] = [[0, own, [0, 0], [2, 4]], [0, size, [first, 0], [1, 4]]]
+
+    edit_manifest(folder, lambda manifest: edit(manifest, 2))
+    assert checkpoint.verify(folder) == folder
+    edit_manifest(folder, lambda manifest: edit(manifest, 1))
+    refused(folder, r"two boxes of 'model/0\.weight' overlap")
 
 
 def test_a_key_twice(folder: Path) -> None:

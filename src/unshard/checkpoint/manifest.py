@@ -237,8 +237,6 @@ class _Parser:
         if dtype not in DTYPES:
             raise _Wrong(f"{name!r} has the dtype {dtype[:100]!r}")
         numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
-        if numel > _MAX:
-            raise _Wrong(f"{name!r} has the shape {shape}")
         for each in _field(value, "boxes", list):
             if type(each) is not list or len(each) != 4:
                 raise _Wrong(f"a box of {name!r}")
