@@ -126,6 +126,8 @@ def _wrapped(words: list[str], case: Case) -> nn.Module:
     if "hybrid" in words:
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
         options["device_mesh"] = grid("replicas", "shards")
+    if "whole" in words:
+        options["sharding_strategy"] = ShardingStrategy.NO_SHARD
     if "channels" in words:
         build = case.build
         case = Case(

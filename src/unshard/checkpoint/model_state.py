@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..engine.api import FlatShardedParams, FSDPState, ManagedParam, ParamGroup, Phase, state_of
 from ..errors import CheckpointError
 from ..fsdp1.state import WrapperState
+from ..layout.flat import FlatSharding
 from ..names import ALL_PREFIXES, clean_tensor_name
 from ..torch_private import local_part, non_persistent_buffers, own_buffers, own_parameters
 from .parts import Part, part_of_dtensor, part_of_param, whole
@@ -121,20 +122,16 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
     if not names:
         return  # of a unit outside this model
     name = _add_aliases(found, names)
-    rank = group.shards.rank
-    part, sharded = part_of_param(name, param, rank), param.sharded
+    rank, sharded, sharding = group.shards.rank, param.sharded, param.sharding
+    flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
+    part = part_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
     local, optimized = local_part(sharded), OptimizedParam(name, part)
-    if isinstance(group.sharded, FlatShardedParams):
-        if not group.sharded.originals:
-            sharded = group.sharded.flat.sharded
-            first, count = param.sharding.elements(rank)  # type: ignore[union-attr]
-            start = param.sharding.begin + first - rank * param.sharding.shard_numel if count else 0  # type: ignore[union-attr]
-            optimized = OptimizedParam(name, part, False, start, count)
-            local = optimized.local_of(group.sharded.flat.local)
-        elif param.sharding.world == 1 and param.tp_spec is None:
-            # It has its shape, and its state may have other strides.
-            part = whole(part.shape)
-            optimized = OptimizedParam(name, part)
+    if flat is not None:
+        assert isinstance(sharding, FlatSharding)
+        first, count = sharding.elements(rank)
+        start = sharding.begin + first - rank * sharding.shard_numel if count else 0
+        sharded, optimized = flat.sharded, OptimizedParam(name, part, False, start, count)
+        local = optimized.local_of(flat.local)
     _refuse_subclass(name, local)
     found.optimized.setdefault(id(sharded), []).append(optimized)
     found.tensors.append(HeldTensor(f"model/{name}", part, local.dtype, local, plain=False))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from ..engine.api import ManagedParam
 from ..errors import CheckpointError
 from ..layout.flat import FlatSharding
 from ..torch_private import DTensorSpec, is_strided_shard, spec_of
@@ -37,7 +37,7 @@ class FlatPart(Part):
     """The dimensions, from the largest stride to the smallest."""
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
-        local = local.reshape(-1)
+        local = local.view(-1)  # never a copy: what is written to the views has to arrive
         back = [self.order.index(dim) for dim in range(len(self.order))]
         found = []
         for start, box in zip(self.starts, self.boxes, strict=True):
@@ -86,15 +86,19 @@ def part_of_dtensor(name: str, tensor: DTensor) -> Part:
     return Part(tuple(tensor.shape), (), ()) if index is None else part_of_intervals(tensor.shape, index)
 
 
-def part_of_param(name: str, param: Any, rank: int) -> Part:
-    """Of a managed parameter; `rank`: this rank's number among those that have the shards."""
+def part_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> Part:
+    """Of a managed parameter; `rank`: this rank's number among those that have the shards.
+
+    `in_a_row`: the local tensors of a flat unit have one dimension, in memory order. Otherwise they have their shape,
+    and those of the optimizer's state may have other strides.
+    """
     sharding, spec = param.sharding, param.tp_spec
     shape = tuple(sharding.shape) if spec is None else tuple(spec.shape)
     index = None if spec is None else intervals_of(name, spec)
     if index is None:
         index = [[(0, length)] if length else [] for length in sharding.shape]
     if isinstance(sharding, FlatSharding):
-        return _flat_part(name, shape, index, sharding, rank)
+        return _flat_part(name, shape, index, sharding, rank) if in_a_row else part_of_intervals(shape, index)
     if shape:
         index[sharding.dim] = take(index[sharding.dim], *sharding.rows(rank))
     return part_of_intervals(shape, index)

@@ -27,7 +27,15 @@ from unshard.torch_private import strided_shard
 KINDS = [
     *("fully_shard", "fully_shard mixed", "fully_shard tied", "fully_shard columns convolution", "fully_shard offload"),
     *("flat", "flat tied", "flat convolution", "flat channels convolution", "originals", "originals convolution"),
-    *("originals tied", "originals channels convolution", "originals mixed", "flat offload", "legacy"),
+    *(
+        "originals tied",
+        "originals channels convolution",
+        "originals mixed",
+        "flat offload",
+        "legacy",
+        "flat whole channels convolution",
+        "originals whole channels convolution",
+    ),
 ]
 MESHES = [
     "fully_shard hybrid",
