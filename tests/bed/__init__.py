@@ -20,6 +20,8 @@ wrapped           models under `FullyShardedDataParallel`
 flat_optimizers   optimizers on flat shards, and the same ones on copies
 tensor_subclass   a tensor with its own all-gather protocol
 user_collectives  all-gathers and reduce-scatters of a user
+runs              runs of all kinds, to save and resume
+damage            damaged and hostile checkpoints
 checkpoints       what saving a checkpoint warns about
 programs          Python programs in processes of their own
 late              side streams that run their work as late as they may

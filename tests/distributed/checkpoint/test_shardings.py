@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from unshard import CheckpointError, ShardingStrategy, checkpoint, fully_shard
+from unshard import CheckpointError, MixedPrecision, ShardingStrategy, checkpoint, fully_shard
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.checkpoint.manifest import read_manifest
 from unshard.torch_private import strided_shard
@@ -222,6 +222,30 @@ def test_ignored_parameters_and_buffers(tmp_path: Path) -> None:
     loaded = build(0.0)
     checkpoint.load(tmp_path, model=loaded)
     assert loaded.gain.tolist() == [[5.0] * 3] and loaded.mean.tolist() == [5.0] * 3
+
+
+@quiet
+@world(2)
+def test_buffers_that_the_wrapper_has_cast(tmp_path: Path) -> None:
+    """They are saved in their original dtype, as in state dicts, and load before and after the first forward."""
+
+    def build() -> nn.Module:
+        model = CASES[1].build()
+        model.register_buffer("mean", torch.full((3,), 0.1))
+        return FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
+
+    model = build()
+    model(torch.randn(2, 7))
+    assert model.mean.dtype == torch.bfloat16
+    folder = checkpoint.save(tmp_path, model=model, step=1)
+    assert read_manifest(folder).tensors["model/mean"].dtype == "float32"
+    for ran in (False, True):
+        other = build()
+        if ran:
+            other(torch.randn(2, 7))
+        checkpoint.load(folder, model=zeroed(other))
+        assert other.mean.dtype == (torch.bfloat16 if ran else torch.float32)
+        assert torch.equal(other.mean.float(), torch.full((3,), 0.1).bfloat16().float())
 
 
 @quiet
