@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import traceback
 from pathlib import Path
 
@@ -13,8 +13,8 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent
 
 def frames_to_program() -> int:
     """How many frames the caller of this function is away from the program, for `stacklevel`."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    frame, count = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, count = frame.f_back, count + 1
     return count
 

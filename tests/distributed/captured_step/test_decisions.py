@@ -245,8 +245,9 @@ def draw_with_torch(x: torch.Tensor) -> None:
 def test_effects_on_the_host(extra: Callable[[torch.Tensor], Any], reason: str) -> None:
     with simulated_recorder() as happened:
         training = Training(extra=extra)
-        with pytest.warns(UserWarning, match=f"step Training.once runs without a recording: .*{reason}"):
+        with pytest.warns(UserWarning, match=f"step Training.once runs without a recording: .*{reason}") as found:
             training.step(batch())
+        assert found[0].filename == __file__
         training.run(5)
         assert set(happened) == {"run"}
 
