@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import re
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -84,7 +83,7 @@ class Unpublished:
         remove_leftovers(path)
         if os.path.lexists(self.target):
             raise CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
-        self.folder = path / f"{_SAVING}{step:08d}_{secrets.token_hex(8)}"
+        self.folder = path / f"{_SAVING}{step:08d}_{os.urandom(8).hex()}"
         self.folder.mkdir()
         self._lock: int | None = _locked(self.folder / _LOCK, os.O_CREAT)
 
@@ -165,7 +164,7 @@ def keep_only(path: Path, count: int, newest: Path) -> None:
     """
     others = [folder for _, folder in published(path) if folder != newest and _is_whole(folder)]
     for folder in others[count - 1 :]:
-        hidden = path / f"{_DELETING}{folder.name.removeprefix('step_')}_{secrets.token_hex(8)}"
+        hidden = path / f"{_DELETING}{folder.name.removeprefix('step_')}_{os.urandom(8).hex()}"
         try:
             os.rename(folder, hidden)
             sync_folder(path)
