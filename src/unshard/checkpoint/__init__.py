@@ -8,12 +8,27 @@ folders                        published checkpoints, saves under way, leftovers
 plan save                      which rank writes what, and publishing it
 differences optimizer_load load
 reports                        `verify` and `inspect`
+pieces diff                    tensors piece by piece, and what differs between two checkpoints
+safetensors_format export safetensors_load    files for, and from, other programs
 """
 
 from ..errors import CheckpointError
+from .diff import diff
+from .export import export
 from .folders import latest
 from .load import load
 from .reports import inspect, verify
+from .safetensors_load import load_safetensors
 from .save import save
 
-__all__ = ["CheckpointError", "inspect", "latest", "load", "save", "verify"]
+__all__ = [
+    "CheckpointError",
+    "diff",
+    "export",
+    "inspect",
+    "latest",
+    "load",
+    "load_safetensors",
+    "save",
+    "verify",
+]

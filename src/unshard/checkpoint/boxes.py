@@ -39,6 +39,14 @@ class Box(NamedTuple):
         starts = (begin - first for begin, first in zip(self.begin, outer.begin, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
+    def elements_in(self, outer: Box) -> tuple[int, int]:
+        """The first element of this box in the row-major order of `outer`, and the one after its last."""
+        first = last = 0
+        for begin, size, start, length in zip(self.begin, self.size, outer.begin, outer.size, strict=True):
+            first = first * length + begin - start
+            last = last * length + begin - start + size - 1
+        return first, last + 1
+
     def moved(self, offsets: Sequence[int]) -> Box:
         return Box(tuple(a + b for a, b in zip(self.begin, offsets, strict=True)), self.size)
 

@@ -17,29 +17,32 @@ class Differences:
     wrong: list[str] = field(default_factory=list)
     """What cannot be loaded at all."""
 
-    def refuse(self, others: list[Differences], folder: Path, strict: bool) -> None:
-        """Raise if there is anything to report. `others`: those of all ranks, this one included."""
-        missing = {name: nbytes for each in others for name, nbytes in each.missing.items()}
-        # What one rank does not take may be another's, in a pipeline.
-        unexpected = {
-            name: nbytes
-            for name, nbytes in others[0].unexpected.items()
-            if all(name in each.unexpected for each in others)
-        }
-        wrong = list(dict.fromkeys(text for each in others for text in each.wrong))
+    @staticmethod
+    def of_all_ranks(each_rank: list[Differences]) -> Differences:
+        """One report from those of all ranks."""
+        return Differences(
+            missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
+            # What one rank does not take may be another's, in a pipeline.
+            unexpected={
+                name: nbytes
+                for name, nbytes in each_rank[0].unexpected.items()
+                if all(name in each.unexpected for each in each_rank)
+            },
+            wrong=list(dict.fromkeys(text for each in each_rank for text in each.wrong)),
+        )
+
+    def refuse(self, where: Path, strict: bool, what: str = "checkpoint", look: str = "") -> None:
+        """Raise if there is anything to report. `look`: what tells the reader more."""
         parts = []
-        if strict and missing:
-            parts.append(f"{_counted(missing)} missing in the checkpoint: {listed(missing)}.")
-        if strict and unexpected:
-            parts.append(f"{_counted(unexpected)} of the checkpoint unexpected here: {listed(unexpected)}.")
-        if wrong:
-            parts.append(f"{len(wrong)} cannot be loaded: {listed(wrong)}.")
+        if strict and self.missing:
+            parts.append(f"{_counted(self.missing)} missing in the {what}: {listed(self.missing)}.")
+        if strict and self.unexpected:
+            parts.append(f"{_counted(self.unexpected)} of the {what} unexpected here: {listed(self.unexpected)}.")
+        if self.wrong:
+            parts.append(f"{len(self.wrong)} cannot be loaded: {listed(self.wrong)}.")
         if parts:
-            advice = "" if wrong else " Pass strict=False to load the rest."
-            raise CheckpointError(
-                f"{folder} does not fit. {' '.join(parts)} Nothing was changed.{advice} `unshard checkpoint inspect "
-                f"{folder}` lists what it holds."
-            )
+            advice = "" if self.wrong else " Pass strict=False to load the rest."
+            raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
 
 def _counted(names: dict[str, int]) -> str:

@@ -90,6 +90,10 @@ class CheckpointFiles:
         self._maps.clear()
         self._descriptors.clear()
 
+    def unmap(self) -> None:
+        """Give back the memory of the files that were read; they are mapped again when they are needed."""
+        self._maps.clear()
+
     def _open(self, file: int) -> int:
         if file not in self._descriptors:
             entry = self.manifest.files[file]

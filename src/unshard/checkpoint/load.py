@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .boxes import Box, full_box
+from .boxes import full_box
 from .differences import Differences
 from .dtypes import DTYPES, name_of_dtype
 from .files import CheckpointFiles, copy_pieces
@@ -106,7 +106,9 @@ class Loading:
             raise CheckpointError(
                 f"The ranks read different manifests in {self._folder}. All ranks have to see the same disk."
             )
-        self._differences.refuse([differences for _, differences in answers], self._folder, strict)
+        look = f" `unshard checkpoint inspect {self._folder}` lists what it holds."
+        found = Differences.of_all_ranks([differences for _, differences in answers])
+        found.refuse(self._folder, strict, look=look)
 
     def _compare_model(self, model: nn.Module) -> None:
         self._model = model_state(model)
@@ -183,7 +185,7 @@ class Loading:
             entry = self._entry(name)
             for stored in entry.boxes:
                 for common in filter(None, map(stored.box.intersection, boxes)):
-                    touched = self.files.blocks_of(entry, stored, *_elements(common, stored.box))
+                    touched = self.files.blocks_of(entry, stored, *common.elements_in(stored.box))
                     blocks.setdefault(stored.file, set()).update(touched)
         for file in sorted(blocks):
             self.files.verify(file, blocks[file])
@@ -238,12 +240,3 @@ class Loading:
 
 def _nbytes(held: HeldTensor) -> int:
     return prod(held.part.shape) * held.dtype.itemsize
-
-
-def _elements(common: Box, stored: Box) -> tuple[int, int]:
-    """The first element of `common` in the row-major order of `stored`, and the one after its last."""
-    first = last = 0
-    for begin, size, outer, length in zip(common.begin, common.size, stored.begin, stored.size, strict=True):
-        first = first * length + begin - outer
-        last = last * length + begin - outer + size - 1
-    return first, last + 1

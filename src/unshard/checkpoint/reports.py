@@ -32,7 +32,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
         shape = "x".join(map(str, entry.shape)) or "scalar"
         files = ",".join(str(number) for number in sorted({each.file for each in entry.boxes})) or "-"
         rows.append((name, entry.dtype, shape, f"{entry.nbytes:,}", str(len(entry.boxes)), files))
-    return "\n".join([*_heading(folder, manifest), "", *_table(rows), *_footer(manifest)])
+    return "\n".join([*_heading(folder, manifest), "", *table(rows), *_footer(manifest)])
 
 
 def _heading(folder: Path, manifest: Manifest) -> list[str]:
@@ -51,6 +51,6 @@ def _footer(manifest: Manifest) -> list[str]:
     return [f"{alias} is tied to {name}" for alias, name in manifest.aliases.items()]
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,215 @@
+"""Loading safetensors files into a model: each rank reads the elements that it holds, and no others."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError, listed
+from ..names import ALL_PREFIXES, clean_tensor_name
+from ..torch_private import non_persistent_buffers, own_buffers
+from .boxes import Box
+from .differences import Differences
+from .files import copy_pieces
+from .model_state import HeldTensor, ModelState, model_state
+from .ranks import together
+from .safetensors_format import INDEX, HeaderEntry, read_header, read_index
+
+UNMAP_BYTES = 64 * 2**20
+"""A file is closed after so many bytes: pages that were read stay in this process's memory as long as it is open."""
+
+
+class LoadedNames(NamedTuple):
+    """What `load_safetensors` did not load."""
+
+    missing: list[str]
+    """Parameters and persistent buffers that are not in the files, with `strict=False`."""
+    unexpected: list[str]
+    """Names in the files that the model does not have, with `strict=False`."""
+    non_persistent: list[str]
+    """Buffers of the model that no file has, because they are not persistent."""
+
+
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, prefix: str = ""
+) -> LoadedNames:
+    """Load a safetensors file, or a folder with `model.safetensors` or an index, into a model that may be sharded.
+
+    All ranks have to call. Each rank reads only what it holds. A model on the meta device is given memory first, by
+    `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of the model. `prefix`: names in
+    the files begin with it, and those of the model do not; other names in the files are left out. If names are missing
+    or unexpected, or shapes or dtypes do not fit, all ranks raise a CheckpointError and nothing is changed;
+    `strict=False` loads what fits if only names are missing or unexpected.
+    """
+    what, loading = f"Loading {path}", SafetensorsLoading(Path(path), prefix)
+    answers = together(what, lambda: loading.compare(model))
+    if len({checksum for checksum, _ in answers}) > 1:
+        raise CheckpointError(f"The ranks read different files in {path}. All ranks have to see the same disk.")
+    found = Differences.of_all_ranks([differences for _, differences in answers])
+    found.refuse(Path(path), strict, what="files")
+    together(what, loading.apply)
+    return LoadedNames(sorted(found.missing), sorted(found.unexpected), _non_persistent(model))
+
+
+def _non_persistent(model: nn.Module) -> list[str]:
+    return sorted(
+        clean_tensor_name(f"{path}.{name}" if path else name, ALL_PREFIXES)
+        for path, module in model.named_modules()
+        for name in own_buffers(module)
+        if name in non_persistent_buffers(module)
+    )
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    path: Path
+    name: str
+    """In the file."""
+    header: HeaderEntry
+
+
+class OpenFile:
+    """The file that is read at the moment, by the package safetensors."""
+
+    def __init__(self) -> None:
+        try:
+            self._package: Any = importlib.import_module("safetensors")
+        except ImportError as error:
+            raise CheckpointError(
+                "Reading safetensors files needs the package safetensors, which is not installed: "
+                "pip install safetensors"
+            ) from error
+        self._path: Path | None = None
+        self._file: Any = None
+        self._nbytes = 0
+
+    def part(self, tensor: FileTensor, box: Box) -> torch.Tensor:
+        """A box as a tensor on the file itself: only what is read of it is read from the disk."""
+        if tensor.path != self._path or self._nbytes > UNMAP_BYTES:
+            self._path, self._nbytes = tensor.path, 0
+            self._file = self._package.safe_open(tensor.path, framework="pt", device="cpu")
+        self._nbytes += box.numel * tensor.header.dtype.itemsize
+        slices = tuple(slice(first, first + length) for first, length in zip(box.begin, box.size, strict=True))
+        found: torch.Tensor = self._file.get_slice(tensor.name)[slices]
+        if found.dtype != tensor.header.dtype or tuple(found.shape) != box.size:
+            raise CheckpointError(
+                f"{tensor.path} gave {found.dtype} of shape {tuple(found.shape)} for {tensor.name!r}, expected "
+                f"{tensor.header.dtype} of shape {box.size}. It was changed while it was read."
+            )
+        return found
+
+
+class SafetensorsLoading:
+    """One load on one rank."""
+
+    def __init__(self, path: Path, prefix: str):
+        self._path, self._prefix = path, prefix
+        self._model = ModelState()
+        self._targets: list[tuple[HeldTensor, FileTensor]] = []
+        self._differences = Differences()
+        self._hash = hashlib.sha256()
+
+    # -- comparing ------------------------------------------------------------------------------------------
+
+    def compare(self, model: nn.Module) -> tuple[str, Differences]:
+        """Read the headers and compare them with the model; returns their checksum and the differences."""
+        self._open = OpenFile()
+        tensors = self._tensors()
+        self._model = model_state(model)
+        names: dict[str, list[str]] = {held.name: [held.name] for held in self._model.tensors}
+        for alias, name in self._model.aliases.items():
+            names[name].append(alias)
+        for held in self._model.tensors:
+            found = [name for key in names[held.name] if (name := key.removeprefix("model/")) in tensors]
+            if not found:
+                self._differences.missing[held.name.removeprefix("model/")] = _nbytes(held)
+                continue
+            sources = [tensors.pop(name) for name in found]
+            if all(self._fits(held, source) for source in sources):
+                self._require_equal(held, sources)
+                self._targets.append((held, sources[0]))
+        self._differences.unexpected = {name: tensor.header.nbytes for name, tensor in tensors.items()}
+        return self._hash.hexdigest(), self._differences
+
+    def _tensors(self) -> dict[str, FileTensor]:
+        """What the files hold for this model, by the model's names."""
+        found: dict[str, FileTensor] = {}
+        for path, expected in self._files().items():
+            entries, header = read_header(path)
+            self._hash.update(header)
+            if expected is not None and (lost := expected - entries.keys()):
+                raise CheckpointError(f"{path} does not hold {listed(sorted(lost))}, which the index says it does.")
+            for name, entry in entries.items():
+                if not name.startswith(self._prefix):
+                    continue
+                if (plain := name.removeprefix(self._prefix)) in found:
+                    raise CheckpointError(f"{path} and {found[plain].path} both hold {name!r}.")
+                found[plain] = FileTensor(path, name, entry)
+        return found
+
+    def _files(self) -> dict[Path, set[str] | None]:
+        """The files to read, and the names that the index says each of them holds."""
+        path = self._path
+        if path.is_dir():
+            single = path / "model.safetensors"
+            path = single if single.exists() else path / INDEX
+            if not path.exists():
+                raise CheckpointError(f"{self._path} holds neither {single.name} nor {INDEX}. Pass the file itself.")
+        if path.suffix != ".json":
+            return {path: None}
+        found: dict[Path, set[str] | None] = {}
+        for name, file in read_index(path).items():
+            names = found.setdefault(path.parent / file, set())
+            assert names is not None
+            names.add(name)
+        return found
+
+    def _fits(self, held: HeldTensor, source: FileTensor) -> bool:
+        found, wrong = source.header, self._differences.wrong
+        if found.shape != held.part.shape:
+            wrong.append(f"{source.name} has the shape {found.shape}, expected {held.part.shape}")
+        elif found.dtype != held.dtype and not (found.dtype.is_floating_point and held.dtype.is_floating_point):
+            wrong.append(f"{source.name} has the dtype {found.dtype}, expected {held.dtype}")
+        else:
+            for box in held.part.boxes:
+                self._open.part(source, box)  # reads nothing; what the package refuses is refused before any change
+            return True
+        return False
+
+    def _require_equal(self, held: HeldTensor, sources: list[FileTensor]) -> None:
+        """A tensor that is tied here may be in the files under several names if its bytes are the same."""
+        for other in sources[1:]:
+            same = other.header.dtype == sources[0].header.dtype and all(
+                torch.equal(_bits(self._open.part(sources[0], box)), _bits(self._open.part(other, box)))
+                for box in held.part.boxes
+                if box.numel
+            )
+            if not same:
+                self._differences.wrong.append(
+                    f"{sources[0].name} and {other.name} are tied here, and are two different tensors in the files"
+                )
+
+    # -- applying -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for held, source in self._targets:
+            for box, view in zip(held.part.boxes, held.views(), strict=True):
+                if box.numel:
+                    copy_pieces(view, self._open.part(source, box))
+        self._model.finish_loading()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _nbytes(held: HeldTensor) -> int:
+    return HeaderEntry(held.dtype, held.part.shape).nbytes
