@@ -114,6 +114,13 @@ def test_tied_names(tmp_path: Path) -> None:
         assert torch.equal(model["a"].weight, value) and model["a"].weight is model["b"].weight
     package.save_file({"a.weight": value, "b.weight": value + 1}, path)
     refused(path, r"a\.weight and b\.weight are tied here, and are two different tensors in the files", tied())
+    package.save_file({"a.weight": value}, path, {"b.weight": "a.weight"})
+    with torch.device("meta"):
+        model = tied()
+    refused(path, r"b\.weight is tied to a\.weight: tie them in the model before", model.to_empty(device="cpu"))
+    model["b"].weight = model["a"].weight
+    checkpoint.load_safetensors(model, path)
+    assert torch.equal(model["b"].weight, value)
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

@@ -46,6 +46,13 @@ class HeaderEntry(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+class Header(NamedTuple):
+    tensors: dict[str, HeaderEntry]
+    metadata: dict[str, str]
+    raw: bytes
+    """As it is in the file."""
+
+
 def header_bytes(tensors: Iterable[tuple[str, HeaderEntry]], metadata: dict[str, str]) -> bytes:
     """What a file begins with. The tensors have to follow in this order."""
     header: dict[str, Any] = {METADATA: metadata}
@@ -63,8 +70,8 @@ def header_bytes(tensors: Iterable[tuple[str, HeaderEntry]], metadata: dict[str,
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> tuple[dict[str, HeaderEntry], bytes]:
-    """The tensors of a file and the bytes of its header. Nothing else is read."""
+def read_header(path: Path) -> Header:
+    """The header of a file. Nothing else is read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would never end
     except OSError as error:
@@ -83,7 +90,7 @@ def read_header(path: Path) -> tuple[dict[str, HeaderEntry], bytes]:
             )
         header = file.read(length)
     try:
-        return _parse(header, about.st_size - 8 - length), start + header
+        return Header(*_parse(header, about.st_size - 8 - length), start + header)
     except (_Wrong, ValueError, RecursionError) as error:
         raise CheckpointError(f"The header of {path} is malformed: {error}.") from error
 
@@ -92,7 +99,7 @@ class _Wrong(Exception):
     """What is wrong with a header, without its path."""
 
 
-def _parse(header: bytes, data_bytes: int) -> dict[str, HeaderEntry]:
+def _parse(header: bytes, data_bytes: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     value = json.loads(header, object_pairs_hook=without_duplicates)
     if type(value) is not dict:
         raise _Wrong("it is not a JSON object")
@@ -110,7 +117,7 @@ def _parse(header: bytes, data_bytes: int) -> dict[str, HeaderEntry]:
         place = end
     if place != data_bytes:
         raise _Wrong(f"the tensors have {place} bytes, and the file has {data_bytes} bytes after the header")
-    return found
+    return found, metadata
 
 
 def _entry(name: str, value: Any) -> tuple[HeaderEntry, int, int]:

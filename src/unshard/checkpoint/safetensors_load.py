@@ -53,7 +53,7 @@ def load_safetensors(
     if len({checksum for checksum, _ in answers}) > 1:
         raise CheckpointError(f"The ranks read different files in {path}. All ranks have to see the same disk.")
     found = Differences.of_all_ranks([differences for _, differences in answers])
-    found.refuse(Path(path), strict, what="files")
+    found.refuse(Path(path), strict, what="files", look=loading.lost_ties(found))
     together(what, loading.apply)
     return LoadedNames(sorted(found.missing), sorted(found.unexpected), _non_persistent(model))
 
@@ -115,6 +115,8 @@ class SafetensorsLoading:
         self._targets: list[tuple[HeldTensor, FileTensor]] = []
         self._differences = Differences()
         self._hash = hashlib.sha256()
+        self._ties: dict[str, str] = {}
+        """Names that the files do not hold, and the names of the tensors that they say these are."""
 
     # -- comparing ------------------------------------------------------------------------------------------
 
@@ -142,8 +144,10 @@ class SafetensorsLoading:
         """What the files hold for this model, by the model's names."""
         found: dict[str, FileTensor] = {}
         for path, expected in self._files().items():
-            entries, header = read_header(path)
-            self._hash.update(header)
+            entries, metadata, raw = read_header(path)
+            self._hash.update(raw)
+            ties = {alias: name for alias, name in metadata.items() if alias not in entries and name in entries}
+            self._ties |= {alias.removeprefix(self._prefix): name for alias, name in ties.items()}
             if expected is not None and (lost := expected - entries.keys()):
                 raise CheckpointError(f"{path} does not hold {listed(sorted(lost))}, which the index says it does.")
             for name, entry in entries.items():
@@ -153,6 +157,13 @@ class SafetensorsLoading:
                     raise CheckpointError(f"{path} and {found[plain].path} both hold {name!r}.")
                 found[plain] = FileTensor(path, name, entry)
         return found
+
+    def lost_ties(self, differences: Differences) -> str:
+        """Advice, if the files say that a missing tensor is tied to one that they hold."""
+        lost = [f"{name} is tied to {self._ties[name]}" for name in differences.missing if name in self._ties]
+        if not lost:
+            return ""
+        return f" The files say that {listed(lost)}: tie them in the model before; `to_empty` has perhaps untied them."
 
     def _files(self) -> dict[Path, set[str] | None]:
         """The files to read, and the names that the index says each of them holds."""

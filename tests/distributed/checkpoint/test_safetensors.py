@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.models import CASES
 from bed.runs import assert_same, build_model
+from bed.wrapped import wrap_case
 from torch import nn
 
-from unshard import CheckpointError, checkpoint, fully_shard
+from unshard import CheckpointError, ShardingStrategy, checkpoint, fully_shard
 from unshard.checkpoint import safetensors_load
 
 package = pytest.importorskip("safetensors.torch")
@@ -108,6 +110,48 @@ def test_from_meta(tmp_path: Path) -> None:
     assert mine * 0.95 < max(mapped) < mine + 4 * 2**20, (mapped, mine)
     assert torch.equal(model.weight.full_tensor(), weight)
     assert torch.equal(model.bias.full_tensor(), torch.arange(4096.0))
+
+
+@quiet
+@world(1, 2)
+def test_tied_from_meta(tmp_path: Path) -> None:
+    """Sharded parameters that are tied stay so in `to_empty`, in one unit and in two."""
+    value = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / f"{dist.get_rank()}.safetensors"
+    package.save_file({"0.weight": value}, path)
+    for units in ([0, 1], []):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+        model[1].weight = model[0].weight
+        for each in units:
+            fully_shard(model[each])
+        fully_shard(model).to_empty(device="cpu")
+        checkpoint.load_safetensors(model, path)
+        assert torch.equal(model[0].weight.full_tensor(), value)
+        assert torch.equal(model[1].weight.full_tensor(), value)
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "originals"])
+@world(2)
+def test_units_that_are_kept_unsharded(kind: str, tmp_path: Path) -> None:
+    """The next forward has what was loaded."""
+
+    def build() -> nn.Module:
+        if kind != "fully_shard":
+            keep = ShardingStrategy.SHARD_GRAD_OP
+            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
+        model = CASES[1].build()
+        for unit in CASES[1].units(model):
+            fully_shard(unit, reshard_after_forward=False)
+        return model
+
+    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), zeroed(build())
+    expected = model(x)
+    package.save_file(CASES[1].build().state_dict(), tmp_path / f"{dist.get_rank()}.safetensors")
+    assert not torch.equal(other(x), expected)
+    checkpoint.load_safetensors(other, tmp_path / f"{dist.get_rank()}.safetensors")
+    assert torch.equal(other(x), expected)
 
 
 def file_pages() -> int:
