@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or that somebody has written to do harm."""
+"""Checkpoints that are damaged, or that somebody has written to do harm; functions that fail."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The function, which raises the `at`th time."""
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(28, "No space left on device")
+        return function(*args, **kwargs)
+
+    return wrapper

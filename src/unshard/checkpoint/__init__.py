@@ -6,6 +6,8 @@ values rng                     everything else, as JSON
 checksums manifest files       the format
 folders                        published checkpoints, saves under way, leftovers
 plan save                      which rank writes what, and publishing it
+host_buffers staging           copies in host memory
+background saver               saving while training goes on
 differences optimizer_load load
 reports                        `verify` and `inspect`
 pieces diff                    tensors piece by piece, and what differs between two checkpoints
@@ -20,9 +22,11 @@ from .load import load
 from .reports import inspect, verify
 from .safetensors_load import load_safetensors
 from .save import save
+from .saver import Saver
 
 __all__ = [
     "CheckpointError",
+    "Saver",
     "diff",
     "export",
     "inspect",

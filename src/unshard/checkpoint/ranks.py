@@ -32,10 +32,10 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:
         error = caught
-    answers: list[Any] = [(result, None if error is None else _text(error))]
+    answers: list[Any] = [(result, None if error is None else error_text(error))]
     if size > 1:
         answers = [None] * size
-        dist.all_gather_object(answers, (result, None if error is None else _text(error)))
+        dist.all_gather_object(answers, (result, None if error is None else error_text(error)))
     failed = {number: text for number, (_, text) in enumerate(answers) if text is not None}
     if failed:
         raise CheckpointError(_message(what, failed, size)) from error
@@ -48,7 +48,7 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def _text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Saving:
 
     def __init__(self, path: Path, step: int):
         self._path, self._step = path, step
-        self._rank, self._size = rank_and_size()
+        self.rank, self.size = rank_and_size()
         self._tensors: dict[str, HeldTensor] = {}
         self._entries: list[RankEntry] = []
         self._plan = Plan({}, [])
@@ -94,14 +94,14 @@ class Saving:
         if optimizer is not None:
             of_optimizer, found.optimizer = optimizer_state(optimizer, state)
             tensors += of_optimizer
-        if self._rank == 0:
+        if self.rank == 0:
             given = {name: each for name, each in shared.items() if each is not None}
             found.shared = {name: encode(_state_dict(each, name), name, store) for name, each in given.items()}
             extra = {name: module.get_extra_state() for name, module in state.extra.items()}
             found.shared["extra"] = {name: encode(each, f"extra/{name}", store) for name, each in extra.items()}
-        found.own["rng"] = encode(rng_state(), f"rng/{self._rank}", store)
+        found.own["rng"] = encode(rng_state(), f"rng/{self.rank}", store)
         if data is not None:
-            found.own["data"] = encode(_state_dict(data, "data"), f"data/{self._rank}", store)
+            found.own["data"] = encode(_state_dict(data, "data"), f"data/{self.rank}", store)
         found.tensors = describe(tensors)
         self._tensors = {each.name: each for each in tensors}
         return found
@@ -118,27 +118,45 @@ class Saving:
         self._unpublished = Unpublished(self._path, self._step)
         return self._unpublished.folder, best_algorithm()
 
-    def write(self, folder: Path, algorithm: str) -> FileEntry | None:
-        """Write the boxes of this rank; None if it has none."""
-        expected = self._plan.nbytes[self._rank]
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's file."""
+        return self._plan.nbytes[self.rank]
+
+    @property
+    def on_cuda(self) -> bool:
+        return any(each.local.is_cuda for each in self._tensors.values())
+
+    def forget_tensors(self) -> None:
+        """They are copied: the model may be deleted while the copies are written."""
+        self._tensors.clear()
+
+    def write(self, folder: Path, algorithm: str, buffers: Iterable[memoryview] | None = None) -> FileEntry | None:
+        """Write the boxes of this rank; None if it has none. `buffers`: the bytes of the file, if they are copied."""
+        expected = self.nbytes
         if not expected:
             return None
-        entry = write_file(folder / f"rank_{self._rank:05d}.bin", self._buffers(), algorithm)
+        buffers = self._buffers() if buffers is None else buffers
+        entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm)
         sync_folder(folder)
         if entry.nbytes != expected:
             raise CheckpointError(f"{folder / entry.name} has {entry.nbytes} bytes, expected {expected}.")
         return entry
 
     def _buffers(self) -> Iterator[memoryview]:
-        """The bytes of this rank's file, in the order in which the plan has numbered them."""
+        for view, dtype in self.views():
+            yield from host_buffers(view, dtype)
+            yield padding_after(view.numel() * dtype.itemsize)
+
+    def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+        """The boxes of this rank's file and their dtypes there, in the order in which the plan has numbered them."""
         for name, entry in self._plan.tensors.items():
-            mine = [each.box for each in entry.boxes if each.file == self._rank]
+            mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
                 held = self._tensors[name]
                 views = dict(zip(held.part.boxes, held.views(), strict=True))
                 for box in mine:
-                    yield from host_buffers(views[box], held.dtype)
-                    yield padding_after(box.numel * entry.itemsize)
+                    yield views[box], held.dtype
 
     def publish(self, files: list[FileEntry | None], algorithm: str, keep_last: int | None) -> None:
         """On rank 0, after all ranks have written their files."""
@@ -163,7 +181,7 @@ class Saving:
         }
         aliases = {alias: name for entry in self._entries for alias, name in entry.aliases.items()}
         entries = [each for each in files if each is not None]
-        return Manifest(self._step, self._size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
+        return Manifest(self._step, self.size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
 
     def clean_up(self) -> None:
         """Delete what was written, unless it was published."""

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import pool, world
-from bed.damage import flip
+from bed.damage import failing, flip
 from bed.pool import JobFailed
 from bed.runs import Run, assert_same
 from torch import nn
@@ -26,20 +25,6 @@ quiet = pytest.mark.filterwarnings("ignore")
 
 def names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
-
-
-def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The function, which raises the `at`th time."""
-    calls = 0
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise OSError(28, "No space left on device")
-        return function(*args, **kwargs)
-
-    return wrapper
 
 
 @quiet

@@ -1,0 +1,94 @@
+"""Host memory that the bytes of a save are copied to: made once, and used by every save."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import weakref
+
+import torch
+
+from ..errors import ArgumentError
+from .manifest import ALIGNMENT
+
+_log = logging.getLogger("unshard")
+
+
+class HostBuffer:
+    """`nbytes` bytes, as a tensor to copy to and as a memoryview to write to a file."""
+
+    def __init__(self, nbytes: int, pinned: bool):
+        self.nbytes, self.pinned = nbytes, False
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Huge pages: the first copy to each page is slower, and there are 500 times fewer of them.
+        # Not in forked processes: each write to a page would copy it while such a process (of a DataLoader) lives.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            _advise(memory, advice)
+        self.view = memoryview(memory)
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if pinned:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Torch's own pinned memory has a power of two of bytes, up to twice of what was asked for."""
+        address = self.tensor.data_ptr()
+        result = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+        if int(result):
+            _log.warning(
+                "%d bytes of host memory for checkpoints could not be pinned (CUDA error %d); copies to them are "
+                "slower. Raise the limit of locked memory (ulimit -l), or pass a smaller host_bytes.",
+                *(self.nbytes, int(result)),
+            )
+            return
+        self.pinned = True
+        # Not at the end of the program, where CUDA may have ended already.
+        weakref.finalize(self, _unpin, address).atexit = False
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    with contextlib.suppress(AttributeError, OSError):  # a system without it
+        memory.madvise(getattr(mmap, advice))
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class HostBuffers:
+    """The buffers of one saver.
+
+    One of all bytes, or two of half the bound each: while one is written, the next bytes are copied to the other.
+    """
+
+    def __init__(self, host_bytes: int | None):
+        if host_bytes is not None and (type(host_bytes) is not int or host_bytes < 2 * ALIGNMENT):
+            raise ArgumentError(
+                f"host_bytes must be None or an integer of at least {2 * ALIGNMENT}, got {host_bytes!r}."
+            )
+        self._host_bytes = host_bytes
+        self.buffers: list[HostBuffer] = []
+        self._pinned = False
+
+    def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
+        """Buffers for a file of so many bytes: those that exist, if they are large enough."""
+        sizes = self._sizes(nbytes)
+        have = [each.nbytes for each in self.buffers]
+        fits = len(have) >= len(sizes) and all(a >= b for a, b in zip(have, sizes, strict=False))
+        if not fits or (pinned and not self._pinned):
+            self.buffers.clear()  # before the new ones are made: both together would be over the bound
+            self.buffers, self._pinned = [HostBuffer(size, pinned) for size in sizes], pinned
+        return self.buffers
+
+    def touch(self, nbytes: int, pinned: bool) -> None:
+        """As `reserve`; and the system gives the memory now, not at the first copy to it."""
+        for each in self.reserve(nbytes, pinned):
+            if not each.pinned:
+                each.tensor.zero_()
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        if not nbytes:
+            return []
+        if self._host_bytes is None or nbytes <= self._host_bytes:
+            return [nbytes]
+        return [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2

@@ -1,0 +1,261 @@
+"""Saving in the background: the same files as `save` writes, of the moment of the call, with bounded host memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import world
+from bed.damage import failing
+from bed.runs import Run, assert_same
+from torch import nn
+
+from unshard import CheckpointError, checkpoint, fully_shard
+from unshard.checkpoint.manifest import read_manifest
+from unshard.checkpoint.saver import Saver
+from unshard.errors import ArgumentError
+
+quiet = pytest.mark.filterwarnings("ignore")
+KINDS = [
+    *("fully_shard", "fully_shard mixed,flat", "fully_shard offload", "fully_shard columns convolution"),
+    *("flat", "flat channels convolution", "originals tied,sgd"),
+]
+
+
+def names(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+def in_background() -> bool:
+    return threading.current_thread().name == "unshard checkpoint"
+
+
+@contextmanager
+def held_back(function: str = "write") -> Iterator[threading.Event]:
+    """The threads of savers wait before a function of `os` until the event is set."""
+    original, event = getattr(os, function), threading.Event()
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if in_background():
+            assert event.wait(60)
+        return original(*args, **kwargs)
+
+    setattr(os, function, wrapper)
+    try:
+        yield event
+    finally:
+        event.set()
+        setattr(os, function, original)
+
+
+def assert_equal_folders(found: Path, expected: Path) -> None:
+    """Byte by byte; the manifests differ in the step only."""
+    assert names(found) == names(expected)
+    for name in names(expected):
+        if name.endswith(".bin"):
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    one, other = read_manifest(found), read_manifest(expected)
+    assert (one.files, one.tensors, one.aliases, one.values) == (
+        *(other.files, other.tensors, other.aliases, other.values),
+    )
+
+
+@quiet
+@pytest.mark.parametrize("host_bytes", [None, 192, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+@world(1, 2, 3)
+def test_the_files_are_those_of_save(kind: str, host_bytes: int | None, tmp_path: Path) -> None:
+    run = Run(kind)
+    run.train(range(2))
+    checkpoint.save(tmp_path / "a", step=2, **run.parts())
+    saver = Saver(tmp_path / "b", host_bytes=host_bytes)
+    saver.save(step=2, **run.parts())
+    assert saver.wait() == tmp_path / "b" / "step_00000002"
+    assert saver.wait() is None
+    assert_equal_folders(tmp_path / "b" / "step_00000002", tmp_path / "a" / "step_00000002")
+    assert names(tmp_path / "b") == ["step_00000002"]
+    if host_bytes is not None:
+        assert 0 < saver.host_bytes <= host_bytes
+    run.train(range(2, 3))  # other bytes in the same buffers
+    checkpoint.save(tmp_path / "a", step=3, **run.parts())
+    saver.save(step=3, **run.parts())
+    saver.wait()
+    assert_equal_folders(tmp_path / "b" / "step_00000003", tmp_path / "a" / "step_00000003")
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["fully_shard", "flat offload", "originals", "fully_shard mixed,flat"])
+@world(1, 2, 4)
+def test_changes_after_save_do_not_reach_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    run = Run(kind)
+    run.train(range(2))
+    state, order = run.state(), run.data.order.clone()
+    saver = Saver(tmp_path)
+    with held_back() as event:
+        saver.save(step=2, **run.parts())
+        run.data.order.zero_()
+        run.train(range(2, 4))
+        with torch.no_grad():
+            for tensor in (*run.model.parameters(), *run.model.buffers()):
+                tensor.fill_(7)
+        for group in run.optimizer.param_groups:
+            group["lr"] = 7.0
+        assert checkpoint.latest(tmp_path) is None
+        event.set()
+        saver.wait()
+    checkpoint.load(tmp_path, **run.parts())
+    assert_same(run.state(), state)
+    assert torch.equal(run.data.order, order)
+
+
+@quiet
+@world(1, 3)
+def test_training_goes_on_while_the_thread_writes(tmp_path: Path) -> None:
+    """Collectives of training run between those of the save, and the thread has none of its own."""
+    run = Run("fully_shard")
+    run.train(range(1))
+    with Saver(tmp_path, keep_last=2) as saver:
+        with held_back("fsync") as event:
+            saver.save(step=1, **run.parts())
+            run.train(range(1, 2))
+            assert names(tmp_path)[0].startswith(".saving")
+            event.set()
+            saver.wait()
+        for step in range(2, 6):
+            saver.save(step=step, **run.parts())
+            run.train(range(step, step + 1))
+    assert names(tmp_path) == ["step_00000004", "step_00000005"]
+    for each in names(tmp_path):
+        assert checkpoint.verify(tmp_path / each)
+    with pytest.raises(CheckpointError, match="exists already"):
+        saver.save(step=5, **run.parts())
+    saver.save(step=6, **run.parts())
+    assert saver.wait() == tmp_path / "step_00000006"
+
+
+@quiet
+@world(2)
+def test_it_is_published_without_wait(tmp_path: Path) -> None:
+    run = Run("fully_shard")
+    saver = Saver(tmp_path)
+    saver.save(step=1, **run.parts())
+    for _ in range(3000):
+        if checkpoint.latest(tmp_path) is not None:
+            break
+        threading.Event().wait(0.02)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000001"
+    saver.wait()
+
+
+@quiet
+@world(1, 2)
+def test_buffers_are_made_once(tmp_path: Path) -> None:
+    run = Run("fully_shard")
+    saver = Saver(tmp_path)
+    run.train(range(1))
+    saver.prepare(**run.parts())
+    made, nbytes = list(saver._buffers.buffers), saver.host_bytes
+    assert nbytes > 0 and names(tmp_path) == []
+    for step in (1, 2):
+        saver.save(step=step, **run.parts())
+        saver.wait()
+        assert saver._buffers.buffers == made and saver.host_bytes == nbytes
+    larger = fully_shard(nn.Linear(20000, 3))
+    saver.save(step=3, model=larger)
+    saver.wait()
+    assert saver.host_bytes > nbytes
+    assert checkpoint.load(tmp_path, model=larger) == 3
+
+
+@quiet
+@world(1, 2)
+def test_a_bound_on_host_memory(tmp_path: Path) -> None:
+    """A file of many times the bound is written in pieces of half of it."""
+    model, bound = fully_shard(nn.Linear(4096, 8)), 16384
+    sizes: list[int] = []
+    write, saver = os.write, Saver(tmp_path, host_bytes=bound)
+
+    def counted(descriptor: int, data: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".bin"):
+            sizes.append(len(data))
+        return write(descriptor, data)
+
+    os.write = counted
+    try:
+        saver.save(step=1, model=model)
+        saver.wait()
+    finally:
+        os.write = write
+    assert saver.host_bytes == bound
+    assert [each.tensor.untyped_storage().nbytes() for each in saver._buffers.buffers] == [bound // 2] * 2
+    assert set(sizes[:-1]) == {bound // 2} and len(sizes) >= 4096 * 8 * 4 // dist.get_world_size() // (bound // 2)
+    assert checkpoint.load(tmp_path, model=model) == 1
+
+
+@quiet
+@pytest.mark.parametrize("host_bytes", [None, 256])
+@pytest.mark.parametrize(("rank", "function"), [(1, "write"), (0, "write"), (0, "rename"), (2, "fsync"), (1, "rename")])
+@world(3)
+def test_a_rank_that_cannot_write(rank: int, function: str, host_bytes: int | None, tmp_path: Path) -> None:
+    run = Run("fully_shard")
+    run.train(range(1))
+    saver = Saver(tmp_path, keep_last=1, host_bytes=host_bytes)
+    saver.save(step=1, **run.parts())
+    saver.wait()
+    state = run.state()
+    expected = rf"Saving step 2 to .* failed\. On rank {rank}: .*No space left on device"
+    for again in (saver.wait, lambda: saver.save(step=3, **run.parts())):
+        original = getattr(os, function)
+        run.train(range(1, 2))
+        if dist.get_rank() == rank:
+            setattr(os, function, failing(original, 1))
+        try:
+            saver.save(step=2, **run.parts())
+            with pytest.raises(CheckpointError, match=expected) as caught:
+                again()
+        finally:
+            setattr(os, function, original)
+        texts: list[Any] = [None] * 3
+        dist.all_gather_object(texts, str(caught.value))
+        assert len(set(texts)) == 1 and texts[0].count("On rank") == 1
+        assert names(tmp_path) == ["step_00000001"]
+        assert saver.wait() is None
+        dist.barrier()
+    checkpoint.load(tmp_path, **run.parts())
+    assert_same(run.state(), state)
+    saver.save(step=2, **run.parts())
+    saver.wait()
+    assert names(tmp_path) == ["step_00000002"] and checkpoint.verify(tmp_path)
+
+
+@quiet
+@world(2)
+def test_a_rank_that_cannot_copy(tmp_path: Path) -> None:
+    run = Run("fully_shard")
+    saver = Saver(tmp_path)
+    if dist.get_rank() == 1:
+        saver._buffers.reserve = failing(saver._buffers.reserve, 1)  # type: ignore[method-assign]
+    saver.save(step=1, **run.parts())
+    with pytest.raises(CheckpointError, match=r"Saving step 1 to .* failed\. On rank 1: .*No space left"):
+        saver.wait()
+    dist.barrier()  # rank 0 has deleted its folder
+    assert names(tmp_path) == []
+    saver.save(step=1, **run.parts())
+    assert saver.wait() == tmp_path / "step_00000001"
+
+
+@quiet
+@world(1)
+def test_arguments(tmp_path: Path) -> None:
+    for wrong in ({"host_bytes": 5}, {"host_bytes": 1e9}, {"keep_last": 0}):
+        with pytest.raises(ArgumentError, match="must be None or an integer"):
+            Saver(tmp_path, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="step must be"):
+        Saver(tmp_path).save(model=nn.Linear(2, 2), step=-1)
