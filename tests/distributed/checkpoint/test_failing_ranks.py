@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -230,3 +233,104 @@ def test_ranks_that_are_killed_at_random_moments(trial: int, tmp_path: Path) -> 
     with pytest.raises(JobFailed):
         start(save_until_killed, 2, path=str(tmp_path), ranks=ranks, seconds=dice.uniform(0.0, 0.6))
     check_after_death(tmp_path)
+
+
+# -- ranks that die while a thread saves ---------------------------------------------------------------------------
+
+
+def die_in_background(path: str, rank: int, function: str, at: int) -> None:
+    """As `die_while_saving`, in the thread of a saver."""
+    run = Run("fully_shard")
+    run.train(range(1))
+    with checkpoint.Saver(path, keep_last=1, host_bytes=1024) as saver:
+        saver.save(step=1, **run.parts())
+        saver.wait()
+        run.train(range(1, 2))
+        original, calls = getattr(os, function), 0
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if threading.current_thread().name == "unshard checkpoint":
+                calls += 1
+                if calls == at and dist.get_rank() == rank:
+                    if function == "write":
+                        original(args[0], args[1][: len(args[1]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(os, function, wrapper)
+        try:
+            saver.save(step=2, **run.parts())
+            for step in range(2, 100):
+                run.train(range(step, step + 1))
+        finally:
+            setattr(os, function, original)
+
+
+BACKGROUND_MOMENTS = [
+    *((0, "write", at) for at in (1, 9)),
+    *((1, "write", at) for at in (1, 5)),
+    *((0, "fsync", at) for at in (1, 2, 3, 4, 5)),
+    *((1, "fsync", at) for at in (1, 2)),
+    *((0, "rename", at) for at in (1, 2, 3)),
+    *((1, "rename", 1), (0, "unlink", 1), (0, "unlink", 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "function", "at"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in BACKGROUND_MOMENTS],
+)
+def test_a_rank_that_is_killed_while_its_thread_saves(rank: int, function: str, at: int, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed):
+        start(die_in_background, 2, path=str(tmp_path), rank=rank, function=function, at=at)
+    check_after_death(tmp_path)
+
+
+def save_in_background_until_killed(path: str, ranks: list[int], seconds: float) -> None:
+    run = Run("fully_shard")
+    run.train(range(1))
+    saver = checkpoint.Saver(path, keep_last=2)
+    saver.save(step=1, **run.parts())
+    saver.wait()
+    if dist.get_rank() in ranks:
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for step in range(2, 10**6):
+        run.data.position = step
+        saver.save(step=step, **run.parts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(12))
+def test_ranks_that_are_killed_at_random_moments_of_a_saver(trial: int, tmp_path: Path) -> None:
+    dice = random.Random(trial)
+    ranks = [0, 1] if trial % 3 == 0 else [dice.randrange(2)]
+    with pytest.raises(JobFailed):
+        start(save_in_background_until_killed, 2, path=str(tmp_path), ranks=ranks, seconds=dice.uniform(0.0, 0.6))
+    check_after_death(tmp_path)
+
+
+@pytest.mark.parametrize("failing_rename", [False, True])
+def test_a_program_that_ends_without_wait(failing_rename: bool, tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from torch import nn
+from unshard import checkpoint
+
+def rename(*args, rename=os.rename):
+    time.sleep(0.5)
+    if {failing_rename}:
+        raise OSError(28, "No space left on device")
+    rename(*args)
+
+saver = checkpoint.Saver({str(tmp_path)!r})
+os.rename = rename
+saver.save(model=nn.Linear(3, 3), step=4)
+if os.fork() == 0:
+    raise SystemExit  # a forked process neither waits for the thread nor deletes what it writes
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert names(tmp_path) == ([] if failing_rename else ["step_00000004"])
+    expected = "Saving step 4 to .* failed, and the program ends without wait.*No space left on device"
+    assert bool(re.search(expected, done.stderr)) == failing_rename
