@@ -117,6 +117,17 @@ def test_memory(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoint_on_two_real_ranks(run: Run, tmp_path: Path) -> None:
+    found = run(
+        "checkpoint", "--place", "gloo", "--world", "2", "--cases", "tiny:1x4:fp32", "--rounds", "2", "--bound", "1",
+        *("--folder", str(tmp_path)),
+    )  # fmt: skip
+    rows = rows_of(found, "mib", "first", "blocked", "total", "load")
+    assert list(rows) == ["save", "saver", "bounded", "dcp", "dcp-async"]
+    assert all(row["blocked"] <= row["total"] and row["host_mib"] >= 0 for row in rows.values())
+    assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
+
+
 def test_endurance(run: Run) -> None:
     rows = rows_of(
         run("endurance", *SIMULATED, "--cases", "tiny:1x4:fp32", "--steps", "10", "--warmup", "4"),
