@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -161,7 +160,7 @@ class _Export:
                 f"{self._folder} holds files: {listed(sorted(present))}. Choose a new folder, or pass overwrite "
                 "(--overwrite) to replace the files of an earlier export."
             )
-        hidden = {name: self._folder / f"{_HIDDEN}{secrets.token_hex(8)}" for name in (*self._files, INDEX)}
+        hidden = {name: self._folder / f"{_HIDDEN}{os.urandom(8).hex()}" for name in (*self._files, INDEX)}
         try:
             for name, tensors in self._files.items():
                 write_file(hidden[name], self._buffers(tensors), best_algorithm())
