@@ -1,13 +1,13 @@
 """Saving and loading checkpoints: time that training is blocked, total time, host memory; beside PyTorch's DCP.
 
-    python -m benchmarks.checkpoint --place nccl --cases 1b:1x1024              # a GPU
-    python -m benchmarks.checkpoint --place gloo --cases 100m:1x32:fp32 --bound 256
+    python -m benchmarks.checkpoint --place gloo --cases 10m:1x32:fp32 --bound 16
 
 A model with AdamW after two steps. `save` and `saver` are unshard's (`unshard.checkpoint.save`, `Saver`), `bounded` is
 a saver with `host_bytes`; `dcp` and `dcp-async` are `torch.distributed.checkpoint.save` and `async_save` of FSDP2's
 model, with `get_state_dict`. `first` is how long the first save blocks training, `blocked` the others, `total` until
 the checkpoint is published, `load` a load of it, mostly from the page cache. `host` is the peak of the process's memory
 over all saves less what it had before; drivers may keep pinned memory outside of it. Times are of the slowest rank.
+It has run on a CPU only.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bed import pool
 from bed.models import CASES, shard
+from bed.runs import assert_same
 from bed.wrapped import wrap_case
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -81,21 +82,6 @@ def state_of(kind: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
     groups = [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
     weights = {name: whole(each.detach()) for name, each in model.named_parameters()}
     return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, dict):
-        assert sorted(map(str, found)) == sorted(map(str, expected)), where
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for number, value in enumerate(expected):
-            assert_same(found[number], value, f"{where}[{number}]")
-    elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), where
-    else:
-        assert found == expected, where
 
 
 def get(kind: str, way: str, model: nn.Module, optimizer: Any, for_loading: bool = False) -> dict[str, Any]:
