@@ -41,6 +41,19 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None
     return step
 
 
+def cleared_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Step:
+    """The gradients stay between two calls."""
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
     def step(x: torch.Tensor) -> Any:
         loss = loss_of(model, x)

@@ -190,8 +190,8 @@ class ParamGroup:
         try:
             if not plan.plain:
                 work = unsharded.start_special(self._label)
-            elif step_recording.active and plan.gather_stream is not None:
-                work = plan.start_on(plan.gather_stream, self._label)
+            elif step_recording.active and plan.streams is not None:
+                work = plan.start_on(plan.streams, self._label)
             else:
                 plan.take()
                 if plan.cast_to:
@@ -289,7 +289,7 @@ class ParamGroup:
     def forget_in_flight(self) -> None:
         """Of an all-gather that was recorded and never ran. Nothing waits for it; `reshard` follows."""
         if self._in_flight is not None:
-            self._in_flight[0].staging.release()
+            self._in_flight[0].forget()
             self._in_flight = None
         self.gradients.forget_in_flight()
 

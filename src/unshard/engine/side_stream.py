@@ -119,7 +119,17 @@ def reduce_stream(device: torch.device) -> SideStream | None:
     return None if device.type == "cpu" else SideStream(device)
 
 
+@dataclass(frozen=True)
+class GatherStreams:
+    """Of recorded steps, the same for all units. Two: the next unit is gathered while this one is copied out."""
+
+    gather: SideStream
+    """Casts, and issues all-gathers."""
+    copy_out: SideStream
+    """Copies packed parameters to their places."""
+
+
 @cache
-def gather_stream(device: torch.device) -> SideStream | None:
-    """Where recorded steps cast and all-gather shards, the same for all units. None where the host computes."""
-    return None if device.type == "cpu" else SideStream(device)
+def gather_streams(device: torch.device) -> GatherStreams | None:
+    """None where the host computes."""
+    return None if device.type == "cpu" else GatherStreams(SideStream(device), SideStream(device))

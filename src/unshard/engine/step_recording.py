@@ -1,7 +1,7 @@
 """Whether a step is being recorded as a CUDA graph.
 
-Then host time does not matter, and kernels must not read from host memory, which has other contents when the recording
-is replayed.
+Then host time does not matter, and kernels should not read from host memory: a replay reads it again, and what it holds
+then is up to torch's allocator.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .. import step_recording
 from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, UnshardedBuffer
 from ..params.shard import ShardLayout
-from ..side_stream import SideStream, gather_stream
+from ..side_stream import GatherStreams, gather_streams
 from .upload import HostCopy, IssuedOnSideStream, Upload
 
 
@@ -60,8 +60,10 @@ class AllGatherPlan:
         """Whether the unsharded buffer has no memory before `copy_out`. On the host it has: memory is not short there,
         and a backward that reads it too early can be refused; reading an empty storage ends the process."""
         self._copies_without_tables: list[Callable[[], object]] | None = None
-        self.gather_stream = gather_stream(buffer.device) if traits.gathers_on_any_stream else None
-        """Where recorded steps cast and gather; None: on the compute stream."""
+        self._copied_out = False
+        """Whether a side stream copies the packed parameters out."""
+        self.streams = gather_streams(buffer.device) if traits.gathers_on_any_stream else None
+        """Where recorded steps cast, gather and copy out; None: on the compute stream."""
         self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
         self.plain = self._upload is None and bool(self.outputs)
         """Whether nothing but casts comes before the collective."""
@@ -75,21 +77,30 @@ class AllGatherPlan:
         issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
         return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
 
-    def start_on(self, stream: SideStream, label: Label) -> Work:
-        """As the param group does for a plain plan, but on a side stream: while other units compute. Costs host time.
+    def start_on(self, streams: GatherStreams, label: Label) -> Work:
+        """As the param group does for a plain plan, but on side streams: while other units compute. Costs host time.
 
         It comes after what the compute stream has queued so far, which may have had the memory before.
         """
         self.take()
+        if self.copies:
+            self.buffer.take()
         issued = IssuedOnSideStream()
 
         def issue() -> None:
             if self.cast_to:
                 foreach_copy(self.cast_to, self.cast_from)
-            issued.work = self._transport.all_gather(self.outputs, self.inputs, label)
+            work = self._transport.all_gather(self.outputs, self.inputs, label)
+            issued.work = streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
 
-        issued.event = stream.queue(issue)
+        issued.event = streams.gather.queue(issue)
         return issued
+
+    def _copy_out_after(self, work: Work) -> None:
+        work.wait()
+        for copy in self._recorded_copies():
+            copy()
+        self._copied_out = True
 
     def take(self) -> None:
         """Have the memory that the collective writes into."""
@@ -114,9 +125,15 @@ class AllGatherPlan:
 
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
-        self.buffer.take()
-        for copy in self._recorded_copies() if step_recording.active else self.copies:
-            copy()
+        if not self._copied_out:
+            self.buffer.take()
+            for copy in self._recorded_copies() if step_recording.active else self.copies:
+                copy()
+        self.forget()
+
+    def forget(self) -> None:
+        """Of an all-gather that is copied out, or was recorded and never ran."""
+        self._copied_out = False
         self.staging.release()
 
     def _recorded_copies(self) -> list[Callable[[], object]]:
