@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unshard
-from unshard import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, StateDictType
+from unshard import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OptimizerOffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.composable import fully_shard as legacy
 
@@ -66,10 +74,25 @@ def two_layers(width: int) -> Case:
     return Case("two layers", lambda: TwoLayers(width), CASE.batch, CASE.loss, lambda model: [model])
 
 
+def device() -> str:
+    """Where runs of this job are."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+def on_cuda(case: Case) -> Case:
+    return Case(
+        case.name,
+        lambda: case.build().cuda(),
+        lambda *args: tuple(each.cuda() for each in case.batch(*args)),
+        case.loss,
+        case.units,
+    )
+
+
 def grid(*names: str) -> Any:
     """All ranks as a mesh with two ranks in the last dimension, if there are that many."""
     last = 2 if dist.get_world_size() % 2 == 0 else 1
-    return init_device_mesh("cpu", (dist.get_world_size() // last, last), mesh_dim_names=names)
+    return init_device_mesh(device(), (dist.get_world_size() // last, last), mesh_dim_names=names)
 
 
 def build_model(kind: str) -> tuple[nn.Module, Case]:
@@ -84,13 +107,17 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
         case = CASES[4]
     if "tp" in words or "tp10" in words:
         case = two_layers(10 if "tp10" in words else 8)
+    if device() == "cuda":
+        case = on_cuda(case)
     if words[0] in WRAPPED:
         return _wrapped(words, case), case
     options: dict[str, Any] = {}
     if "mixed" in words:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     if "offload" in words:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device() == "cuda")
+    if "hosted" in words:
+        options["offload_policy"] = OptimizerOffloadPolicy()
     if "hybrid" in words:
         options["mesh"] = grid("replicas", "shards")
     if "columns" in words:
@@ -162,7 +189,7 @@ class Run:
         if "flat" in of_optimizer:
             self.optimizer = unshard.optim.flat(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(device(), init_scale=4.0, growth_interval=2)
         self.data = Data()
 
     def parts(self) -> dict[str, Any]:
@@ -183,7 +210,7 @@ class Run:
             self.scheduler.step()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": 4.0 * 2**step})
             self.data.position += 1
-            mean = loss.detach().double()
+            mean = loss.detach().double().to(device())
             dist.all_reduce(mean)
             losses.append(mean.item() / dist.get_world_size())
         return losses
@@ -220,7 +247,7 @@ def _sorted(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def full(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
+        return value.to(device()).full_tensor().detach().clone()  # NCCL gathers nothing from the host
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
