@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from bed import world
+from bed import pool, world
 from bed.models import Case, case, shard
 from bed.parity import each_unit
 from torch import nn
@@ -83,17 +83,25 @@ def slow_side_streams(cycles: int = 3_000_000) -> Iterator[None]:
         yield
 
 
-@world(1, 2, backend="nccl")
-def test_copies_that_are_late() -> None:
-    """The computation waits for them, and would not come out right if it did not."""
+def late(without: str) -> int:
+    """How many results differ if copies are late and nothing waits for them."""
     each = case("transformer")
     here = trained(each, OffloadPolicy(), BF16)
-    with slow_side_streams():
-        assert not differing(trained(each, CPUOffloadPolicy(), BF16), here)
-        with mock.patch.object(StreamEvent, "wait", lambda self: None):
-            assert differing(trained(each, CPUOffloadPolicy(), BF16), here)
-        with mock.patch.object(SideStream, "synchronize", lambda self: None):
-            assert differing(trained(each, CPUOffloadPolicy(), BF16), here)
+    kinds: dict[str, Any] = {"events": (StreamEvent, "wait"), "streams": (SideStream, "synchronize")}
+    with slow_side_streams(), mock.patch.object(*kinds[without], lambda self: None) if without else nullcontext():
+        return differing(trained(each, CPUOffloadPolicy(), BF16), here)
+
+
+@pytest.mark.nccl_ranks
+@pytest.mark.parametrize("size", [1, 2])
+def test_copies_that_are_late(size: int) -> None:
+    """The computation waits for them, and would not come out right if it did not."""
+    assert pool.shared().run(late, size, {"without": ""}, "nccl") == [0] * size
+    for without in ("events", "streams"):
+        try:
+            assert all(pool.shared().run(late, size, {"without": without}, "nccl"))
+        except pool.JobFailed as failure:  # memory that is still copied is given back
+            assert "illegal memory access" in str(failure) or "SIGABRT" in str(failure)
 
 
 def step_again(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
