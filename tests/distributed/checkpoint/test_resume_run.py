@@ -38,9 +38,22 @@ def save(kind: str, folder: str) -> None:
         torch.save(expected, Path(folder, "expected.pt"))
 
 
+def assert_close(losses: list[float], expected: list[float], kind: str) -> None:
+    """Losses at another number of ranks, after bitwise equal states. Sums over ranks have another order.
+
+    In fp32 all losses are within 1e-6 (measured: 2.1e-7 over five steps). In bf16 that holds for the first loss only:
+    after a step, fp32 parameters that differ in their last bits may be rounded to different bf16 values. The other
+    losses are within the rounding of bf16 (measured: 4.8e-4).
+    """
+    rounding = torch.finfo(torch.bfloat16).eps / 2
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+    assert losses == pytest.approx(expected, rel=rounding if "mixed" in kind else 1e-6)
+
+
 def resume(kind: str, folder: str) -> None:
     expected = torch.load(Path(folder, "expected.pt"), weights_only=False)
     rank, size = dist.get_rank(), dist.get_world_size()
+    each_time = []
     for stepped in (False, True):
         run = Run(kind, lr=0.7)
         if stepped:
@@ -55,11 +68,23 @@ def resume(kind: str, folder: str) -> None:
             orders = [state["order"] for state in run.data.states]
             assert_same(orders, [torch.arange(3000) + each for each in range(expected["size"])])
         assert_same(run.state(), expected["state"])
-        losses = run.train(range(3, 5))
-        if size == expected["size"]:
-            assert losses == expected["losses"]
-        else:
-            assert losses == pytest.approx(expected["losses"], rel=1e-5 if "mixed" not in kind else 0.05)
+        if stepped:
+            checkpoint.save(Path(folder, "back"), step=3, **run.parts())
+        each_time.append(run.train(range(3, 5)))
+    assert each_time[0] == each_time[1]
+    if size == expected["size"]:
+        assert each_time[0] == expected["losses"]
+    else:
+        assert_close(each_time[0], expected["losses"], kind)
+
+
+def go_back(kind: str, folder: str) -> None:
+    """With the first number of ranks again, the arithmetic is the same: what another number saved changes nothing."""
+    expected = torch.load(Path(folder, "expected.pt"), weights_only=False)
+    run = Run(kind, lr=0.7)
+    assert checkpoint.load(Path(folder, "back"), **run.parts()) == 3
+    assert_same(run.state(), expected["state"])
+    assert run.train(range(3, 5)) == expected["losses"]
 
 
 def job(body: object, ranks: int, **arguments: object) -> None:
@@ -96,3 +121,4 @@ def test_resumed_state_is_that_of_the_run_that_went_on(kind: str, before: int, a
     assert checkpoint.verify(tmp_path / "run") == tmp_path / "run" / "step_00000003"
     assert [each.name for each in (tmp_path / "run").iterdir()] == ["step_00000003"]
     job(resume, after, kind=kind, folder=str(tmp_path))
+    job(go_back, before, kind=kind, folder=str(tmp_path))
