@@ -11,6 +11,7 @@ background saver               saving while training goes on
 differences optimizer_load load
 reports                        `verify` and `inspect`
 pieces diff                    tensors piece by piece, and what differs between two checkpoints
+observed prove_resume          all that a run holds, and a proof that it resumes
 safetensors_format export safetensors_load    files for, and from, other programs
 """
 
@@ -19,6 +20,7 @@ from .diff import diff
 from .export import export
 from .folders import latest
 from .load import load
+from .prove_resume import ResumeReport, prove_resume
 from .reports import inspect, verify
 from .safetensors_load import load_safetensors
 from .save import save
@@ -26,6 +28,7 @@ from .saver import Saver
 
 __all__ = [
     "CheckpointError",
+    "ResumeReport",
     "Saver",
     "diff",
     "export",
@@ -33,6 +36,7 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
+    "prove_resume",
     "save",
     "verify",
 ]

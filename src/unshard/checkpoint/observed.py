@@ -1,0 +1,187 @@
+"""What a run holds on this rank, by name: what a checkpoint saves of it, and what it does not save.
+
+Names of what is saved are those of `inspect` and `diff`. What is not saved has the names of a program:
+`model.blocks.0.calls`, `data.position`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..names import ALL_PREFIXES, clean_tensor_name
+from ..torch_private import local_part, non_persistent_buffers, own_buffers
+from .model_state import ModelState, model_state
+from .optimizer_state import SHARDED, optimizer_state, tensor_name
+from .rng import rng_state
+from .values import decode
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "data")
+"""What `save` takes."""
+_VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size, range, slice)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, tuple, deque)
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
+"""Attributes of all optimizers: what is saved, and what a scheduler of torch notes there."""
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_LONG = 100
+"""Longer lists of numbers are one tensor, other longer ones one value: a name for each element would be too many."""
+
+
+@torch.no_grad()
+def saved_state(run: Mapping[str, Any]) -> dict[str, Any]:
+    """All that `save` would save, also the plain tensors of ranks other than 0: tensors, without a copy, and values."""
+    model = model_state(run["model"])
+    found: dict[str, Any] = dict(_of_model(run["model"], model))
+    for name, module in model.extra.items():
+        found.update(leaves(module.get_extra_state(), f"extra/{name}"))
+    if run.get("optimizer") is not None:
+        found.update(_of_optimizer(run["optimizer"], model))
+    for name in ("scheduler", "scaler", "data"):
+        if run.get(name) is not None:
+            found.update(leaves(run[name].state_dict(), name))
+    found.update(leaves(rng_state(), "rng"))
+    return found
+
+
+def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in the order of the modules; `model_state` has the root's first."""
+    paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
+    order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
+    found = [(each.name, each.local.detach()) for each in model.tensors]
+    return sorted(found, key=lambda item: order.get(item[0].removeprefix("model/").rpartition(".")[0], 0))
+
+
+def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str, Any]]:
+    tensors, values = optimizer_state(optimizer, model)
+    stored = {each.name: each.local.detach() for each in tensors}
+    yield from stored.items()
+    for number, group in enumerate(values["groups"]):
+        path = f"optimizer/param_groups[{number}]"
+        yield from leaves(decode(group["options"], path, stored.__getitem__), path)
+    for name, state in values["state"].items():
+        for key, value in state.items():
+            if value != SHARDED:
+                path = tensor_name(key, name)
+                yield from leaves(decode(value, path, stored.__getitem__), path)
+    yield from leaves(decode(values["others"], "optimizer/state", stored.__getitem__), "optimizer/state")
+
+
+@torch.no_grad()
+def unsaved_state(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be found besides: attributes of modules and objects, buffers that are not persistent, other entries.
+
+    Schedulers, scalers and optimizers of torch have nothing besides their state dicts that matters.
+    """
+    found: dict[str, Any] = {}
+    for path, module in run["model"].named_modules():
+        found.update(_of_module(module, f"model.{path}" if path else "model"))
+    gradients = sum(parameter.grad is not None for parameter in run["model"].parameters())
+    found["gradients"] = f"of {gradients} parameters" if gradients else "none"
+    for name, value in run.items():
+        if name not in PARTS and callable(getattr(value, "state_dict", None)) and not isinstance(value, nn.Module):
+            found.update(leaves(value.state_dict(), name))
+        if not _is_of_torch(value):
+            own = value
+            if isinstance(value, Optimizer):
+                own = {key: each for key, each in vars(value).items() if key not in _OF_OPTIMIZERS}
+            found.update(leaves(own, name, inside_objects=True))
+    return found
+
+
+def _of_module(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    skipped = non_persistent_buffers(module)
+    for name, buffer in own_buffers(module).items():
+        if name in skipped and buffer is not None:
+            yield from leaves(buffer, f"{path}.{name}")
+    own = set(vars(nn.Module())) - {"training"}
+    attributes = {name: value for name, value in vars(module).items() if name not in own}
+    for name, value in attributes.items():
+        yield from leaves(value, f"{path}.{name}", inside_objects=True)
+
+
+def leaves(
+    value: Any, path: str, inside_objects: bool = False, seen: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The tensors and values in nested containers, by name; those in attributes of objects too, if asked for.
+
+    Functions, iterators and objects of torch are left out: what they hold cannot be compared.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        if _has_memory(value):
+            yield path, local_part(value).detach()
+        return
+    if isinstance(value, _VALUES):
+        yield path, value
+        return
+    if id(value) in seen or isinstance(value, _CODE):
+        return
+    seen[id(value)] = value  # kept, so that no other object gets its id
+    inner: dict[str, Any] = {}
+    if type(value) in _MAPPINGS:
+        inner = {f"{path}.{key}": each for key, each in value.items()}
+    elif type(value) in _SEQUENCES:
+        if len(value) > _LONG:
+            yield path, _long(value)
+        else:
+            inner = {f"{path}[{number}]": each for number, each in enumerate(value)}
+    elif isinstance(value, set | frozenset):
+        yield path, sorted(map(repr, value))
+    elif isinstance(value, torch.Generator):
+        yield path, value.get_state()
+    elif isinstance(value, random.Random):
+        inner = {path: value.getstate()}
+    elif type(value).__module__.partition(".")[0] == "numpy":
+        inner = {path: _of_numpy(value)}
+    elif inside_objects and _may_look_inside(value):
+        inner = {f"{path}.{name}": each for name, each in vars(value).items()}
+    for name, each in inner.items():
+        yield from leaves(each, name, inside_objects, seen)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not those on the meta device, and not views of unsharded parameters, whose memory is freed."""
+    if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return False
+    local = local_part(tensor)
+    if local.is_meta or local.layout is not torch.strided:
+        return False
+    last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
+    end = (local.storage_offset() + last + 1) * local.itemsize
+    return local.numel() == 0 or local.untyped_storage().nbytes() >= end
+
+
+def _long(values: Any) -> Any:
+    try:
+        return torch.tensor(list(values))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return repr(values)
+
+
+def _of_numpy(value: Any) -> Any:
+    bit_generator = getattr(value, "bit_generator", None)  # of a Generator
+    if bit_generator is not None:
+        return dict(bit_generator.state)
+    if hasattr(value, "get_state"):  # a RandomState
+        return list(value.get_state())
+    return value.tolist() if hasattr(value, "tolist") else None
+
+
+def _is_of_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("torch", "unshard")
+
+
+def _may_look_inside(value: Any) -> bool:
+    if isinstance(value, nn.Module | Optimizer) or not hasattr(value, "__dict__"):
+        return False
+    return not _is_of_torch(value) or type(value).__module__.startswith("torch.utils.data")

@@ -1,0 +1,272 @@
+"""A proof that a run resumes: it saves, goes on, is loaded into fresh objects, and repeats the steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .diff import TensorDifference
+from .load import load
+from .observed import PARTS, leaves, saved_state, unsaved_state
+from .pieces import PIECE_ELEMENTS
+from .ranks import on_first_rank, rank_and_size, together
+from .save import save
+
+_WHAT = "prove_resume"
+_MOST = 20
+"""Differences that a rank reports."""
+_SHOWN = 5
+"""Differences of a kind that are printed."""
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class ResumeDifference:
+    """Something that the resumed run has otherwise."""
+
+    name: str
+    """`loss`, or a name as `unshard checkpoint inspect` lists it (`model/head.weight`, `rng.torch`, `data.position`);
+    of what is not saved, where it is in the run (`model.blocks.0.calls`)."""
+    step: int
+    """It differs after so many steps in all; right after loading if that is the step of the checkpoint."""
+    rank: int
+    text: str
+    """By how much."""
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What `prove_resume` found, the same on all ranks. `str()` of it is a report."""
+
+    before: int
+    steps: int
+    ranks: int
+    compared: int
+    """Tensors and values that were compared after each step, on rank 0."""
+    differences: list[ResumeDifference] = field(default_factory=list)
+    """All that differ when the first of them does: those of the first step after which any rank has one."""
+    unsaved: list[ResumeDifference] = field(default_factory=list)
+    """What a checkpoint does not hold and what is different after loading. It may be the cause, or have no effect."""
+    repeatable: bool = True
+    """False if a second resumed run differs from the first resumed one as well."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all losses, and all that a checkpoint holds after each step, are bitwise equal on all ranks."""
+        return not self.differences
+
+    @property
+    def first(self) -> ResumeDifference | None:
+        return self.differences[0] if self.differences else None
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        if self.first is None:
+            text = f"The resumed run is bitwise equal: {self.steps} steps after step {self.before}, with {ranks}; the "
+            lines = [text + f"losses, and after each step {self.compared} tensors and values on rank 0."]
+            return "\n".join([*lines, *_lines("Not saved and different, without effect on these steps:", self.unsaved)])
+        first, others = self.first, self.differences[1:]
+        when = f"after step {first.step}"
+        if first.step == self.before:
+            when = "after loading, before the first step"
+        lines = [f"The resumed run differs from the run that went on after step {self.before}, with {ranks}."]
+        lines += _lines(f"First, {when}:", [first]) + _lines("At the same time:", others)
+        lines += _lines("Not saved, and different after loading, so it may be the cause:", self.unsaved)
+        if not self.repeatable:
+            lines.append("A second resumed run differs from the first one, too. So the steps are not deterministic, or")
+            lines.append("they use state that is neither saved nor made anew: a global variable, a file.")
+        elif not self.unsaved:
+            lines.append("The cause is not in an attribute of the run's objects. Look at what functions and iterators")
+            lines.append("hold, and at what is not in the dict that make() returns.")
+        return "\n".join(lines)
+
+
+def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
+    lines = [f"  {each.name} on rank {each.rank}: {each.text}" for each in differences[:_SHOWN]]
+    more = [f"  and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+    return [title, *lines, *more] if lines else []
+
+
+def prove_resume(
+    make: Callable[[], Mapping[str, Any]],
+    train_step: Callable[[Any], Any],
+    *,
+    steps: int = 3,
+    before: int = 2,
+    path: str | os.PathLike[str] | None = None,
+) -> ResumeReport:
+    """Save a run, go on for `steps` steps, load it into fresh objects, repeat the steps, and compare bitwise.
+
+    All ranks have to call. `make()` builds a run: a dict with `model` and, as far as there are any, `optimizer`,
+    `scheduler`, `scaler` and `data`, as `save` takes them. It may have other entries for `train_step`, which are not
+    saved. `train_step(run)` trains one step and returns its loss, which may differ between ranks. `before`: steps
+    before the save.
+
+    Losses, and after each step all that a checkpoint holds, are compared on each rank. The comparison ends on all ranks
+    after the first step that differs on any. `path`: where the checkpoint is written, and stays; all ranks have to see
+    it. By default rank 0 makes a temporary folder, deleted at the end, for `steps` + 3 times the size of a
+    checkpoint.
+    """
+    for name, value, least in (("steps", steps, 1), ("before", before, 0)):
+        if type(value) is not int or value < least:
+            raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    folder = Path(on_first_rank(_WHAT, lambda: _temporary(path)))
+    try:
+        proof = _Proof(make, train_step, folder)
+        proof.go_on(before, steps, folder if path is None else Path(path))
+        return proof.resume(before, steps)
+    finally:
+        if rank_and_size()[0] == 0:  # without a collective: other ranks may have failed
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary(path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        os.makedirs(path, exist_ok=True)
+    return tempfile.mkdtemp(prefix=".prove_resume_", dir=path)
+
+
+class _Proof:
+    """On one rank."""
+
+    def __init__(self, make: Callable[[], Any], train_step: Callable[[Any], Any], folder: Path):
+        self._make, self._train_step, self._folder = make, train_step, folder
+        self._rank, self._size = rank_and_size()
+        self._checkpoint = Path()
+        self._kept: dict[str, dict[str, Any]] = {}
+        """What the run held, by moment and name; tensors are in a file of this rank."""
+
+    def go_on(self, before: int, steps: int, target: Path) -> None:
+        """The run that goes on."""
+        run = self._made()
+        for _ in range(before):
+            self._train_step(run)
+        self._checkpoint = save(target, step=before, **_parts(run))
+        self._keep("unsaved", partial(unsaved_state, run))
+        self._keep(_moment(before), partial(saved_state, run))
+        for step in range(before + 1, before + steps + 1):
+            loss = self._train_step(run)
+            self._keep(_moment(step), partial(_state_and_loss, loss, run))
+
+    def resume(self, before: int, steps: int) -> ResumeReport:
+        """The run that repeats the steps."""
+        run, step = self._loaded(), before
+        unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
+        differences = self._compare(_moment(step), partial(saved_state, run), step)
+        loss = None
+        while not differences and step < before + steps:
+            step += 1
+            loss = self._train_step(run)
+            differences = self._compare(_moment(step), partial(_state_and_loss, loss, run), step)
+        repeatable = True
+        if differences and step > before:
+            self._keep("resumed", partial(_state_and_loss, loss, run))
+            del run
+            repeatable = self._repeats(step - before)
+        if not differences:  # most programs clear gradients before they compute new ones
+            unsaved = [each for each in unsaved if each.name != "gradients"]
+        compared = on_first_rank(_WHAT, lambda: len(self._kept[_moment(before)]))
+        return ResumeReport(before, steps, self._size, compared, differences, unsaved, repeatable)
+
+    def _repeats(self, steps: int) -> bool:
+        """Whether another resumed run has the same differences."""
+        run, loss = self._loaded(), None
+        for _ in range(steps):
+            loss = self._train_step(run)
+        return not self._compare("resumed", partial(_state_and_loss, loss, run), 0)
+
+    def _made(self) -> Mapping[str, Any]:
+        run = self._make()
+        if not isinstance(run, Mapping) or "model" not in run:
+            raise ArgumentError(f"make() must return a dict with a model, and returned a {type(run).__name__}.")
+        return run
+
+    def _loaded(self) -> Mapping[str, Any]:
+        gc.collect()  # the run before, if it is in a cycle: only one run needs memory at a time
+        run = self._made()
+        load(self._checkpoint, **_parts(run))
+        return run
+
+    def _keep(self, moment: str, observe: Callable[[], dict[str, Any]]) -> None:
+        def work() -> None:
+            state = observe()
+            tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            torch.save(tensors, self._file(moment))
+            self._kept[moment] = {name: None if name in tensors else value for name, value in state.items()}
+
+        together(_WHAT, work)
+
+    def _file(self, moment: str) -> Path:
+        return self._folder / f"{moment}_rank_{self._rank:05d}.pt"
+
+    def _compare(self, moment: str, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
+        """What differs on any rank from what was kept; the same list on all ranks."""
+
+        def work() -> list[ResumeDifference]:
+            tensors = torch.load(self._file(moment), mmap=True, map_location="cpu", weights_only=True)
+            kept, state = {**self._kept[moment], **tensors}, observe()
+            texts = ((name, _difference(name, kept, state)) for name in [*state, *(kept.keys() - state.keys())])
+            found = (ResumeDifference(name, step, self._rank, text) for name, text in texts if text)
+            return list(islice(found, _MOST))
+
+        found = [each for of_rank in together(_WHAT, work) for each in of_rank]
+        return sorted(found, key=lambda each: not each.name.startswith("loss"))  # stable: a loss is computed first
+
+
+def _moment(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `save` and `load`."""
+    return {name: run[name] for name in PARTS if name in run}
+
+
+def _state_and_loss(loss: Any, run: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(leaves(loss, "loss")), **saved_state(run)}
+
+
+def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
+    """In words; empty if there is none."""
+    mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+            return _tensor_difference(name, mine, theirs)
+    elif repr(mine) == repr(theirs):  # tells 0.0 from -0.0, and takes a NaN for the same NaN
+        return ""
+    return f"{_shown(mine)}, resumed {_shown(theirs)}"
+
+
+def _tensor_difference(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str:
+    found = TensorDifference(name, mine.numel())
+    pieces = (each.reshape(-1).split(PIECE_ELEMENTS) for each in (mine, theirs))
+    for a, b in zip(*pieces, strict=True):
+        found.add(a, b.cpu())
+    if not found.differing:
+        return ""
+    if mine.numel() == 1:
+        return f"{mine.item()!r}, resumed {theirs.item()!r}"
+    return (
+        f"{found.differing:,} of {found.elements:,} elements differ, the largest |a-b| is {found.absolute:.3g}, the "
+        f"largest relative one {found.relative:.3g}"
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
