@@ -38,8 +38,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
+# FOLDER=run saves checkpoints there, and goes on from them when it is called again, also with other PROCESSES.
 demo: $(INSTALLED)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py $(if $(FOLDER),--folder "$(FOLDER)")
 
 # Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
 test: $(INSTALLED)

@@ -2,15 +2,21 @@
 
     torchrun --standalone --nproc-per-node=2 examples/train_bytes.py
     python examples/train_bytes.py                      # one process, same code path
+    torchrun --standalone --nproc-per-node=2 examples/train_bytes.py --folder run    # saves there, and resumes
 
 Every process keeps only its share of parameters, gradients and optimizer state. Needs nothing but the
 Python installation it runs on: no download, no GPU (one GPU per process is used where there is one).
+
+With `--folder` it saves a checkpoint every few steps, while training goes on, and when it is asked to stop (Ctrl-C,
+SIGTERM). Started again with the same options, it goes on after the latest checkpoint, with any number of processes:
+a step trains on the same windows however many processes share them. If it was killed, it repeats the steps since then.
 """
 
 import argparse
 import math
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -25,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from unshard import MixedPrecisionPolicy, fully_shard
+from unshard import MixedPrecisionPolicy, checkpoint, fully_shard
 
 VOCABULARY = 256  # one token per byte value
 HEAD_DIM = 32
@@ -41,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks, one shard unit each")
     parser.add_argument("--dim", type=int, default=224, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--seq", type=int, default=128, help="bytes per training window")
-    parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
+    parser.add_argument("--batch", type=int, default=8, help="windows per step, shared out to the processes")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument(
         "--dtype",
@@ -50,10 +56,14 @@ def parse_args() -> argparse.Namespace:
         help="dtype of the computation; bf16 is slow on CPUs without instructions for it",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="save checkpoints here, and go on after the latest one")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     args = parser.parse_args()
-    for name in ("steps", "layers", "dim", "seq", "batch"):
+    for name in ("steps", "layers", "dim", "seq", "batch", "save_every"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.batch < int(os.environ.get("WORLD_SIZE", "1")):
+        parser.error(f"--batch must be at least the number of processes, got {args.batch}")
     if args.dim % HEAD_DIM:
         parser.error(f"--dim must be a multiple of {HEAD_DIM}, got {args.dim}")
     return args
@@ -114,10 +124,10 @@ def load_corpus(seq: int) -> tuple[Tensor, Tensor]:
     return data[:cut], data[cut:]
 
 
-def windows(data: Tensor, starts: Tensor, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and next-byte targets of the windows that begin at `starts`."""
-    rows = data[starts[:, None] + torch.arange(seq + 1)].long().to(device)
-    return rows[:, :-1], rows[:, 1:]
+def draw_starts(data: Tensor, step: int, args: argparse.Namespace) -> Tensor:
+    """Where the windows of a step begin: they depend on the step, and not on the number of processes."""
+    draw = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    return torch.randint(len(data) - args.seq, (args.batch,), generator=draw)
 
 
 # -------------------------------------------------------------------------------------------------- model
@@ -196,8 +206,14 @@ def build_sharded(args: argparse.Namespace, device: torch.device) -> tuple[ByteT
     return model, full_bytes
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+def loss_of(model: nn.Module, data: Tensor, starts: Tensor, seq: int, device: torch.device) -> Tensor:
+    """This rank's part of the loss: the mean over ranks is the mean over all windows that begin at `starts`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = starts[rank::world]  # one window more on some ranks, if they cannot be shared out evenly
+    rows = data[mine[:, None] + torch.arange(seq + 1)].long().to(device)
+    logits = model(rows[:, :-1]).float()
+    total = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    return total * world / (len(starts) * seq)
 
 
 # ------------------------------------------------------------------------------------------------- memory
@@ -241,7 +257,7 @@ class Progress:
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
         if not self.shown:
             return
-        facts = f"step {step}/{self.total}  loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+        facts = f"step {step}/{self.total}  loss {loss:.6f}  {tokens_per_s:,.0f} tokens/s"
         done = step / self.total
         if self.redraws:
             width = max(0, min(30, shutil.get_terminal_size().columns - len(facts) - 5))
@@ -252,11 +268,52 @@ class Progress:
             self.next_line = (math.floor(done * 10) + 1) / 10
 
 
+# -------------------------------------------------------------------------------------------- checkpoints
+
+
+class Checkpoints:
+    """Saves the run now and then, and when it is asked to stop. Without a folder it does nothing."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.every, self.last_step = args.folder, args.save_every, args.steps
+        self.model, self.optimizer = model, optimizer
+        self.asked_to_stop = False
+        if self.folder:
+            self.saver = checkpoint.Saver(self.folder, keep_last=2)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.ask_to_stop)
+
+    def ask_to_stop(self, number: int, frame: object) -> None:
+        self.asked_to_stop = True
+        signal.signal(number, signal.SIG_DFL)  # asked twice, the program ends at once
+
+    def load(self) -> int:
+        """Load the latest checkpoint and return its step, 0 if there is none."""
+        if self.folder and checkpoint.latest(self.folder):
+            return checkpoint.load(self.folder, model=self.model, optimizer=self.optimizer)
+        return 0
+
+    def after_step(self, step: int, device: torch.device) -> bool:
+        """Save if it is time to. Returns whether to stop, on all ranks alike: a signal may reach them at two steps."""
+        if not self.folder:
+            return False
+        stop = torch.tensor(float(self.asked_to_stop), device=device)
+        dist.all_reduce(stop)
+        ends = stop.item() > 0 or step == self.last_step
+        if ends or step % self.every == 0:
+            self.saver.save(step=step, model=self.model, optimizer=self.optimizer)
+        if ends:
+            self.saver.wait()
+        return ends
+
+
 # ----------------------------------------------------------------------------------------------- training
 
 
 @dataclass(frozen=True)
 class Outcome:
+    first_step: int
+    last_step: int
     first_loss: float  # mean over ranks, nats per byte
     last_loss: float
     seconds: float
@@ -275,44 +332,45 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    checkpoints: Checkpoints,
+    done: int,
     data: Tensor,
     args: argparse.Namespace,
     device: torch.device,
 ) -> Outcome:
-    draw = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())  # other windows on every rank
+    """Train from step `done` + 1 to the last, or until the program is asked to stop."""
     progress = Progress(args.steps)
-    tokens_per_step = args.batch * args.seq * dist.get_world_size()
+    tokens_per_step = args.batch * args.seq
     # Losses are averaged over ranks only every `interval` steps: that waits for the device and the other ranks.
     interval = math.ceil(args.steps / 50)
     losses: list[float] = []
     pending: list[Tensor] = []
     began = time.perf_counter()
-    for step in range(1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step - 1, args)
-        starts = torch.randint(len(data) - args.seq, (args.batch,), generator=draw)
         optimizer.zero_grad()
-        loss = loss_of(model, *windows(data, starts, args.seq, device))
+        loss = loss_of(model, data, draw_starts(data, step, args), args.seq, device)
         loss.backward()
         optimizer.step()
         pending.append(loss.detach())
-        if step % interval == 0 or step in (1, args.steps):
+        ends = checkpoints.after_step(step, device) or step == args.steps
+        if step % interval == 0 or step == done + 1 or ends:
             losses.append(mean_over_ranks(torch.stack(pending).mean()).item())
             pending.clear()
-            speed = step * tokens_per_step / (time.perf_counter() - began)
+            speed = (step - done) * tokens_per_step / (time.perf_counter() - began)
             progress.update(step, losses[-1], speed)
+        if ends:
+            break
     seconds = time.perf_counter() - began
-    return Outcome(losses[0], losses[-1], seconds, args.steps * tokens_per_step / seconds)
+    return Outcome(done + 1, step, losses[0], losses[-1], seconds, (step - done) * tokens_per_step / seconds)
 
 
 @torch.no_grad()
 def validate(model: nn.Module, data: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Return the mean loss over evenly spread held-out windows, different ones on every rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    count = VALIDATION_BATCHES * args.batch
-    spread = torch.linspace(0, len(data) - args.seq - 1, count * world).long()
-    batches = spread[rank::world].split(args.batch)
-    losses = [loss_of(model, *windows(data, starts, args.seq, device)) for starts in batches]
+    """Return the mean loss over evenly spread held-out windows."""
+    spread = torch.linspace(0, len(data) - args.seq - 1, VALIDATION_BATCHES * args.batch).long()
+    losses = [loss_of(model, data, starts, args.seq, device) for starts in spread.split(args.batch)]
     return mean_over_ranks(torch.stack(losses).mean()).item()
 
 
@@ -336,18 +394,23 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def introduce(args: argparse.Namespace, full_bytes: int, train_bytes: int, device: torch.device) -> None:
-    print(
+    say(
         f"{full_bytes // 4:,} parameters in {args.layers} blocks, fully sharded over "
         f"{dist.get_world_size()} process(es) on {device.type} ({dist.get_backend()}), {args.dtype}; "
-        f"{train_bytes / 1e6:.1f} MB of Python sources",
-        flush=True,
+        f"{train_bytes / 1e6:.1f} MB of Python sources"
     )
 
 
 def report(outcome: Outcome, validation_loss: float, memory: Memory, sample: str) -> None:
     share = memory.sharded / memory.unsharded
-    print(f"\ntrain loss   {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per byte, mean over ranks")
+    steps = f"steps {outcome.first_step} to {outcome.last_step}"
+    print(f"\ntrain loss   {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} nats per byte, {steps}")
     print(f"validation   {validation_loss / math.log(2):.3f} bits per byte ({validation_loss:.3f} nats)")
     print(f"speed        {outcome.tokens_per_s:,.0f} tokens/s over all ranks, {outcome.seconds:.1f} s")
     print(f"memory       {mib(memory.sharded)} on rank 0, {mib(memory.unsharded)} unsharded ({share:.0%}):")
@@ -364,14 +427,21 @@ def main() -> None:
     model, full_bytes = build_sharded(args, device)
     # After sharding, so that it holds the shards. `foreach`: a few calls per step, not some per parameter.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
-    if dist.get_rank() == 0:
-        introduce(args, full_bytes, len(train_data), device)
-    outcome = train(model, optimizer, train_data, args, device)
-    memory = Memory.measure(model, optimizer, full_bytes)
-    validation_loss = validate(model, held_out, args, device)
-    sample = generate(model, b"def ", args, device)
-    if dist.get_rank() == 0:
-        report(outcome, validation_loss, memory, sample)
+    introduce(args, full_bytes, len(train_data), device)
+    checkpoints = Checkpoints(args, model, optimizer)
+    done = checkpoints.load()
+    if done:
+        say(f"{args.folder} has step {done} of {args.steps}: {'going on' if done < args.steps else 'nothing to do'}")
+    if done < args.steps:
+        outcome = train(model, optimizer, checkpoints, done, train_data, args, device)
+        if outcome.last_step < args.steps:
+            say(f"\nstopped after step {outcome.last_step}; the same command goes on from there")
+        else:
+            memory = Memory.measure(model, optimizer, full_bytes)
+            validation_loss = validate(model, held_out, args, device)
+            sample = generate(model, b"def ", args, device)
+            if dist.get_rank() == 0:
+                report(outcome, validation_loss, memory, sample)
     dist.destroy_process_group()
 
 
