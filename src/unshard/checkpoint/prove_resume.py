@@ -76,12 +76,12 @@ class ResumeReport:
             text = f"The resumed run is bitwise equal: {self.steps} steps after step {self.before}, with {ranks}; the "
             lines = [text + f"losses, and after each step {self.compared} tensors and values on rank 0."]
             return "\n".join([*lines, *_lines("Not saved and different, without effect on these steps:", self.unsaved)])
-        first, others = self.first, self.differences[1:]
-        when = f"after step {first.step}"
-        if first.step == self.before:
-            when = "after loading, before the first step"
+        first = self.first
+        at_once = [each for each in self.differences if each.name == first.name]
+        others = [each for each in self.differences if each.name != first.name]
+        when = f"step {first.step}" if first.step > self.before else "after loading, before the first step"
         lines = [f"The resumed run differs from the run that went on after step {self.before}, with {ranks}."]
-        lines += _lines(f"First, {when}:", [first]) + _lines("At the same time:", others)
+        lines += _lines(f"First, {when}:", at_once) + _lines("At the same time:", others)
         lines += _lines("Not saved, and different after loading, so it may be the cause:", self.unsaved)
         if not self.repeatable:
             lines.append("A second resumed run differs from the first one, too. So the steps are not deterministic, or")
@@ -93,8 +93,15 @@ class ResumeReport:
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    lines = [f"  {each.name} on rank {each.rank}: {each.text}" for each in differences[:_SHOWN]]
-    more = [f"  and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+    """One line for each name; of the ranks that have it, the first is shown."""
+    by_name: dict[str, list[ResumeDifference]] = {}
+    for each in differences:
+        by_name.setdefault(each.name, []).append(each)
+    lines = []
+    for name, (first, *others) in list(by_name.items())[:_SHOWN]:
+        also = f" (and {len(others)} other{'' if len(others) == 1 else 's'})" if others else ""
+        lines.append(f"  {name} on rank {first.rank}{also}: {first.text}")
+    more = [f"  and {len(by_name) - _SHOWN} more"] if len(by_name) > _SHOWN else []
     return [title, *lines, *more] if lines else []
 
 
@@ -257,10 +264,8 @@ def _tensor_difference(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> s
         return ""
     if mine.numel() == 1:
         return f"{mine.item()!r}, resumed {theirs.item()!r}"
-    return (
-        f"{found.differing:,} of {found.elements:,} elements differ, the largest |a-b| is {found.absolute:.3g}, the "
-        f"largest relative one {found.relative:.3g}"
-    )
+    counts = f"{found.differing:,} of {found.elements:,} elements differ"
+    return f"{counts}, |a-b| up to {found.absolute:.3g}, relative up to {found.relative:.3g}"
 
 
 def _shown(value: Any) -> str:

@@ -203,21 +203,29 @@ def build(
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {  # arguments, the first difference, the cause
     "nothing": ({}, "", ""),
-    "data": ({"data": Forgetful}, "loss", "data.position on rank 0: 2, resumed 0"),
-    "counter": ({"layer": Counter}, "loss", "model.1.calls on rank 0: 2, resumed absent"),
-    "plain tensor": ({"layer": PlainTensor}, "loss", "model.1.mean on rank 0: 4 of 4 elements differ"),
-    "buffer": ({"layer": NotPersistent}, "loss", "model.1.scale on rank 0: 4 of 4 elements differ"),
-    "generator": ({"layer": OwnGenerator}, "loss", "model.1.generator on rank 0: "),
-    "Python's generator": ({"layer": PythonsGenerator}, "loss", "model.1.chance[1] on rank 0: "),
-    "NumPy's generator": ({"layer": NumpysGenerator}, "loss", "model.1.chance.state.state on rank 0: "),
-    "optimizer": ({"optimizer": Warming}, "model/0.weight", "optimizer.taken on rank 0: 2, resumed absent"),
-    "scheduler": ({"scheduler": "decay"}, "optimizer/param_groups[0].lr", "decay.last_epoch on rank 0: 2, resumed 0"),
+    "data": ({"data": Forgetful}, "loss", "data.position on rank 0 (and 1 other): 2, resumed 0"),
+    "counter": ({"layer": Counter}, "loss", "model.1.calls on rank 0 (and 1 other): 2, resumed absent"),
+    "plain tensor": ({"layer": PlainTensor}, "loss", "model.1.mean on rank 0 (and 1 other): 4 of 4 elements differ"),
+    "buffer": ({"layer": NotPersistent}, "loss", "model.1.scale on rank 0 (and 1 other): 4 of 4 elements differ"),
+    "generator": ({"layer": OwnGenerator}, "loss", "model.1.generator on rank 0 (and 1 other): "),
+    "Python's generator": ({"layer": PythonsGenerator}, "loss", "model.1.chance[1] on rank 0 (and 1 other): "),
+    "NumPy's generator": ({"layer": NumpysGenerator}, "loss", "model.1.chance.state.state on rank 0 (and 1 other): "),
+    "optimizer": (
+        {"optimizer": Warming},
+        "model/0.weight",
+        "optimizer.taken on rank 0 (and 1 other): 2, resumed absent",
+    ),
+    "scheduler": (
+        {"scheduler": "decay"},
+        "optimizer/param_groups[0].lr",
+        "decay.last_epoch on rank 0 (and 1 other): 2, resumed 0",
+    ),
     "scheduler that has no effect": (
         {"scheduler": "decay", "schedule": halved},
         "",
-        "decay.last_epoch on rank 0: 2, resumed 0",
+        "decay.last_epoch on rank 0 (and 1 other): 2, resumed 0",
     ),
-    "scaler": ({"scaler": "own_scaler"}, "loss", "own_scaler.scale on rank 0: 8.0, resumed 4.0"),
+    "scaler": ({"scaler": "own_scaler"}, "loss", "own_scaler.scale on rank 0 (and 1 other): 8.0, resumed 4.0"),
 }
 
 
@@ -244,7 +252,7 @@ def test_what_a_run_forgets_is_named(fault: str) -> None:
 def test_gradients_are_not_saved() -> None:
     report = checkpoint.prove_resume(build, accumulating_step)
     assert report.first is not None and (report.first.name, report.first.step) == ("model/0.weight", 3)
-    assert "gradients on rank 0: 'of 4 parameters', resumed 'none'" in str(report)
+    assert "gradients on rank 0 (and 1 other): 'of 4 parameters', resumed 'none'" in str(report)
 
 
 class Wrong(Batches):
