@@ -34,7 +34,7 @@ _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
 """Attributes of all optimizers: what is saved, and what a scheduler of torch notes there."""
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _LONG = 100
-"""Longer lists of numbers are one tensor, other longer ones one value: a name for each element would be too many."""
+"""Longer lists of numbers are one tensor, of other values one value: a name for each element would be too many."""
 
 
 @torch.no_grad()
@@ -122,21 +122,25 @@ def leaves(
             yield path, local_part(value).detach()
         return
     if isinstance(value, _VALUES):
-        yield path, value
+        yield path, _plain(value)
         return
     if id(value) in seen or isinstance(value, _CODE):
         return
+    if not inside_objects:
+        seen = {**seen}  # only cycles end here: a list that has two names is two lists after loading
     seen[id(value)] = value  # kept, so that no other object gets its id
     inner: dict[str, Any] = {}
     if type(value) in _MAPPINGS:
         inner = {f"{path}.{key}": each for key, each in value.items()}
     elif type(value) in _SEQUENCES:
-        if len(value) > _LONG:
+        if len(value) > _LONG and all(isinstance(each, _VALUES) for each in value):
             yield path, _long(value)
+        elif len(value) > _LONG and inside_objects:
+            yield path, f"{len(value)} items"
         else:
             inner = {f"{path}[{number}]": each for number, each in enumerate(value)}
     elif isinstance(value, set | frozenset):
-        yield path, sorted(map(repr, value))
+        yield path, sorted(map(repr, value)) if len(value) <= _LONG else f"{len(value)} items"
     elif isinstance(value, torch.Generator):
         yield path, value.get_state()
     elif isinstance(value, random.Random):
@@ -161,11 +165,22 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return local.numel() == 0 or local.untyped_storage().nbytes() >= end
 
 
+def _plain(value: Any) -> Any:
+    """NumPy's float64 is a float as well, and a checkpoint has it as one."""
+    if not isinstance(value, Enum | bool):
+        for kind in (str, float, int):
+            if isinstance(value, kind):
+                return kind(value)
+    return value
+
+
 def _long(values: Any) -> Any:
-    try:
-        return torch.tensor(list(values))
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return repr(values)
+    if all(isinstance(each, bool | int | float) for each in values):
+        try:
+            return torch.tensor(list(values))
+        except (RuntimeError, ValueError, OverflowError):  # larger than 64 bits
+            pass
+    return repr([_plain(each) for each in values])
 
 
 def _of_numpy(value: Any) -> Any:

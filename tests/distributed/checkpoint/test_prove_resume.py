@@ -316,7 +316,11 @@ def test_steps_that_cannot_be_repeated() -> None:
 
 
 def folders(path: Path) -> list[str]:
-    return sorted(each.name for each in path.iterdir())
+    """After all ranks have returned, and before any calls again."""
+    dist.barrier()
+    found = sorted(each.name for each in path.iterdir())
+    dist.barrier()
+    return found
 
 
 def failing(run: dict[str, Any]) -> Tensor:
@@ -337,14 +341,11 @@ def test_files(tmp_path: Path) -> None:
         assert checkpoint.prove_resume(build, train_step, steps=1).equal
         with pytest.raises(ZeroDivisionError):
             checkpoint.prove_resume(build, failing)
-        dist.barrier()
         assert folders(temporary) == []
         assert checkpoint.prove_resume(build, train_step, steps=1, path=named).equal
-        dist.barrier()
         assert folders(temporary) == [] and folders(named) == ["step_00000002"]
         with pytest.raises(CheckpointError, match="exists already"):
             checkpoint.prove_resume(build, train_step, steps=1, path=named)
-        dist.barrier()
         assert folders(named) == ["step_00000002"]
     finally:
         tempfile.tempdir = None
