@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -158,3 +159,24 @@ class TorchCalls(_Mode):
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.counts[f"{func.namespace}.{func._opname}"] += 1
+
+
+class LiveBytes(_Mode):
+    """A context that counts the bytes of the storages that are made in it; `peak`: the most that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        before = {each.untyped_storage()._cdata for each in _tensors((args, tuple(kwargs.values())))}
+        for each in _tensors(result):
+            storage = each.untyped_storage()
+            if storage._cdata not in before and storage.nbytes():
+                before.add(storage._cdata)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)

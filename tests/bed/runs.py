@@ -116,8 +116,8 @@ def build_model(kind: str) -> tuple[nn.Module, Case]:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     if "offload" in words:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device() == "cuda")
-    if "hosted" in words:
-        options["offload_policy"] = OptimizerOffloadPolicy()
+    if "host" in words:
+        options["offload_policy"] = OptimizerOffloadPolicy(pin_memory=device() == "cuda")
     if "hybrid" in words:
         options["mesh"] = grid("replicas", "shards")
     if "columns" in words:
@@ -221,7 +221,7 @@ class Run:
         return {**others, "position": self.data.position, **self._gathered()}
 
     def _gathered(self) -> dict[str, Any]:
-        if self.kind.split()[0].split(",")[0] in WRAPPED:
+        if self.kind.split()[0].split(",")[0] in (*WRAPPED, "legacy"):
             with FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT):
                 found = FSDP.optim_state_dict(self.model, self.optimizer)
                 return {

@@ -21,7 +21,7 @@ from unshard.checkpoint.host_buffers import HostBuffer
 
 quiet = pytest.mark.filterwarnings("ignore")
 KINDS = [
-    *("fully_shard", "fully_shard mixed,flat", "fully_shard offload", "fully_shard hosted,flat", "fully_shard tp"),
+    *("fully_shard", "fully_shard mixed,flat", "fully_shard offload", "fully_shard host,flat", "fully_shard tp"),
     *("fully_shard hybrid", "flat mixed", "originals", "flat offload"),
 ]
 

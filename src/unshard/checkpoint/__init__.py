@@ -9,6 +9,8 @@ plan save                      which rank writes what, and publishing it
 host_buffers staging           copies in host memory
 background saver               saving while training goes on
 differences optimizer_load load
+full_tensors                   unsharded tensors one at a time, to and from rank 0
+full_state_dict full_optimizer_state_dict    state dicts of the unsharded model and its optimizer
 reports                        `verify` and `inspect`
 pieces diff                    tensors piece by piece, and what differs between two checkpoints
 observed prove_resume          all that a run holds, and a proof that it resumes
@@ -19,6 +21,8 @@ from ..errors import CheckpointError
 from .diff import diff
 from .export import export
 from .folders import latest
+from .full_optimizer_state_dict import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .full_state_dict import full_state_dict, load_full_state_dict
 from .load import load
 from .prove_resume import ResumeReport, prove_resume
 from .reports import inspect, verify
@@ -32,9 +36,13 @@ __all__ = [
     "Saver",
     "diff",
     "export",
+    "full_optimizer_state_dict",
+    "full_state_dict",
     "inspect",
     "latest",
     "load",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "load_safetensors",
     "prove_resume",
     "save",

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import CheckpointError, listed
+
+
+class LoadedNames(NamedTuple):
+    """What was not loaded into a model."""
+
+    missing: list[str]
+    """Parameters and persistent buffers that nothing was there for, with `strict=False`."""
+    unexpected: list[str]
+    """Names that the model does not have, with `strict=False`."""
+    non_persistent: list[str]
+    """Buffers of the model that no state dict and no file has, because they are not persistent."""
 
 
 @dataclass
@@ -31,7 +43,7 @@ class Differences:
             wrong=list(dict.fromkeys(text for each in each_rank for text in each.wrong)),
         )
 
-    def refuse(self, where: Path, strict: bool, what: str = "checkpoint", look: str = "") -> None:
+    def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
         """Raise if there is anything to report. `look`: what tells the reader more."""
         parts = []
         if strict and self.missing:

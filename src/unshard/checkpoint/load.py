@@ -86,7 +86,9 @@ class Loading:
         self.files = CheckpointFiles(self._folder, self.manifest)
         self._compare_model(model)
         if optimizer is not None:
-            load = OptimizerLoad(optimizer, self._model, self.manifest, self._differences)
+            load = OptimizerLoad(
+                optimizer, self._model, self.manifest.values.get("optimizer"), self.manifest.tensors, self._differences
+            )
             self._optimizer = load if load.found else None
         self._compare_values(shared)
         rank, size = rank_and_size()
@@ -218,7 +220,9 @@ class Loading:
             self._fill(held)
         self._model.finish_loading()
         if self._optimizer is not None:
-            self._optimizer.load(self._fill)
+            for held in self._optimizer.targets():
+                self._fill(held)
+            self._optimizer.finish()
         for load_state, _, value in self._values:
             load_state(value)
         if self._rng is not None:

@@ -172,6 +172,15 @@ def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
         found.tensors.append(HeldTensor(f"model/{name}", part, dtype, local.detach(), plain=not is_dtensor))
 
 
+def non_persistent_names(model: nn.Module) -> list[str]:
+    return sorted(
+        clean_tensor_name(f"{path}.{name}" if path else name, ALL_PREFIXES)
+        for path, module in model.named_modules()
+        for name in own_buffers(module)
+        if name in non_persistent_buffers(module)
+    )
+
+
 def _refuse_subclass(name: str, local: Any) -> None:
     if local.is_meta:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, listed
 from ..torch_private import local_of, make_dtensor, spec_of
 from .differences import Differences
 from .dtypes import DTYPES
-from .manifest import Manifest
+from .manifest import TensorEntry
 from .model_state import HeldTensor, ModelState, OptimizedParam
 from .optimizer_state import SHARDED, params_of, tensor_name
 from .parts import Part
@@ -26,10 +26,17 @@ Stored = Callable[[str], torch.Tensor]
 class OptimizerLoad:
     """What an optimizer takes from a checkpoint. Making one changes nothing."""
 
-    def __init__(self, optimizer: Optimizer, model: ModelState, manifest: Manifest, differences: Differences):
-        self._optimizer, self._manifest = optimizer, manifest
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: ModelState,
+        entry: Any,
+        tensors: dict[str, TensorEntry],
+        differences: Differences,
+    ):
+        """`entry`: what `optimizer_state` has described, None if there is none."""
+        self._optimizer, self._tensors = optimizer, tensors
         self._groups = params_of(optimizer, model)
-        entry = manifest.values.get("optimizer")
         self.found = entry is not None
         self._saved: dict[str, Any] = _checked(entry) if entry is not None else {}
         if entry is None:
@@ -46,6 +53,8 @@ class OptimizerLoad:
         self._state: dict[int, dict[str, Any]] = {}
         """By the number of the parameter, its state, in JSON until it is decoded."""
         self._others: dict[Any, Any] = {}
+        self._loaded: dict[Any, dict[str, Any]] = {}
+        """As `_state`, with memory for what is sharded."""
         self._options = [self._options_of(group, differences) for group in self._groups]
         params = self._params()
         for number, (parameter, inside) in enumerate(params):
@@ -62,7 +71,7 @@ class OptimizerLoad:
         return [pair for group in self._groups for pair in group]
 
     def _nbytes(self, key: str, name: str) -> int:
-        entry = self._manifest.tensors.get(tensor_name(key, name))
+        entry = self._tensors.get(tensor_name(key, name))
         return 0 if entry is None else entry.nbytes
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
@@ -101,14 +110,14 @@ class OptimizerLoad:
         return first
 
     def _compare(self, name: str, param: OptimizedParam, differences: Differences) -> None:
-        entry = self._manifest.tensors.get(name)
+        entry = self._tensors.get(name)
         if entry is None:
             differences.missing[name] = 0
         elif entry.shape != param.part.shape:
             differences.wrong.append(f"{name} has the shape {entry.shape}, expected {param.part.shape}")
 
     def _dtype(self, key: str, name: str) -> torch.dtype | None:
-        entry = self._manifest.tensors.get(tensor_name(key, name))
+        entry = self._tensors.get(tensor_name(key, name))
         return None if entry is None else DTYPES[entry.dtype]
 
     def needed(self) -> list[tuple[str, Part]]:
@@ -132,24 +141,29 @@ class OptimizerLoad:
         self._others = decode(self._saved["others"], "optimizer/state", stored)
 
     @torch.no_grad()
-    def load(self, fill: Callable[[HeldTensor], None]) -> None:
-        """Give the optimizer its state; `fill` reads a tensor."""
+    def targets(self) -> list[HeldTensor]:
+        """The tensors to fill before `finish`: memory that the optimizer has already, or new memory."""
         finish_steps()
-        optimizer, params = self._optimizer, self._params()
+        params, found = self._params(), []
         ranges = shard_ranges_of(parameter for parameter, _ in params)
         devices = {key: each.states.device for key, each in ranges.items() if each.states is not None}
-        state: dict[Any, dict[str, Any]] = {}
         for number, saved in self._state.items():
             parameter, inside = params[number]
-            before = optimizer.state.get(parameter, {})
-            own = state[number] = dict(saved)
+            before = self._optimizer.state.get(parameter, {})
+            own = self._loaded[number] = dict(saved)
             for key in [key for key, value in saved.items() if _is_marked(value)]:
                 dtype = self._dtype(key, inside[0].name)
                 assert dtype is not None
                 own[key] = _memory(parameter, before.get(key), dtype, devices.get(id(parameter)))
                 for each in inside:
                     local = each.local_of(own[key])
-                    fill(HeldTensor(tensor_name(key, each.name), each.part, dtype, local, plain=False))
+                    found.append(HeldTensor(tensor_name(key, each.name), each.part, dtype, local, plain=False))
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give the optimizer its state."""
+        optimizer, params, state = self._optimizer, self._params(), self._loaded
         numbers, groups = iter(range(len(params))), []
         for options, own_group, group in zip(self._options, optimizer.param_groups, self._groups, strict=True):
             kept = {key: value for key, value in own_group.items() if key != "params"}

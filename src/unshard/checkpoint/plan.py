@@ -43,10 +43,11 @@ class Plan:
     """Of each rank's file."""
 
 
-def make_plan(ranks: list[dict[str, Described]]) -> Plan:
+def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> Plan:
     """Each element is written once.
 
-    What several ranks hold is written by the one with the fewest bytes so far, a plain tensor by the lowest rank.
+    What several ranks hold is written by the one with the fewest bytes so far, or, without `spread`, by the lowest
+    rank. A plain tensor is always written by the lowest rank.
     """
     nbytes = [0] * len(ranks)
     tensors: dict[str, TensorEntry] = {}
@@ -71,7 +72,7 @@ def make_plan(ranks: list[dict[str, Described]]) -> Plan:
         _require_all_elements(name, first, list(holders))
         stored = []
         for box, having in holders.items():
-            writer = having[0] if first.plain else min(having, key=nbytes.__getitem__)
+            writer = having[0] if first.plain or not spread else min(having, key=nbytes.__getitem__)
             stored.append(StoredBox(writer, nbytes[writer], box))
             nbytes[writer] += aligned(box.numel * DTYPES[first.dtype].itemsize)
         tensors[name] = TensorEntry(first.dtype, first.shape, tuple(stored))
@@ -84,6 +85,6 @@ def _require_all_elements(name: str, tensor: Described, boxes: list[Box]) -> Non
     if overlap is not None or found != prod(tensor.shape):
         raise CheckpointError(
             f"The ranks together hold {found} elements of {name!r}, which has {prod(tensor.shape)}"
-            f"{'' if overlap is None else f', and {overlap[0]} and {overlap[1]} overlap'}. Call save on all ranks, "
+            f"{'' if overlap is None else f', and {overlap[0]} and {overlap[1]} overlap'}. Call it on all ranks, "
             "with a model and an optimizer that are sharded alike on all of them."
         )

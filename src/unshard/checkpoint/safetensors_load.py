@@ -7,34 +7,21 @@ import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError, listed
-from ..names import ALL_PREFIXES, clean_tensor_name
-from ..torch_private import non_persistent_buffers, own_buffers
 from .boxes import Box
-from .differences import Differences
+from .differences import Differences, LoadedNames
 from .files import copy_pieces
-from .model_state import HeldTensor, ModelState, model_state
+from .model_state import HeldTensor, ModelState, model_state, non_persistent_names
 from .ranks import together
 from .safetensors_format import INDEX, HeaderEntry, read_header, read_index
 
 UNMAP_BYTES = 64 * 2**20
 """A file is closed after so many bytes: pages that were read stay in this process's memory as long as it is open."""
-
-
-class LoadedNames(NamedTuple):
-    """What `load_safetensors` did not load."""
-
-    missing: list[str]
-    """Parameters and persistent buffers that are not in the files, with `strict=False`."""
-    unexpected: list[str]
-    """Names in the files that the model does not have, with `strict=False`."""
-    non_persistent: list[str]
-    """Buffers of the model that no file has, because they are not persistent."""
 
 
 def load_safetensors(
@@ -55,16 +42,7 @@ def load_safetensors(
     found = Differences.of_all_ranks([differences for _, differences in answers])
     found.refuse(Path(path), strict, what="files", look=loading.lost_ties(found))
     together(what, loading.apply)
-    return LoadedNames(sorted(found.missing), sorted(found.unexpected), _non_persistent(model))
-
-
-def _non_persistent(model: nn.Module) -> list[str]:
-    return sorted(
-        clean_tensor_name(f"{path}.{name}" if path else name, ALL_PREFIXES)
-        for path, module in model.named_modules()
-        for name in own_buffers(module)
-        if name in non_persistent_buffers(module)
-    )
+    return LoadedNames(sorted(found.missing), sorted(found.unexpected), non_persistent_names(model))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,21 +38,21 @@ def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
             f"{listed(on_meta)} of {type(module).__name__} are on the meta device and have no values to send. "
             "Initialise them first."
         )
-    device = _staging_device([each for _, each in named], group)
+    device = staging_device([each for _, each in named], group)
     facts = [f"{name} with shape {tuple(each.shape)} and {each.dtype}" for name, each in named]
     require_agreement(transport_for(group, device), device, "the parameters and buffers to broadcast", facts)
     broadcast_tensors([each for _, each in named], [group], device)
 
 
-def _staging_device(tensors: list[torch.Tensor], group: Any) -> torch.device:
+def staging_device(tensors: Sequence[torch.Tensor], group: Any) -> torch.device:
     """A device that the group sends from: the tensors' own, else the accelerator (NCCL does not send from the host)."""
     served = served_device_types(group)
     for tensor in tensors:
         if tensor.device.type in served:
             return tensor.device
-    if served and served[0] != "cpu":
-        return torch.device(served[0], torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    if "cpu" in served or not served:  # Gloo names CUDA as well, also on machines without it
+        return torch.device("cpu")
+    return torch.device(served[0], torch.accelerator.current_device_index())
 
 
 @torch.no_grad()

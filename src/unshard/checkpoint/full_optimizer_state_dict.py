@@ -1,0 +1,241 @@
+"""The state of an optimizer in full tensors by parameter name, from and into the optimizer of a sharded model.
+
+    {"state": {"head.weight": {"step": tensor(3.), "exp_avg": tensor([...])}, ...},
+     "param_groups": [{"params": ["head.weight", ...], "lr": 0.1, ...}]}
+
+`FullyShardedDataParallel.optim_state_dict` and `torch.distributed.checkpoint.state_dict` have the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, listed
+from ..names import ALL_PREFIXES, clean_tensor_name
+from .differences import Differences
+from .full_state_dict import RankPart, entry_of
+from .full_tensors import Gathering, broadcast, fill, sending_device_type
+from .manifest import TensorEntry
+from .model_state import HeldTensor, ModelState, model_state
+from .optimizer_load import OptimizerLoad
+from .optimizer_state import SHARDED, merged, optimizer_state, tensor_name
+from .ranks import on_first_rank, rank_and_size, together
+from .values import decode, encode, stored_names
+
+OWN_VALUES = ("step",)
+"""State that is a value of its own, and not one for each element, also for parameters without dimensions."""
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """The optimizer's state in full tensors, and its parameter groups, by the names of the model's parameters.
+
+    All ranks have to call. The tensors are copies. With `rank0_only` the other ranks get an empty dict. Without
+    `cpu_offload` tensors are on the devices of the optimizer's. A tied parameter has the first of its names. Tensors
+    are gathered one at a time.
+    """
+    what = "Gathering the full optimizer state"
+    tensors: list[HeldTensor] = []
+
+    def collect() -> RankPart:
+        nonlocal tensors
+        state = model_state(model)
+        tensors, entry = optimizer_state(optimizer, state)
+        return RankPart.of(model, state, tensors, entry)
+
+    ranks = together(what, collect)
+    gathering = Gathering([each.tensors for each in ranks], tensors, ranks[0].device_type)
+    full = dict(gathering.tensors(rank0_only, cpu_offload))
+    rank, _ = rank_and_size()
+    entry = merged([each.optimizer for each in ranks])
+    if entry is None or (rank and rank0_only):
+        return {}
+    names = _first_names(ranks)
+    state = {
+        names.get(name, name): {
+            key: full[tensor_name(key, name)] if value == SHARDED else decode(value, key, full.__getitem__)
+            for key, value in values.items()
+        }
+        for name, values in entry["state"].items()
+    }
+    groups = [
+        {
+            "params": [names.get(name, name) for name in group["params"]],
+            **decode(group["options"], "param_groups", full.__getitem__),
+        }
+        for group in entry["groups"]
+    ]
+    return {"state": {**state, **decode(entry["others"], "state", full.__getitem__)}, "param_groups": groups}
+
+
+def _first_names(ranks: list[RankPart]) -> dict[str, str]:
+    """The first name of each tied parameter in the order of modules, by the name that it is held under."""
+    found: dict[str, str] = {}
+    for part in ranks:
+        held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
+        for name in part.names:
+            found.setdefault(held_as.get(name, name), name)
+    return found
+
+
+# -- loading ------------------------------------------------------------------------------------------------
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None = None, *, strict: bool = True
+) -> None:
+    """Load what `full_optimizer_state_dict` has returned on rank 0 into the optimizer of a model that may be sharded.
+
+    All ranks have to call; what other ranks than rank 0 pass is not used. Tensors are broadcast one at a time. If
+    names are missing or unexpected, or shapes do not fit, all ranks raise a CheckpointError and nothing is changed;
+    `strict=False` loads what fits if only names are missing or unexpected.
+    """
+    what = "Loading a full optimizer state dict"
+    values: dict[str, torch.Tensor] = {}
+
+    def describe() -> OptimizerSource:
+        nonlocal values
+        source, values = _describe(state_dict, optimizer)
+        return source
+
+    loading = FullOptimizerLoading(on_first_rank(what, describe), values)
+    answers = together(what, lambda: loading.compare(model, optimizer))
+    Differences.of_all_ranks([each for each, _, _ in answers]).refuse("The state dict", strict, what="state dict")
+    loading.receive({name for _, _, names in answers for name in names})
+    together(what, loading.prepare)
+    loading.apply({name for _, names, _ in answers for name in names})
+    together(what, loading.finish)
+
+
+class OptimizerSource(NamedTuple):
+    """What rank 0 has, for the other ranks."""
+
+    entry: dict[str, Any]
+    """As in a checkpoint, by the names that rank 0 has passed."""
+    tensors: dict[str, TensorEntry]
+    device_type: str
+
+
+def _describe(
+    state_dict: Mapping[str, Any] | None, optimizer: Optimizer
+) -> tuple[OptimizerSource, dict[str, torch.Tensor]]:
+    """Returns the tensors as well, by the names in the source."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError(
+            "Rank 0 has to pass a dict with `state` and `param_groups`, as full_optimizer_state_dict(model, optimizer) "
+            f"returns it, got {listed(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}."
+        )
+    values: dict[str, torch.Tensor] = {}
+    groups = [_group(number, each, values) for number, each in enumerate(state_dict["param_groups"])]
+    known = {name for group in groups for name in group["params"]}
+    state: dict[str, dict[str, Any]] = {}
+    others: dict[Any, Any] = {}
+    for key, value in state_dict["state"].items():
+        name = clean_tensor_name(key, ALL_PREFIXES) if isinstance(key, str) else key
+        if name in known:
+            state[name] = {each: _value(each, name, one, values) for each, one in value.items()}
+        elif isinstance(value, Mapping):
+            raise CheckpointError(f"The state of {key!r} is of no parameter group of the state dict.")
+        else:
+            others[key] = value
+    options = {key for group in groups for key in group["options"]}
+    entry = {
+        # The state dict does not say which optimizer it is of. Another one has options that this one lacks, and lacks
+        # some; options that are only added are of schedulers, and options that are only lacking of an older torch.
+        "defaults": sorted(options - {"initial_lr"}) if set(optimizer.defaults) - options else [],
+        "groups": groups,
+        "state": state,
+        "others": encode(others, "optimizer/state", values.__setitem__),
+    }
+    tensors = {name: entry_of(value, name) for name, value in values.items()}
+    devices = [each for group in optimizer.param_groups for each in group["params"]]
+    return OptimizerSource(entry, tensors, sending_device_type(devices)), values
+
+
+def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    numbers = [each for each in group["params"] if not isinstance(each, str)]
+    if numbers:
+        raise CheckpointError(
+            f"The parameter group {number} of the state dict has parameters by number ({listed(map(str, numbers))}). "
+            "They have to be names of the model's parameters, as full_optimizer_state_dict(model, optimizer) has them."
+        )
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {
+        "params": [clean_tensor_name(each, ALL_PREFIXES) for each in group["params"]],
+        "options": encode(options, f"optimizer/param_groups[{number}]", values.__setitem__),
+    }
+
+
+def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> Any:
+    """A state of a parameter as JSON. Tensors are marked as sharded, and put into `values`."""
+    where = tensor_name(key, name)
+    if isinstance(value, torch.Tensor) and (value.ndim or key not in OWN_VALUES):
+        values[where] = value.detach()
+        return SHARDED
+    return encode(value, where, values.__setitem__)
+
+
+class FullOptimizerLoading:
+    """One load on one rank."""
+
+    def __init__(self, source: OptimizerSource, values: dict[str, torch.Tensor]):
+        self._source, self._values = source, values
+        self._names: dict[str, str] = {}
+        """The names that tensors have here, and in the source."""
+        self._stored: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, HeldTensor] = {}
+
+    def compare(self, model: nn.Module, optimizer: Optimizer) -> tuple[Differences, list[str], list[str]]:
+        """Returns the differences, the tensors that are sharded here, and those that this rank needs as they are."""
+        differences, state = Differences(), model_state(model)
+        entry, tensors = self._entry(state)
+        self._load = OptimizerLoad(optimizer, state, entry, tensors, differences)
+        sharded = [] if differences.wrong else [self._names[name] for name, _ in self._load.needed()]
+        return differences, sharded, [self._names.get(name, name) for name in stored_names(entry)]
+
+    def _entry(self, model: ModelState) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        """The source by the names that parameters are held under here."""
+        aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
+        plain = {each.name: each.part.shape for inside in model.optimized.values() for each in inside if each.plain}
+        tensors, state = dict(self._source.tensors), {}
+        for name, values in self._source.entry["state"].items():
+            held_as = aliases.get(name, name)
+            if held_as in state:
+                raise CheckpointError(f"{name} is tied here, and the state dict has two states of it.")
+            own = state[held_as] = dict(values)
+            for key in [key for key, value in values.items() if value == SHARDED]:
+                here = tensor_name(key, held_as)
+                self._names[here] = tensor_name(key, name)
+                tensors[here] = self._source.tensors[self._names[here]]
+                if held_as in plain and tensors[here].shape != plain[held_as]:
+                    own[key] = {"$": "tensor", "name": here}  # not a value for each element: every rank has all of it
+        groups = [
+            {**group, "params": [aliases.get(name, name) for name in group["params"]]}
+            for group in self._source.entry["groups"]
+        ]
+        return {**self._source.entry, "state": state, "groups": groups}, tensors
+
+    def receive(self, names: set[str]) -> None:
+        """Get the tensors that every rank has all of; decoding needs them."""
+        self._stored = {name: self._broadcast(name).clone() for name in self._source.tensors if name in names}
+
+    def _broadcast(self, name: str) -> torch.Tensor:
+        return broadcast(self._values.get(name), self._source.tensors[name], self._source.device_type)
+
+    def prepare(self) -> None:
+        self._load.decode(lambda name: self._stored[self._names.get(name, name)])
+        self._targets = {self._names[held.name]: held for held in self._load.targets()}
+
+    def apply(self, names: set[str]) -> None:
+        for name in self._source.tensors:
+            if name in names:
+                fill(self._targets.get(name), self._broadcast(name))
+
+    def finish(self) -> None:
+        self._load.finish()

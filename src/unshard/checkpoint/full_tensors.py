@@ -1,0 +1,127 @@
+"""Unsharded tensors, one at a time: gathered on rank 0 from what the ranks hold, and broadcast by rank 0.
+
+A rank has no more of them in memory at once than the largest tensor, besides what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..comm.broadcast import staging_device
+from .boxes import full_box
+from .dtypes import DTYPES
+from .files import copy_pieces
+from .manifest import TensorEntry
+from .model_state import HeldTensor
+from .plan import Described, make_plan
+from .ranks import rank_and_size
+
+
+def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
+    """Of the device that tensors are sent from. That of rank 0 is used by all ranks: they have to agree on it."""
+    _, size = rank_and_size()
+    return staging_device(tensors, dist.group.WORLD).type if size > 1 else "cpu"
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: backends do not send all dtypes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# -- gathering ----------------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """Gathers tensors that the ranks hold: `ranks` is what each of them holds, `held` is what this one does."""
+
+    def __init__(self, ranks: list[dict[str, Described]], held: list[HeldTensor], device_type: str):
+        self._plan, self._device = make_plan(ranks, spread=False), _device(device_type)
+        self._held = {each.name: each for each in held}
+        self._rank, _ = rank_and_size()
+
+    @torch.no_grad()
+    def tensors(self, rank0_only: bool, cpu_offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, on rank 0 or on all ranks. All ranks have to go through all of them, also if none come.
+
+        Without `cpu_offload` they are on the device that this rank's part of them is on.
+        """
+        for name, entry in self._plan.tensors.items():
+            held = self._held.get(name)
+            device = torch.device("cpu") if cpu_offload else self._device if held is None else held.local.device
+            full = None
+            if self._rank == 0:
+                full = self._receive(entry, held, device)
+            elif held is not None:
+                self._send(entry, held)
+            if not rank0_only:
+                full = broadcast(full, entry, self._device.type).to(device)
+            if full is not None:
+                yield name, full
+
+    def _receive(self, entry: TensorEntry, held: HeldTensor | None, device: torch.device) -> torch.Tensor:
+        full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+        own = {} if held is None else dict(zip(held.part.boxes, held.views(), strict=True))
+        received, receives = [], []
+        for stored in entry.boxes:
+            target = full[stored.box.slices_in(full_box(entry.shape))]
+            if stored.file == 0:
+                copy_pieces(target, own[stored.box])
+                continue
+            direct = target.is_contiguous() and device == self._device
+            buffer = target if direct else torch.empty(stored.box.size, dtype=full.dtype, device=self._device)
+            receives.append(dist.P2POp(dist.irecv, _bytes(buffer), stored.file))
+            if not direct:
+                received.append((target, buffer))
+        _wait_for(receives)
+        for target, buffer in received:
+            copy_pieces(target, buffer)
+        return full
+
+    def _send(self, entry: TensorEntry, held: HeldTensor) -> None:
+        views = dict(zip(held.part.boxes, held.views(), strict=True))
+        mine = [views[stored.box] for stored in entry.boxes if stored.file == self._rank]
+        buffers = [view.to(self._device, held.dtype).resolve_conj().resolve_neg().contiguous() for view in mine]
+        _wait_for([dist.P2POp(dist.isend, _bytes(each), 0) for each in buffers])
+
+
+def _wait_for(operations: list[dist.P2POp]) -> None:
+    # As one batch they use the group's own communicator; NCCL makes a new one for every pair of ranks otherwise.
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+# -- broadcasting -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str) -> torch.Tensor:
+    """Rank 0's tensor, on all ranks. On rank 0 it may be the tensor itself."""
+    rank, size = rank_and_size()
+    if size == 1:
+        assert tensor is not None
+        return tensor
+    device = _device(device_type)
+    if tensor is None or rank:
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+    else:
+        tensor = tensor.to(device).resolve_conj().resolve_neg().contiguous()
+    if tensor.numel():
+        dist.broadcast(_bytes(tensor), 0)
+    return tensor
+
+
+@torch.no_grad()
+def fill(held: HeldTensor | None, full: torch.Tensor) -> None:
+    """Copy what this rank holds of a tensor. Callers keep no reference to it, so that it is freed before the next."""
+    if held is None:
+        return
+    for box, view in zip(held.part.boxes, held.views(), strict=True):
+        if box.numel:
+            copy_pieces(view, full[box.slices_in(full_box(held.part.shape))])
