@@ -16,7 +16,7 @@ from bed.wrapped import wrap, wrap_case
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from unshard import CheckpointError, MixedPrecision, StateDictType, checkpoint, fully_shard
+from unshard import CheckpointError, MixedPrecision, ShardingStrategy, StateDictType, checkpoint, fully_shard
 from unshard import FullyShardedDataParallel as FSDP
 
 KINDS = [
@@ -246,6 +246,28 @@ def test_from_meta() -> None:
     checkpoint.load_full_state_dict(model, on_rank0(reference.state_dict()))
     assert torch.equal(full(model.weight), reference.weight)
     assert torch.equal(model(torch.ones(1, 4)), reference(torch.ones(1, 4)))
+
+
+@quiet
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "originals"])
+@world(2)
+def test_units_that_are_kept_unsharded(kind: str) -> None:
+    """The next forward has what was loaded."""
+
+    def build() -> nn.Module:
+        if kind != "fully_shard":
+            keep = ShardingStrategy.SHARD_GRAD_OP
+            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
+        model = CASES[1].build()
+        for unit in CASES[1].units(model):
+            fully_shard(unit, reshard_after_forward=False)
+        return model
+
+    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), zeroed(build())
+    expected = model(x)
+    assert not torch.equal(other(x), expected)
+    checkpoint.load_full_state_dict(other, checkpoint.full_state_dict(model))
+    assert torch.equal(other(x), expected)
 
 
 @quiet
