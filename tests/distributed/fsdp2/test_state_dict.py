@@ -63,9 +63,7 @@ def test_pickling_shards_says_what_the_file_holds() -> None:
     """Once for each save, at the line that saves; whoever has made the entries whole hears nothing."""
     model = sharded(Stack(2))
     for state in (model.state_dict(), {"model": model.state_dict()}, copy.deepcopy(model.state_dict())):
-        with pytest.warns(
-            UserWarning, match=r"own shards only.*get_model_state_dict\(.*full_state_dict=True"
-        ) as caught:
+        with pytest.warns(UserWarning, match=r"own shards only.*unshard\.checkpoint\.full_state_dict\(") as caught:
             bytes_of_one = pickled(state)
         assert [each.filename for each in caught] == [__file__]
     loaded = torch.load(io.BytesIO(bytes_of_one))  # weights_only
@@ -139,7 +137,9 @@ def test_plain_tensors_are_not_loaded_into_shards() -> None:
     nn.init.constant_(reference.head.weight, 0.25)
     before = full_values(model)
     for state in (reference.state_dict(), {"head.weight": reference.head.weight.detach()}):
-        with pytest.raises(RuntimeError, match=r"plain tensor for '(blocks|head\.weight).* set_model_state_dict"):
+        with pytest.raises(
+            RuntimeError, match=r"plain tensor for '(blocks|head\.weight).* unshard\.checkpoint\.load_full_state_dict"
+        ):
             model.load_state_dict(state, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in full_values(model).items())
     where = model.head.weight.device_mesh

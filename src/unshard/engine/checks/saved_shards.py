@@ -18,10 +18,7 @@ from .caller import stack_level_of_program
 
 _NOTE = "unshard_shards"
 
-FULL_STATE_DICT = (
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
-    "full_state_dict=True, cpu_offload=True))"
-)
+FULL_STATE_DICT = "unshard.checkpoint.full_state_dict(model)"
 """What gives unsharded parameters."""
 
 
@@ -83,9 +80,8 @@ def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: 
             raise ParameterError(
                 f"The state dict to load on rank {dist.get_rank()} has a plain tensor for {prefix + name!r}, which is "
                 f"sharded ({parameter.placements} over {parameter.device_mesh}). Load a full state dict with "
-                "torch.distributed.checkpoint.state_dict: set_model_state_dict(model, state_dict, options="
-                "StateDictOptions(full_state_dict=True)), or make each value a DTensor first: "
-                "distribute_tensor(value, parameter.device_mesh, parameter.placements)."
+                "unshard.checkpoint.load_full_state_dict(model, state_dict) on all ranks, or make each value a DTensor "
+                "first: distribute_tensor(value, parameter.device_mesh, parameter.placements)."
             )
 
 
