@@ -26,8 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from unshard import CPUOffloadPolicy, FSDPModule, FullStateDictConfig, ShardingStrategy, StateDictType
 from unshard import FullyShardedDataParallel as FSDP
+from unshard.checkpoint import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from unshard.composable import fully_shard as legacy_fully_shard
 from unshard.optim import clip_grad_norm_, flat
+from unshard.torch_private import local_part
 
 S = ShardingStrategy
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -237,6 +244,38 @@ def test_a_checkpoint(tmp_path: Path) -> None:
         train(model, stepper, local_loss, range(2, 4))
     for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["fully_shard", "offload", "wrapper"])
+@world(2, 3, backend="nccl")
+def test_full_state_dicts(kind: str) -> None:
+    """Tensors go through the device, also those that are in host memory; `cpu_offload` says where they end."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        if kind == "wrapper":
+            model: nn.Module = FSDP(Stack().cuda(), use_orig_params=True)
+        else:
+            options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offload" else {}
+            model = sharded(Stack() if options else Stack().cuda(), **options)
+        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+    (saved, optimizer), (loaded, other) = build(), build()
+    train(saved, optimizer, local_loss, range(2))
+    state = full_state_dict(saved)
+    states = full_optimizer_state_dict(saved, optimizer)
+    assert all(each.device.type == "cpu" for each in state.values()) and bool(state) == (dist.get_rank() == 0)
+    load_full_state_dict(loaded, state)
+    load_full_optimizer_state_dict(loaded, other, states)
+    everywhere = full_state_dict(loaded, rank0_only=False, cpu_offload=False)
+    home = "cpu" if kind == "offload" else "cuda"
+    assert len(everywhere) == len(Stack().state_dict()) and {each.device.type for each in everywhere.values()} == {home}
+    for name, value in state.items():
+        assert torch.equal(everywhere[name].cpu(), value)
+    for model, stepper in ((saved, optimizer), (loaded, other)):
+        train(model, stepper, local_loss, range(2, 4))
+    for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(local_part(mine), local_part(theirs))
 
 
 # --- two dimensions ------------------------------------------------------------------------------------------------
