@@ -279,3 +279,19 @@ def test_models_that_differ_between_ranks() -> None:
     fresh = torch.optim.AdamW(model.parameters(), 0.7)
     checkpoint.load_full_optimizer_state_dict(model, fresh, on_rank0(state))
     assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+@quiet
+@world(3)
+def test_a_rank_that_cannot() -> None:
+    """The others do not wait for it."""
+    run, other = Run("fully_shard"), Run("fully_shard")
+    optimizer = other.optimizer if dist.get_rank() == 1 else run.optimizer
+    with pytest.raises(
+        CheckpointError, match=r"Gathering .* failed\. On rank 1: 9 of the parameters .* not in the model"
+    ):
+        checkpoint.full_optimizer_state_dict(run.model, optimizer)
+    run.train(range(1))
+    state = checkpoint.full_optimizer_state_dict(run.model, run.optimizer)
+    with pytest.raises(CheckpointError, match=r"Loading .* failed\. On rank 1: 9 of the parameters"):
+        checkpoint.load_full_optimizer_state_dict(run.model, optimizer, state)

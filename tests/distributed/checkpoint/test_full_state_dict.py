@@ -221,15 +221,19 @@ def test_dtypes() -> None:
     weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     checkpoint.load_full_state_dict(model, on_rank0({"weight": weight, "bias": torch.arange(3.0).double()}))
     assert torch.equal(full(model.weight), weight.float()) and full(model.bias).tolist() == [0, 1, 2]
-    module = CASES[1].build()
-    module.register_buffer("mean", torch.full((3,), 0.1))
-    wrapped = FSDP(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    wrapped(torch.randn(2, 7))
-    assert wrapped.mean.dtype == torch.bfloat16
-    state = checkpoint.full_state_dict(wrapped, rank0_only=False)
-    assert state["mean"].dtype == torch.float32
-    checkpoint.load_full_state_dict(zeroed(wrapped), on_rank0(state))
-    assert torch.equal(wrapped.mean, torch.full((3,), 0.1).bfloat16())
+    groups, rank = [dist.new_group([each]) for each in range(2)], dist.get_rank()
+    for group in (None, groups[rank]):  # also a module that only rank 1 has, and sends
+        module = CASES[1].build()
+        module.register_buffer("mean", torch.full((3,), 0.1))
+        wrapped = FSDP(module, group, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+        wrapped(torch.randn(2, 7))
+        assert wrapped.mean.dtype == torch.bfloat16
+        stages = nn.ModuleDict({"all" if group is None else f"stage{rank}": wrapped})
+        state = checkpoint.full_state_dict(stages, rank0_only=False)
+        means = [value for name, value in state.items() if name.endswith("mean")]
+        assert [each.dtype for each in means] == [torch.float32] * (1 if group is None else 2)
+        checkpoint.load_full_state_dict(zeroed(stages), on_rank0(state))
+        assert torch.equal(wrapped.mean, torch.full((3,), 0.1).bfloat16())
 
 
 @quiet
