@@ -148,7 +148,7 @@ def test_state_of_another_dtype_than_the_parameter(tmp_path: Path) -> None:
         assert found.dtype == torch.float32 and torch.equal(found, optimizer.state[one]["momentum_buffer"])
 
 
-def test_a_parameter_that_had_no_state_has_none(tmp_path: Path) -> None:
+def test_a_parameter_that_had_no_state_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def build() -> tuple[nn.ModuleList, torch.optim.Optimizer]:
         modules = nn.ModuleList([model(), model()])
         return modules, torch.optim.AdamW(modules.parameters())
@@ -162,6 +162,21 @@ def test_a_parameter_that_had_no_state_has_none(tmp_path: Path) -> None:
     loaded.step()
     checkpoint.load(tmp_path, model=others, optimizer=loaded)
     assert set(loaded.state) == set(others[0].parameters())
+    nbytes = sum(each.nbytes for each in others[1].parameters())
+    assert f"no state for 2 parameters ({nbytes} bytes): " in caplog.text and "1.weight" in caplog.text
+
+
+def test_an_optimizer_that_has_lost_its_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint has none at all, and the optimizer that loads it has some; SGD never has any."""
+    net = model()
+    for build, reported in ((torch.optim.AdamW, True), (torch.optim.SGD, False)):
+        checkpoint.save(tmp_path / str(reported), model=net, optimizer=build(net.parameters()), step=1)
+        other = build(net.parameters())
+        net(torch.randn(2, 3)).sum().backward()
+        other.step()
+        caplog.clear()
+        checkpoint.load(tmp_path / str(reported), model=net, optimizer=other)
+        assert ("no state for 2 parameters" in caplog.text) == reported
 
 
 def test_groups_are_matched_by_names(tmp_path: Path) -> None:

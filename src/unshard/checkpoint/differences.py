@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,9 @@ class LoadedNames(NamedTuple):
     """Buffers of the model that no state dict and no file has, because they are not persistent."""
 
 
+_log = logging.getLogger("unshard")
+
+
 @dataclass
 class Differences:
     missing: dict[str, int] = field(default_factory=dict)
@@ -28,6 +32,8 @@ class Differences:
     """Names in the checkpoint that nothing takes, and bytes."""
     wrong: list[str] = field(default_factory=list)
     """What cannot be loaded at all."""
+    without_state: dict[str, int] = field(default_factory=dict)
+    """Parameters whose optimizer has state for others only, and bytes. No reason to refuse: no loss may use them."""
 
     @staticmethod
     def of_all_ranks(each_rank: list[Differences]) -> Differences:
@@ -41,6 +47,7 @@ class Differences:
                 if all(name in each.unexpected for each in each_rank)
             },
             wrong=list(dict.fromkeys(text for each in each_rank for text in each.wrong)),
+            without_state={name: nbytes for each in each_rank for name, nbytes in each.without_state.items()},
         )
 
     def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
@@ -56,7 +63,15 @@ class Differences:
             advice = "" if self.wrong else " Pass strict=False to load the rest."
             raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
+    def warn(self, where: Path) -> None:
+        if self.without_state:
+            _log.warning(
+                "%s: the optimizer has no state for %s: %s. They begin without. If the run that was saved has trained "
+                "them, it had lost their state.",
+                *(where, _counted(self.without_state, "parameter", "parameters"), listed(self.without_state)),
+            )
 
-def _counted(names: dict[str, int]) -> str:
+
+def _counted(names: dict[str, int], one: str = "entry", several: str = "entries") -> str:
     nbytes = sum(names.values())
-    return f"{len(names)} {'entry' if len(names) == 1 else 'entries'} ({nbytes} bytes)"
+    return f"{len(names)} {one if len(names) == 1 else several} ({nbytes} bytes)"

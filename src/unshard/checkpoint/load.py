@@ -111,6 +111,8 @@ class Loading:
         look = f" `unshard checkpoint inspect {self._folder}` lists what it holds."
         found = Differences.of_all_ranks([differences for _, differences in answers])
         found.refuse(self._folder, strict, look=look)
+        if rank_and_size()[0] == 0:
+            found.warn(self._folder)
 
     def _compare_model(self, model: nn.Module) -> None:
         self._model = model_state(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ class OptimizerLoad:
             for name in set(group["params"]) - mine:
                 nbytes = sum(self._nbytes(key, name) for key in self._saved["state"].get(name, ()))
                 differences.unexpected[f"optimizer state of {name}"] = nbytes
+        differences.without_state.update(self._without_state())
+
+    def _without_state(self) -> dict[str, int]:
+        """Parameters that have no state in the checkpoint, and bytes, if any parameter has state there or here."""
+        saved = self._saved["state"]
+        if not any(saved.values()) and not any(self._optimizer.state.values()):
+            return {}
+        return {
+            each.name: prod(each.part.shape) * parameter.element_size()
+            for parameter, inside in self._params()
+            if parameter.requires_grad
+            for each in inside
+            if not saved.get(each.name)
+        }
 
     def _params(self) -> list[tuple[Any, list[OptimizedParam]]]:
         return [pair for group in self._groups for pair in group]
