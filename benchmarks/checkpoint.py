@@ -1,19 +1,22 @@
 """Saving and loading checkpoints: time that training is blocked, total time, host memory; beside PyTorch's DCP.
 
-    python -m benchmarks.checkpoint --place gloo --cases 10m:1x32:fp32 --bound 16
+    python -m benchmarks.checkpoint --place gloo --world 2 --cases 100m:1x32:fp32 --bound 256
 
-A model with AdamW after two steps. `save` and `saver` are unshard's (`unshard.checkpoint.save`, `Saver`), `bounded` is
-a saver with `host_bytes`; `dcp` and `dcp-async` are `torch.distributed.checkpoint.save` and `async_save` of FSDP2's
-model, with `get_state_dict`. `first` is how long the first save blocks training, `blocked` the others, `total` until
-the checkpoint is published, `load` a load of it, mostly from the page cache. `host` is the peak of the process's memory
-over all saves less what it had before; drivers may keep pinned memory outside of it. Times are of the slowest rank.
-It has run on a CPU only.
+A model with the state of AdamW. `save` and `saver` are unshard's (`unshard.checkpoint.save`, `Saver` with `prepare`);
+`unprepared` is a saver without `prepare`, `bounded` one with `host_bytes`. `dcp` and `dcp-async` are
+`torch.distributed.checkpoint.save` and `async_save` of FSDP2's model, with `get_state_dict`. They save in turn, in
+every round. `first` is how long the first save blocks training, `blocked` the others, `total` until the checkpoint is
+published, `load` a load of it, mostly from the page cache. All of them wait until the bytes are on the disk (DCP's
+`sync_files`, its default); DCP has no checksums. `host` is the peak of the process's memory in a save, with what
+earlier ones have kept; drivers may keep pinned memory outside of it. Times are medians, of the slowest rank. It has run
+on a CPU only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import statistics
 import tempfile
@@ -23,19 +26,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from . import measure, places, sides, tables
 from .command import ParamGroup, parser_for
+from .models import Case
 from .places import Place
 from .sides import Training
 from .tables import Row
 
 COLUMNS = {"case": "case", "side": "how", "mib": "MiB", "first": "first s", "blocked": "blocked s", "total": "total s"}
 COLUMNS |= {"host_mib": "host MiB", "load": "load s"}
-HOWS = {"save": "unshard", "saver": "unshard", "bounded": "unshard", "dcp": "fsdp2", "dcp-async": "fsdp2"}
+HOWS = dict.fromkeys(("save", "saver", "unprepared", "bounded"), "unshard")
+HOWS |= dict.fromkeys(("dcp", "dcp-async"), "fsdp2")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -56,11 +62,14 @@ class Unshard:
         self._checkpoint, self._path = checkpoint, path
         self._parts: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
         host_bytes = bound * measure.MIB if how == "bounded" else None
-        self._saver = None if how == "save" else checkpoint.Saver(path, keep_last=1, host_bytes=host_bytes)
+        self._saver = None if how == "save" else checkpoint.Saver(path, host_bytes=host_bytes)
+        if self._saver is not None and how != "unprepared":
+            self._saver.prepare(**self._parts)
+            self._saver.wait()
 
     def save(self, step: int) -> None:
         if self._saver is None:
-            self._checkpoint.save(self._path, step=step, keep_last=1, **self._parts)
+            self._checkpoint.save(self._path, step=step, **self._parts)
         else:
             self._saver.save(step=step, **self._parts)
 
@@ -98,7 +107,7 @@ class Dcp:
 
     def load(self) -> None:
         state = self._state()
-        dcp.load(state, checkpoint_id=max(self._path.iterdir(), key=lambda each: int(each.name)))
+        dcp.load(state, checkpoint_id=next(self._path.iterdir()))
         set_state_dict(
             *(self._training.model, self._training.optimizer),
             model_state_dict=state["model"],
@@ -106,49 +115,87 @@ class Dcp:
         )
 
 
+class Subject:
+    """One way to save, its folder, and what was measured of it."""
+
+    def __init__(self, how: str, training: Training, path: Path, bound: int):
+        self._path, memory = path, _reset_peak()
+        self._saves = (Dcp if HOWS[how] == "fsdp2" else Unshard)(how, training, path, bound)
+        self._blocked: list[float] = []
+        self._total: list[float] = []
+        self._kept, self._peak = _status("VmRSS") - memory, 0
+
+    def save(self, step: int, place: Place) -> None:
+        """Save once. The checkpoint of the round before is deleted first, by rank 0, outside of the time."""
+        if place.speaks:
+            for each in self._path.iterdir():
+                shutil.rmtree(each)
+            os.sync()
+        place.meet()
+        memory, began = _reset_peak(), time.perf_counter()
+        self._saves.save(step)
+        saved = time.perf_counter()
+        self._saves.wait()
+        ended = time.perf_counter()
+        self._peak = max(self._peak, self._kept + _status("VmHWM") - memory)
+        self._kept += _status("VmRSS") - memory
+        self._blocked.append(place.slowest(saved - began))
+        self._total.append(place.slowest(ended - began))
+
+    def load(self, place: Place) -> Row:
+        """Load, and return everything that was measured."""
+        mib = sum(each.stat().st_size for each in self._path.rglob("*") if each.is_file()) / measure.MIB
+        first, blocked, total = self._blocked[0], statistics.median(self._blocked[1:]), self._total[1:]
+        row = {"mib": mib, "first": first, "blocked": blocked, "total": statistics.median(total)}
+        return {**row, "host_mib": self._peak / measure.MIB, "load": _timed(self._saves.load, place)}
+
+
 def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     hows = [each for each in options.hows.split(",") if each]
     if unknown := [each for each in hows if each not in HOWS]:
         raise ValueError(f"--hows {','.join(unknown)}: there are {', '.join(HOWS)}")
+    if options.rounds < 2:
+        raise ValueError("--rounds must be at least 2: the first is shown on its own")
     rows: list[Row] = []
     for case in options.cases:
-        found = []
-        for how in hows:
-            part = ParamGroup(case, how)
-            with part.attempt(), _folder(place, options) as path, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                part.row |= _measure(how, sides.start(HOWS[how], case, place), path, place, options)
-            measure.release(place)
-            found.append(part.row)
+        with _folder(place, options) as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _rows(case, hows, folder, place, options)
+        measure.release(place)
         tables.show(place, f"{case}, {place}", found, COLUMNS)
         rows += found
     return {"rows": rows}
 
 
-def _measure(how: str, training: Training, path: Path, place: Place, options: argparse.Namespace) -> Row:
-    for _ in range(2):
-        training.step()
-    kind = Dcp if HOWS[how] == "fsdp2" else Unshard
-    subject = kind(how, training, path, options.bound)
-    blocked, total, peak, memory = [], [], 0, _reset_peak()
-    for step in range(1, options.rounds + 1):
-        _reset_peak()  # without the step of training in between
-        place.meet()
-        began = time.perf_counter()
-        subject.save(step)
-        saved = time.perf_counter()
-        subject.wait()
-        ended = time.perf_counter()
-        peak = max(peak, _peak())
-        blocked.append(place.slowest(saved - began))
-        total.append(place.slowest(ended - began))
-        place.meet()
-        if place.speaks and kind is Dcp and step > 1:
-            shutil.rmtree(path / f"{step - 1}")
-        training.step()
-    row = {"mib": _bytes_in(path) / measure.MIB, "first": blocked[0], "blocked": statistics.median(blocked[1:])}
-    row |= {"total": statistics.median(total[1:]), "host_mib": (peak - memory) / measure.MIB}
-    return {**row, "load": _timed(subject.load, place)}
+def _rows(case: Case, hows: list[str], folder: Path, place: Place, options: argparse.Namespace) -> list[Row]:
+    trainings = {side: sides.start(side, case, place) for side in sorted({HOWS[how] for how in hows})}
+    parts = [ParamGroup(case, how) for how in hows]
+    subjects: dict[str, Subject] = {}
+    for number in range(options.rounds):
+        for training in trainings.values():
+            _change(training)
+        for part in parts:
+            if part.failed:
+                continue
+            with part.attempt():
+                if not number:
+                    path = folder / part.side
+                    path.mkdir(exist_ok=True)
+                    subjects[part.side] = Subject(part.side, trainings[HOWS[part.side]], path, options.bound)
+                subjects[part.side].save(number, place)
+    for part in parts:
+        if not part.failed:
+            with part.attempt():
+                part.row |= subjects[part.side].load(place)
+    return [part.row for part in parts]
+
+
+@torch.no_grad()
+def _change(training: Training) -> None:
+    """Change the model and the optimizer's state; a forward and backward over Gloo would take longer than all saves."""
+    for parameter in training.model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    training.update()
 
 
 def _timed(work: Callable[[], None], place: Place) -> float:
@@ -177,18 +224,10 @@ def _folder(place: Place, options: argparse.Namespace) -> Iterator[Path]:
             shutil.rmtree(str(found[0]), ignore_errors=True)
 
 
-def _bytes_in(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-
-
 def _reset_peak() -> int:
     """Bytes that the process has in memory now, from which its peak is counted anew."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
 
 
 def _status(key: str) -> int:

@@ -123,7 +123,7 @@ def test_checkpoint_on_two_real_ranks(run: Run, tmp_path: Path) -> None:
         *("--folder", str(tmp_path)),
     )  # fmt: skip
     rows = rows_of(found, "mib", "first", "blocked", "total", "load")
-    assert list(rows) == ["save", "saver", "bounded", "dcp", "dcp-async"]
+    assert list(rows) == ["save", "saver", "unprepared", "bounded", "dcp", "dcp-async"]
     assert all(row["blocked"] <= row["total"] and row["host_mib"] >= 0 for row in rows.values())
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import threading
 import weakref
 
 import torch
@@ -18,8 +19,8 @@ _log = logging.getLogger("unshard")
 class HostBuffer:
     """`nbytes` bytes, as a tensor to copy to and as a memoryview to write to a file."""
 
-    def __init__(self, nbytes: int, pinned: bool):
-        self.nbytes, self.pinned = nbytes, False
+    def __init__(self, nbytes: int):
+        self.nbytes, self.pinned, self._pin_failed = nbytes, False, False
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Huge pages: the first copy to each page is slower, and there are 500 times fewer of them.
         # Not in forked processes: each write to a page would copy it while such a process (of a DataLoader) lives.
@@ -27,14 +28,20 @@ class HostBuffer:
             _advise(memory, advice)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if pinned:
-            self._pin()
 
-    def _pin(self) -> None:
+    def touch(self) -> None:
+        """Let the system give the memory now, not at the first copy to it."""
+        if not self.pinned:
+            self.tensor.zero_()
+
+    def pin(self) -> None:
         """Torch's own pinned memory has a power of two of bytes, up to twice of what was asked for."""
+        if self.pinned or self._pin_failed:
+            return
         address = self.tensor.data_ptr()
         result = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
         if int(result):
+            self._pin_failed = True
             _log.warning(
                 "%d bytes of host memory for checkpoints could not be pinned (CUDA error %d); copies to them are "
                 "slower. Raise the limit of locked memory (ulimit -l), or pass a smaller host_bytes.",
@@ -68,23 +75,40 @@ class HostBuffers:
             )
         self._host_bytes = host_bytes
         self.buffers: list[HostBuffer] = []
-        self._pinned = False
+        self._preparing: threading.Thread | None = None
 
     def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
         """Buffers for a file of so many bytes: those that exist, if they are large enough."""
-        sizes = self._sizes(nbytes)
-        have = [each.nbytes for each in self.buffers]
-        fits = len(have) >= len(sizes) and all(a >= b for a, b in zip(have, sizes, strict=False))
-        if not fits or (pinned and not self._pinned):
-            self.buffers.clear()  # before the new ones are made: both together would be over the bound
-            self.buffers, self._pinned = [HostBuffer(size, pinned) for size in sizes], pinned
+        self.wait()
+        self._make(nbytes)
+        if pinned:
+            for each in self.buffers:
+                each.pin()
         return self.buffers
 
-    def touch(self, nbytes: int, pinned: bool) -> None:
-        """As `reserve`; and the system gives the memory now, not at the first copy to it."""
-        for each in self.reserve(nbytes, pinned):
-            if not each.pinned:
-                each.tensor.zero_()
+    def prepare(self, nbytes: int, pinned: bool) -> None:
+        """As `reserve`; a thread lets the system give the memory, which takes longer than to copy to it."""
+        self.wait()
+        self._make(nbytes)
+        device = torch.cuda.current_device() if pinned else None
+        # Not a daemon: Python waits for it at the end of the program, before it takes the memory away.
+        self._preparing = threading.Thread(
+            target=_prepare, args=(list(self.buffers), device), name="unshard prepare", daemon=False
+        )
+        self._preparing.start()
+
+    def wait(self) -> None:
+        """Until what `prepare` has begun is finished."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _make(self, nbytes: int) -> None:
+        sizes = self._sizes(nbytes)
+        have = [each.nbytes for each in self.buffers]
+        if len(have) < len(sizes) or any(a < b for a, b in zip(have, sizes, strict=False)):
+            self.buffers.clear()  # before the new ones are made: both together would be over the bound
+            self.buffers = [HostBuffer(size) for size in sizes]
 
     def _sizes(self, nbytes: int) -> list[int]:
         if not nbytes:
@@ -92,3 +116,11 @@ class HostBuffers:
         if self._host_bytes is None or nbytes <= self._host_bytes:
             return [nbytes]
         return [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2
+
+
+def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
+    for each in buffers:
+        if device is not None:
+            with torch.cuda.device(device):  # a new thread has device 0, and pinning would use its memory
+                each.pin()
+        each.touch()

@@ -47,14 +47,14 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Make the host buffers now, so that the first `save` takes no longer than the others.
+        """Make the host buffers in the background, so that the first `save` takes no longer than the others.
 
-        Call it after the first step of the optimizer: before, it has no state.
+        Call it after the first step of the optimizer: before, it has no state. Returns at once; `wait` waits for it.
         """
         self.wait()
         what = f"Preparing to save to {self._path}"
         saving = self._planned(what, 0, model, optimizer, scheduler, scaler, data)
-        together(what, lambda: self._buffers.touch(saving.nbytes, saving.on_cuda))
+        together(what, lambda: self._buffers.prepare(saving.nbytes, saving.on_cuda))
 
     def save(
         self,
@@ -100,6 +100,7 @@ class Saver:
         If it failed on any rank, all ranks raise a CheckpointError that names it. The checkpoints that exist stay, and
         the saver can save again.
         """
+        self._buffers.wait()
         pending = self._pending
         if pending is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from bed.runs import Run, assert_same
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, fully_shard
+from unshard.checkpoint.host_buffers import HostBuffer
 from unshard.checkpoint.manifest import read_manifest
 from unshard.checkpoint.saver import Saver
 from unshard.errors import ArgumentError
@@ -172,6 +174,48 @@ def test_buffers_are_made_once(tmp_path: Path) -> None:
     saver.wait()
     assert saver.host_bytes > nbytes
     assert checkpoint.load(tmp_path, model=larger) == 3
+
+
+def memory_of(buffer: HostBuffer) -> int:
+    """Bytes of a buffer that the system has given, in whole pages."""
+    found, inside = 0, False
+    address = buffer.tensor.data_ptr()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@quiet
+@pytest.mark.parametrize("host_bytes", [None, 2**22])
+@world(1, 2)
+def test_prepare_does_not_block_training(host_bytes: int | None, tmp_path: Path) -> None:
+    """A thread makes the memory; `wait` and `save` wait for it."""
+    model, saver = fully_shard(nn.Linear(2**20, 8)), Saver(tmp_path, host_bytes=host_bytes)
+    touch, event = HostBuffer.touch, threading.Event()
+
+    def touch_later(buffer: HostBuffer) -> None:
+        assert event.wait(60)
+        touch(buffer)
+
+    HostBuffer.touch = touch_later  # type: ignore[method-assign]
+    try:
+        saver.prepare(model=model)
+        expected = saver.host_bytes
+        assert expected == host_bytes or expected >= 2**25 // dist.get_world_size()
+        assert not any(map(memory_of, saver._buffers.buffers))
+        event.set()
+        saver.wait()
+    finally:
+        HostBuffer.touch = touch  # type: ignore[method-assign]
+        event.set()
+    assert all(memory_of(each) >= each.nbytes for each in saver._buffers.buffers)
+    saver.save(step=1, model=model)
+    saver.wait()
+    assert saver.host_bytes == expected
+    assert checkpoint.load(tmp_path, model=model) == 1
 
 
 @quiet
