@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ..errors import CheckpointError
+from .files import not_written
 from .host_buffers import HostBuffer
 from .manifest import FileEntry
 from .ranks import error_text
@@ -140,13 +141,16 @@ class BackgroundSave:
             self._free.put(buffer)
 
     def _write_entry(self, content: dict[str, object]) -> None:
-        path = self._entry_of(self.saving.rank)
-        path.with_suffix(".half").write_text(json.dumps(content))
-        os.rename(path.with_suffix(".half"), path)
+        path, text = self._entry_of(self.saving.rank), json.dumps(content)
+        try:
+            path.with_suffix(".half").write_text(text)
+            os.rename(path.with_suffix(".half"), path)
+        except OSError as error:
+            raise not_written(path, error, 0, len(text)) from error
 
     def _report(self, error: BaseException) -> None:
         # The disk that has failed may fail again. The ranks exchange their errors in the saver's next collective.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(CheckpointError):
             self._write_entry({"error": error_text(error)})
 
     def _entry_of(self, rank: int) -> Path:

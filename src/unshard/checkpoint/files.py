@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -51,25 +52,38 @@ def padding_after(nbytes: int) -> memoryview:
     return memoryview(bytes(aligned(nbytes) - nbytes))
 
 
-def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str) -> FileEntry:
+def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
     """Write the buffers one after the other into a new file, and wait until they are on the disk.
 
-    It uses neither the model nor a process group, so a thread may call it.
+    `expected`: so many bytes have to be in them. It uses neither model nor process group, so a thread may call it.
     """
     checksums, nbytes = BlockChecksums(algorithm, path), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for buffer in buffers:
             checksums.update(buffer)
-            nbytes += len(buffer)
             while buffer:
-                buffer = buffer[os.write(descriptor, buffer) :]
+                count = os.write(descriptor, buffer)
+                nbytes += count
+                buffer = buffer[count:]
         os.fsync(descriptor)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror}, after {nbytes} bytes.") from error
+        raise not_written(path, error, nbytes, expected) from error
     finally:
         os.close(descriptor)
+    if expected is not None and nbytes != expected:
+        raise CheckpointError(f"{path} has {nbytes} bytes, expected {expected}.")
     return FileEntry(path.name, nbytes, checksums.finish())
+
+
+def not_written(path: Path, error: OSError, nbytes: int, expected: int | None) -> CheckpointError:
+    """What to raise for an error of the disk."""
+    free = ""
+    with contextlib.suppress(OSError):
+        about = os.statvfs(path.parent)
+        free = f" Its file system has {about.f_bavail * about.f_frsize} bytes free."
+    after = f"{nbytes} bytes" if expected is None else f"{nbytes} of {expected} bytes"
+    return CheckpointError(f"{path} could not be written: {error.strerror}, after {after}.{free}")
 
 
 class CheckpointFiles:

@@ -133,14 +133,11 @@ class Saving:
 
     def write(self, folder: Path, algorithm: str, buffers: Iterable[memoryview] | None = None) -> FileEntry | None:
         """Write the boxes of this rank; None if it has none. `buffers`: the bytes of the file, if they are copied."""
-        expected = self.nbytes
-        if not expected:
+        if not self.nbytes:
             return None
         buffers = self._buffers() if buffers is None else buffers
-        entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm)
+        entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm, self.nbytes)
         sync_folder(folder)
-        if entry.nbytes != expected:
-            raise CheckpointError(f"{folder / entry.name} has {entry.nbytes} bytes, expected {expected}.")
         return entry
 
     def _buffers(self) -> Iterator[memoryview]:
@@ -161,8 +158,8 @@ class Saving:
     def publish(self, files: list[FileEntry | None], algorithm: str, keep_last: int | None) -> None:
         """On rank 0, after all ranks have written their files."""
         assert self._unpublished is not None
-        manifest = self._manifest(files, algorithm)
-        write_file(self._unpublished.folder / MANIFEST, [memoryview(manifest_bytes(manifest))], algorithm)
+        content = memoryview(manifest_bytes(self._manifest(files, algorithm)))
+        write_file(self._unpublished.folder / MANIFEST, [content], algorithm, len(content))
         self._unpublished.publish()
         if keep_last is not None:
             keep_only(self._path, keep_last, self._unpublished.target)
