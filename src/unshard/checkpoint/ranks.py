@@ -24,7 +24,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank; returns the results of all. All ranks have to call.
 
     An exception on any rank is raised on all of them, as a CheckpointError that names the ranks. No rank goes on with
-    what others could not do.
+    what others could not do. If a rank dies, the others raise a CheckpointError as well.
     """
     _, size = rank_and_size()
     result, error = None, None
@@ -32,10 +32,14 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:
         error = caught
-    answers: list[Any] = [(result, None if error is None else error_text(error))]
+    own = (result, None if error is None else error_text(error))
+    answers: list[Any] = [own]
     if size > 1:
         answers = [None] * size
-        dist.all_gather_object(answers, (result, None if error is None else error_text(error)))
+        try:
+            dist.all_gather_object(answers, own)
+        except RuntimeError as failure:  # of the backend: the work of this rank is done
+            raise CheckpointError(_lost(what, own[1], failure)) from failure
     failed = {number: text for number, (_, text) in enumerate(answers) if text is not None}
     if failed:
         raise CheckpointError(_message(what, failed, size)) from error
@@ -46,6 +50,16 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
     """Run `work` on rank 0; returns its result on all ranks."""
     rank, _ = rank_and_size()
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def _lost(what: str, own: str | None, failure: RuntimeError) -> str:
+    first = (str(failure).splitlines() or [""])[0]
+    here = "" if own is None else f" On this rank: {own}"
+    return (
+        f"{what} failed.{here} A collective of this rank with the others failed: {first} A rank has probably died, or "
+        "was slower than the timeout of the process group; its output says why. Published checkpoints are intact. "
+        "Start all ranks again and load the latest."
+    )
 
 
 def error_text(error: BaseException) -> str:

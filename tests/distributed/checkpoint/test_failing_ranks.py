@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from bed.runs import Run, assert_same
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, fully_shard
+from unshard.checkpoint.load import Loading
 
 quiet = pytest.mark.filterwarnings("ignore")
 
@@ -193,6 +193,7 @@ def check_after_death(path: Path) -> None:
     assert names(path / names(path)[0]) == ["manifest.json", "rank_00000.bin", "rank_00001.bin"]
 
 
+LOST = r"A collective of this rank with the others failed: .+ A rank has probably died.* checkpoints are intact\."
 MOMENTS = [
     *((0, "write", at) for at in (1, 2, 9)),
     *((1, "write", at) for at in (1, 5)),
@@ -209,36 +210,34 @@ QUICK = {(1, "write", 1), (0, "rename", 1), (0, "rename", 2)}
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in MOMENTS],
 )
 def test_a_rank_that_is_killed(rank: int, function: str, at: int, tmp_path: Path) -> None:
-    with pytest.raises(JobFailed):
+    with pytest.raises(JobFailed) as caught:
         start(die_while_saving, 2, path=str(tmp_path), rank=rank, function=function, at=at)
+    assert re.search(rf"CheckpointError: Saving step 2 to .* failed\. {LOST}", caught.value.failures[1 - rank])
     check_after_death(tmp_path)
 
 
-def save_until_killed(path: str, ranks: list[int], seconds: float) -> None:
+def die_while_loading(path: str, where: str) -> None:
+    """Rank 1 dies in one of the stages."""
     run = Run("fully_shard")
     run.train(range(1))
     checkpoint.save(path, step=1, **run.parts())
-    if dist.get_rank() in ranks:
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for step in range(2, 10**6):
-        run.data.position = step
-        checkpoint.save(path, step=step, keep_last=2, **run.parts())
+    if dist.get_rank() == 1:
+        setattr(Loading, where, lambda *unused: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoint.load(path, **run.parts())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trial", range(12))
-def test_ranks_that_are_killed_at_random_moments(trial: int, tmp_path: Path) -> None:
-    dice = random.Random(trial)
-    ranks = [0, 1] if trial % 3 == 0 else [dice.randrange(2)]
-    with pytest.raises(JobFailed):
-        start(save_until_killed, 2, path=str(tmp_path), ranks=ranks, seconds=dice.uniform(0.0, 0.6))
-    check_after_death(tmp_path)
+@pytest.mark.parametrize("where", ["compare", "verify", pytest.param("apply", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_while_it_loads(where: str, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed) as caught:
+        start(die_while_loading, 2, path=str(tmp_path), where=where)
+    assert re.search(rf"CheckpointError: Loading {tmp_path} failed\. {LOST}", caught.value.failures[0])
+    assert checkpoint.verify(tmp_path)
 
 
 # -- ranks that die while a thread saves ---------------------------------------------------------------------------
 
 
-def die_in_background(path: str, rank: int, function: str, at: int) -> None:
+def die_in_background(path: str, rank: int, function: str, at: int, trains: bool) -> None:
     """As `die_while_saving`, in the thread of a saver."""
     run = Run("fully_shard")
     run.train(range(1))
@@ -261,8 +260,9 @@ def die_in_background(path: str, rank: int, function: str, at: int) -> None:
         setattr(os, function, wrapper)
         try:
             saver.save(step=2, **run.parts())
-            for step in range(2, 100):
+            for step in range(2, 100 if trains else 2):
                 run.train(range(step, step + 1))
+            saver.wait()
         finally:
             setattr(os, function, original)
 
@@ -282,31 +282,12 @@ BACKGROUND_MOMENTS = [
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in BACKGROUND_MOMENTS],
 )
 def test_a_rank_that_is_killed_while_its_thread_saves(rank: int, function: str, at: int, tmp_path: Path) -> None:
-    with pytest.raises(JobFailed):
-        start(die_in_background, 2, path=str(tmp_path), rank=rank, function=function, at=at)
-    check_after_death(tmp_path)
-
-
-def save_in_background_until_killed(path: str, ranks: list[int], seconds: float) -> None:
-    run = Run("fully_shard")
-    run.train(range(1))
-    saver = checkpoint.Saver(path, keep_last=2)
-    saver.save(step=1, **run.parts())
-    saver.wait()
-    if dist.get_rank() in ranks:
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for step in range(2, 10**6):
-        run.data.position = step
-        saver.save(step=step, **run.parts())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trial", range(12))
-def test_ranks_that_are_killed_at_random_moments_of_a_saver(trial: int, tmp_path: Path) -> None:
-    dice = random.Random(trial)
-    ranks = [0, 1] if trial % 3 == 0 else [dice.randrange(2)]
-    with pytest.raises(JobFailed):
-        start(save_in_background_until_killed, 2, path=str(tmp_path), ranks=ranks, seconds=dice.uniform(0.0, 0.6))
+    """The collective that fails is one of training, or of the saver."""
+    trains = at % 2 == 0
+    with pytest.raises(JobFailed) as caught:
+        start(die_in_background, 2, path=str(tmp_path), rank=rank, function=function, at=at, trains=trains)
+    if not trains:
+        assert re.search(rf"CheckpointError: Saving step 2 to .* failed\. {LOST}", caught.value.failures[1 - rank])
     check_after_death(tmp_path)
 
 
