@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,8 @@ from bed.runs import Run, assert_same
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, fully_shard
+from unshard.checkpoint import background
+from unshard.checkpoint import saver as saver_module
 from unshard.checkpoint.host_buffers import HostBuffer
 from unshard.checkpoint.manifest import read_manifest
 from unshard.checkpoint.saver import Saver
@@ -292,6 +297,145 @@ def test_a_rank_that_cannot_copy(tmp_path: Path) -> None:
     dist.barrier()  # rank 0 has deleted its folder
     assert names(tmp_path) == []
     saver.save(step=1, **run.parts())
+    assert saver.wait() == tmp_path / "step_00000001"
+
+
+@quiet
+@pytest.mark.parametrize("host_bytes", [192, 1000])
+@world(1, 2)
+def test_a_slow_disk(host_bytes: int, tmp_path: Path) -> None:
+    """A buffer is filled again after it is written, not before."""
+    run, write = Run("fully_shard"), os.write
+    run.train(range(1))
+    checkpoint.save(tmp_path / "a", step=1, **run.parts())
+    run.data.order = run.data.order[:100]  # not too many pieces
+    checkpoint.save(tmp_path / "a", step=2, **run.parts())
+
+    def write_later(*args: Any) -> int:
+        if in_background():
+            time.sleep(0.002)
+        return write(*args)
+
+    os.write = write_later
+    try:
+        with Saver(tmp_path / "b", host_bytes=host_bytes) as saver:
+            saver.save(step=2, **run.parts())
+    finally:
+        os.write = write
+    assert_equal_folders(tmp_path / "b" / "step_00000002", tmp_path / "a" / "step_00000002")
+
+
+@quiet
+@pytest.mark.parametrize("how", ["save", "saver"])
+@world(1, 2)
+def test_what_is_on_the_disk_before_a_folder_gets_its_name(how: str, tmp_path: Path) -> None:
+    """Each file after its last byte, then its folder; after the rename, the folder above."""
+    run, calls, originals = Run("fully_shard"), [], (os.fsync, os.rename, os.write)
+
+    def note(name: str, target: str) -> None:
+        calls.append((name, re.sub(r"\.saving_step_\w+", "hidden", target)))
+
+    def fsync(descriptor: int) -> None:
+        originals[0](descriptor)
+        note("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+
+    def rename(source: Path, target: Path) -> None:
+        originals[1](source, target)
+        note("rename", os.path.relpath(target, tmp_path))
+
+    def write(descriptor: int, data: Any) -> int:
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        if target.startswith(str(tmp_path)):
+            note("write", os.path.relpath(target, tmp_path))
+        return originals[2](descriptor, data)
+
+    os.fsync, os.rename, os.write = fsync, rename, write
+    try:
+        if how == "save":
+            checkpoint.save(tmp_path, step=1, **run.parts())
+        else:
+            with Saver(tmp_path) as saver:
+                saver.save(step=1, **run.parts())
+    finally:
+        os.fsync, os.rename, os.write = originals
+    rank = dist.get_rank()
+    mine = [(name, target) for name, target in calls if not target.endswith(".entry")]
+    files = [f"hidden/rank_{rank:05d}.bin", *(["hidden/manifest.json"] if rank == 0 else [])]
+    expected: list[tuple[str, str]] = []
+    for each in files:
+        expected += [("write", each), ("fsync", each), ("fsync", "hidden")]
+    expected += [("rename", "step_00000001"), ("fsync", ".")] if rank == 0 else []
+    assert [each for number, each in enumerate(mine) if number == 0 or each != mine[number - 1]] == expected
+    entry = ("rename", f"hidden/rank_{rank:05d}.entry")
+    if how == "saver":
+        assert calls.index(entry) > calls.index(("fsync", "hidden"))
+
+
+@quiet
+@world(1, 2)
+def test_the_model_may_be_deleted_while_the_thread_writes(tmp_path: Path) -> None:
+    model, saver = fully_shard(nn.Linear(16, 16)), Saver(tmp_path)
+    reference = weakref.ref(model.weight)
+    with held_back() as event:
+        saver.save(step=1, model=model)
+        del model
+        gc.collect()
+        assert reference() is None
+        event.set()
+        saver.wait()
+    assert checkpoint.verify(tmp_path)
+
+
+@quiet
+@world(2)
+def test_a_program_that_ends_without_wait_after_a_rank_has_failed(tmp_path: Path) -> None:
+    """Rank 0 learns it from the entry of rank 1, and waits no longer."""
+    run, write, texts = Run("fully_shard"), os.write, []
+    if dist.get_rank() == 1:
+        os.write = failing(write, 1)
+    saver = Saver(tmp_path)
+    saver.save(step=1, **run.parts())
+    error, background._log.error = background._log.error, lambda text, *args: texts.append(text % args)
+    try:
+        background._finish_all()
+    finally:
+        os.write, background._log.error = write, error
+    (text,) = texts
+    assert "Saving step 1 to" in text and "program ends without wait" in text and "No space left on device" in text
+    assert ("Rank 1 has failed" in text) == (dist.get_rank() == 0)
+    dist.barrier()
+    assert names(tmp_path) == []
+
+
+@quiet
+@world(1)
+def test_the_end_of_a_with_block(tmp_path: Path) -> None:
+    """It waits, unless an exception leaves it: other ranks may not come there."""
+    saver, waits = Saver(tmp_path), []
+    saver.save(step=1, model=nn.Linear(2, 2))
+    wait, saver.wait = saver.wait, lambda: waits.append(saver)  # type: ignore[method-assign,func-returns-value]
+    with pytest.raises(KeyError), saver:
+        raise KeyError("of the program")
+    assert not waits
+    with saver:
+        pass
+    assert waits == [saver]
+    assert wait() == tmp_path / "step_00000001"
+
+
+@quiet
+@world(2)
+def test_a_process_group_that_ended_before_wait(tmp_path: Path) -> None:
+    saver, group = Saver(tmp_path), saver_module.rank_and_size
+    saver.save(step=1, model=fully_shard(nn.Linear(4, 4)))
+    saver_module.rank_and_size = lambda: (0, 1)
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"begun by rank . of 2, which is rank 0 of 1 now. Call wait\(\) before"
+        ):
+            saver.wait()
+    finally:
+        saver_module.rank_and_size = group
     assert saver.wait() == tmp_path / "step_00000001"
 
 
