@@ -48,6 +48,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_for(__doc__, cases="1b:1x1024", cpu_cases="10m:1x32:fp32", one_rank=True)
     parser.add_argument("--hows", default=",".join(HOWS), help="which of them")
     parser.add_argument("--rounds", type=int, default=3, help="saves, of which the first is shown on its own")
+    parser.add_argument("--repeats", type=int, default=1, help="build everything and save so many times; medians")
     parser.add_argument("--bound", type=int, default=1024, help="host memory of a bounded save on each rank, in MiB")
     parser.add_argument("--folder", help="save there; by default to a temporary folder")
     return parser
@@ -126,11 +127,6 @@ class Subject:
         self._kept, self._peak = _status("VmRSS") - memory, 0
 
     def save(self, step: int, place: Place) -> None:
-        """Save once. The checkpoint of the round before is deleted first, by rank 0, outside of the time."""
-        if place.speaks:
-            for each in self._path.iterdir():
-                shutil.rmtree(each)
-            os.sync()
         place.meet()
         memory, began = _reset_peak(), time.perf_counter()
         self._saves.save(step)
@@ -149,6 +145,14 @@ class Subject:
         row = {"mib": mib, "first": first, "blocked": blocked, "total": statistics.median(total)}
         return {**row, "host_mib": self._peak / measure.MIB, "load": _timed(self._saves.load, place)}
 
+    def delete(self, place: Place) -> None:
+        """Outside of the time: to delete may take as long as to save."""
+        place.meet()
+        if place.speaks:
+            for each in self._path.iterdir():
+                shutil.rmtree(each)
+            os.sync()
+
 
 def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     hows = [each for each in options.hows.split(",") if each]
@@ -160,8 +164,8 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     for case in options.cases:
         with _folder(place, options) as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _rows(case, hows, folder, place, options)
-        measure.release(place)
+            repeats = [_rows(case, hows, folder / str(each), place, options) for each in range(options.repeats)]
+        found = [_median(each) for each in zip(*repeats, strict=True)]
         tables.show(place, f"{case}, {place}", found, COLUMNS)
         rows += found
     return {"rows": rows}
@@ -180,14 +184,23 @@ def _rows(case: Case, hows: list[str], folder: Path, place: Place, options: argp
             with part.attempt():
                 if not number:
                     path = folder / part.side
-                    path.mkdir(exist_ok=True)
+                    path.mkdir(parents=True, exist_ok=True)
                     subjects[part.side] = Subject(part.side, trainings[HOWS[part.side]], path, options.bound)
                 subjects[part.side].save(number, place)
-    for part in parts:
-        if not part.failed:
-            with part.attempt():
-                part.row |= subjects[part.side].load(place)
+                if number == options.rounds - 1:
+                    part.row |= subjects[part.side].load(place)
+                subjects[part.side].delete(place)
+    subjects.clear()
+    trainings.clear()
+    measure.release(place)
     return [part.row for part in parts]
+
+
+def _median(rows: tuple[Row, ...]) -> Row:
+    """Of all figures; or the row that has failed."""
+    failed = [row for row in rows if "error" in row]
+    figures = {key for key, value in rows[0].items() if isinstance(value, float)}
+    return failed[0] if failed else rows[0] | {key: statistics.median(row[key] for row in rows) for key in figures}
 
 
 @torch.no_grad()

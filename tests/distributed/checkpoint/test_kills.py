@@ -23,6 +23,9 @@ from bed.runs import full
 from torch import nn
 
 from unshard import checkpoint, fully_shard
+from unshard.checkpoint import folders
+from unshard.checkpoint.background import BackgroundSave
+from unshard.checkpoint.checksums import BlockChecksums
 from unshard.checkpoint.save import Saving
 from unshard.checkpoint.staging import Staging
 
@@ -81,7 +84,7 @@ class Filled:
     """A run in which everything is equal to the step, so that a mixture of two steps is found."""
 
     def __init__(self) -> None:
-        self.model = fully_shard(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))))
+        self.model = fully_shard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -129,6 +132,8 @@ def save_until_killed(path: str, how: str, notes: str) -> None:
     for owner, name, phase in [
         *((Saving, "collect", "collect"), (Staging, "copy", "copy"), (os, "write", "write"), (os, "fsync", "fsync")),
         *((os, "rename", "rename"), (os, "mkdir", "mkdir"), (shutil, "rmtree", "delete")),
+        *((dist, "all_gather_object", "exchange"), (folders, "read_manifest", "read manifests")),
+        *((BlockChecksums, "update", "checksum"), (BackgroundSave, "_entry_from", "wait for entries")),
     ]:
         phases.mark(owner, name, phase)
     Path(notes, f"half{rank}").write_text(f"{os.getpid()} {seconds}")
