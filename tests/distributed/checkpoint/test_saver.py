@@ -250,9 +250,15 @@ def test_a_bound_on_host_memory(tmp_path: Path) -> None:
 
 @quiet
 @pytest.mark.parametrize("host_bytes", [None, 256])
-@pytest.mark.parametrize(("rank", "function"), [(1, "write"), (0, "write"), (0, "rename"), (2, "fsync"), (1, "rename")])
+@pytest.mark.parametrize(
+    ("rank", "function", "at"),
+    [
+        *((1, "write", 1), (0, "write", 1), (0, "rename", 1), (2, "fsync", 1), (1, "rename", 1)),
+        (0, "rename", 2),  # the first is that of its entry, the second publishes
+    ],
+)
 @world(3)
-def test_a_rank_that_cannot_write(rank: int, function: str, host_bytes: int | None, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write(rank: int, function: str, at: int, host_bytes: int | None, tmp_path: Path) -> None:
     run = Run("fully_shard")
     run.train(range(1))
     saver = Saver(tmp_path, keep_last=1, host_bytes=host_bytes)
@@ -264,7 +270,7 @@ def test_a_rank_that_cannot_write(rank: int, function: str, host_bytes: int | No
         original = getattr(os, function)
         run.train(range(1, 2))
         if dist.get_rank() == rank:
-            setattr(os, function, failing(original, 1))
+            setattr(os, function, failing(original, at))
         try:
             saver.save(step=2, **run.parts())
             with pytest.raises(CheckpointError, match=expected) as caught:
