@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, cli
-from unshard.checkpoint import folders
+from unshard.checkpoint import files, folders
 from unshard.checkpoint.manifest import MANIFEST, read_manifest
 from unshard.errors import ArgumentError
 
@@ -229,6 +229,34 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint.save(tmp_path, model=model(), step=2, keep_last=1)
     assert steps(tmp_path) == ["step_00000001"]
     assert checkpoint.verify(tmp_path) == tmp_path / "step_00000001"
+
+
+@pytest.mark.parametrize("advice", ["works", "fails"])
+def test_large_files_are_written_to_the_disk_early(
+    advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, of which each is on its way to the disk while the next is copied."""
+    ranges, fadvise = [], os.posix_fadvise
+
+    def advised(descriptor: int, first: int, nbytes: int, kind: int) -> None:
+        assert kind == os.POSIX_FADV_DONTNEED and os.fstat(descriptor).st_size == first + nbytes
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".bin"):
+            ranges.append((first, nbytes))
+        if advice == "fails":
+            raise OSError(38, "Function not implemented")
+        fadvise(descriptor, first, nbytes, kind)
+
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    net = nn.Linear(100, 70)
+    folder = checkpoint.save(tmp_path, model=net, step=1)
+    ends = [first + nbytes for first, nbytes in ranges]
+    assert [0, *ends[:-1]] == [first for first, _ in ranges] and len(ranges) > 10
+    assert (folder / "rank_00000.bin").stat().st_size - ends[-1] < 1000
+    assert checkpoint.verify(folder)
+    other = nn.Linear(100, 70)
+    checkpoint.load(folder, model=other)
+    assert torch.equal(other.weight, net.weight) and torch.equal(other.bias, net.bias)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:

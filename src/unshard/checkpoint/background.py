@@ -31,8 +31,6 @@ from .save import Saving
 
 _log = logging.getLogger("unshard")
 
-WRITE_BYTES = 32 * 2**20
-"""Given to the system at once. The thread needs Python's lock in between, which training may hold for a while."""
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
 """So long a program that ends without `wait` waits for the other ranks, after this rank has written its file."""
@@ -136,8 +134,7 @@ class BackgroundSave:
             if isinstance(item, BaseException):
                 raise item
             buffer, nbytes = item
-            for first in range(0, nbytes, WRITE_BYTES):
-                yield buffer.view[first : min(first + WRITE_BYTES, nbytes)]
+            yield buffer.view[:nbytes]
             self._free.put(buffer)
 
     def _write_entry(self, content: dict[str, object]) -> None:

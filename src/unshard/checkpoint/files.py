@@ -17,7 +17,10 @@ from .dtypes import DTYPES
 from .manifest import ALIGNMENT, FileEntry, Manifest, StoredBox, TensorEntry
 
 CHUNK_BYTES = 32 * 2**20
-"""Tensors are copied to the host, and from the files, in pieces of about this size."""
+"""Tensors are copied to the host, and to and from the files, in pieces of about this size.
+
+A thread that writes needs Python's lock between two pieces, which training may hold for a while.
+"""
 
 
 def host_buffers(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
@@ -57,15 +60,18 @@ def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expect
 
     `expected`: so many bytes have to be in them. It uses neither model nor process group, so a thread may call it.
     """
-    checksums, nbytes = BlockChecksums(algorithm, path), 0
+    checksums, nbytes, begun = BlockChecksums(algorithm, path), 0, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        for buffer in buffers:
-            checksums.update(buffer)
-            while buffer:
-                count = os.write(descriptor, buffer)
+        for piece in _cut(buffers):
+            checksums.update(piece)
+            while piece:
+                count = os.write(descriptor, piece)
                 nbytes += count
-                buffer = buffer[count:]
+                piece = piece[count:]
+            if nbytes - begun >= CHUNK_BYTES:
+                _begin_write_back(descriptor, begun, nbytes - begun)
+                begun = nbytes
         os.fsync(descriptor)
     except OSError as error:
         raise not_written(path, error, nbytes, expected) from error
@@ -74,6 +80,22 @@ def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expect
     if expected is not None and nbytes != expected:
         raise CheckpointError(f"{path} has {nbytes} bytes, expected {expected}.")
     return FileEntry(path.name, nbytes, checksums.finish())
+
+
+def _cut(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        for first in range(0, len(buffer), CHUNK_BYTES):
+            yield buffer[first : first + CHUNK_BYTES]
+
+
+def _begin_write_back(descriptor: int, first: int, nbytes: int) -> None:
+    """Let the system write these bytes to the disk while the next ones are copied; else all of them wait for fsync.
+
+    On Linux this advice begins to write what is not on the disk yet, and waits for nothing. It takes about half the
+    time of a save, with 1.5 GB from two ranks to one disk.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # a system, or a file system, without it
+        os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def not_written(path: Path, error: OSError, nbytes: int, expected: int | None) -> CheckpointError:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -380,11 +381,12 @@ def test_what_is_on_the_disk_before_a_folder_gets_its_name(how: str, tmp_path: P
 @quiet
 @world(1, 2)
 def test_the_model_may_be_deleted_while_the_thread_writes(tmp_path: Path) -> None:
-    model, saver = fully_shard(nn.Linear(16, 16)), Saver(tmp_path)
-    reference = weakref.ref(model.weight)
+    memory, model, saver = numpy.zeros((16, 16), "float32"), nn.Linear(16, 16), Saver(tmp_path)
+    model.weight = nn.Parameter(torch.from_numpy(memory))
+    reference = weakref.ref(memory)
     with held_back() as event:
         saver.save(step=1, model=model)
-        del model
+        del model, memory
         gc.collect()
         assert reference() is None
         event.set()
