@@ -81,6 +81,8 @@ def test_a_saver_saves_what_was_there(kind: str, host_bytes: int | None, tmp_pat
     run = Run(kind)
     run.train(range(2))
     saver = Saver(tmp_path / "saver", host_bytes=host_bytes)
+    if "offload" in kind:
+        saver.prepare(**run.parts())
     for step in (2, 4):
         checkpoint.save(tmp_path / "save", step=step, **run.parts())
         busy = torch.randn(2048, 2048, device="cuda")
@@ -99,7 +101,8 @@ def test_a_saver_saves_what_was_there(kind: str, host_bytes: int | None, tmp_pat
 def test_host_memory_is_pinned_as_it_is_asked_for() -> None:
     """And given back: torch's own pinned memory has a power of two of bytes, and stays."""
     for _ in range(3):
-        buffer = HostBuffer(3 * 2**30 // 2 + 4096, pinned=True)
+        buffer = HostBuffer(3 * 2**30 // 2 + 4096)
+        buffer.pin()
         assert buffer.pinned and buffer.tensor.is_pinned()
         source = torch.arange(2**20, device="cuda", dtype=torch.float32)
         buffer.tensor[64 : 64 + 2**22].view(torch.float32).copy_(source, non_blocking=True)
