@@ -8,8 +8,7 @@ A model with the state of AdamW. `save` and `saver` are unshard's (`unshard.chec
 every round. `first` is how long the first save blocks training, `blocked` the others, `total` until the checkpoint is
 published, `load` a load of it, mostly from the page cache. All of them wait until the bytes are on the disk (DCP's
 `sync_files`, its default); DCP has no checksums. `host` is the peak of the process's memory in a save, with what
-earlier ones have kept; drivers may keep pinned memory outside of it. Times are medians, of the slowest rank. It has run
-on a CPU only.
+earlier ones have kept; drivers may keep pinned memory outside of it. Times are medians, of the slowest rank.
 """
 
 from __future__ import annotations
