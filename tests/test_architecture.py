@@ -26,6 +26,7 @@ LAYERS = [
     "tools composable captured_step checkpoint",
     "dropin",
     "cli",
+    "__main__",
 ]
 BASE = {"policies", "wrap", "names", "errors", "torch_private"}  # these may import each other
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}

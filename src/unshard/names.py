@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 FSDP_PREFIX = "_fsdp_wrapped_module."
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
@@ -29,6 +30,13 @@ def behind_checkpoints(module: nn.Module) -> nn.Module:
     while (inside := dict(module.named_children()).get(CHECKPOINT_PREFIX.rstrip("."))) is not None:
         module = inside
     return module
+
+
+def behind_data_parallel(model: nn.Module) -> nn.Module:
+    """The model inside `DistributedDataParallel`, which puts `module.` before all names."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
 
 
 def modules_until(

@@ -30,7 +30,7 @@ def steps(path: Path) -> list[str]:
 def test_latest_and_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert checkpoint.latest(tmp_path / "nothing") is None
     (tmp_path / "step_00000099").mkdir()  # not a checkpoint: neither counted nor deleted
-    for step in (1, 2, 10, 5):
+    for step in (1, 2, 5, 10):
         checkpoint.save(tmp_path, model=model(), step=step, keep_last=2)
     assert steps(tmp_path) == ["step_00000005", "step_00000010", "step_00000099"]
     with caplog.at_level(logging.WARNING, "unshard"):
@@ -39,7 +39,7 @@ def test_latest_and_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert checkpoint.load(tmp_path, model=model()) == 10
     assert checkpoint.load(tmp_path / "step_00000005", model=model()) == 5
     with pytest.raises(CheckpointError, match="exists already"):
-        checkpoint.save(tmp_path, model=model(), step=5)
+        checkpoint.save(tmp_path, model=model(), step=10)
     for step, keep in ((-1, None), (True, None), (3, 0), ("3", None)):
         with pytest.raises(ArgumentError, match="must be"):
             checkpoint.save(tmp_path, model=model(), step=step, keep_last=keep)  # type: ignore[arg-type]

@@ -64,6 +64,10 @@ class Differences:
             raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
     def warn(self, where: Path) -> None:
+        """Say what is loaded otherwise than a reader may expect. To be called if nothing is refused."""
+        for kind, names in (("missing in it", self.missing), ("of it unexpected here", self.unexpected)):
+            if names:
+                _log.warning("%s is loaded in part: %s %s: %s.", where, _counted(names), kind, listed(names))
         if self.without_state:
             _log.warning(
                 "%s: the optimizer has no state for %s: %s. They begin without. If the run that was saved has trained "

@@ -3,6 +3,7 @@
     step_00000012                         a published checkpoint
     .saving_step_00000012_<random>        a save that is not published yet; its process holds a lock on `lock` in it
     .deleting_step_00000008_<random>      a checkpoint that is being deleted
+    damaged_step_00000012_<random>        a folder with a public name that was not whole, and stood in a save's way
 
 A folder gets its public name by one rename, after everything in it is on the disk. It loses the name, by one rename,
 before anything in it is deleted. So a folder with a public name is always whole.
@@ -10,6 +11,7 @@ before anything in it is deleted. So a folder with a public name is always whole
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -25,7 +27,9 @@ _log = logging.getLogger("unshard")
 
 _PUBLIC = re.compile(r"step_([0-9]{8,18})")
 _SAVING, _DELETING = ".saving_step_", ".deleting_step_"
+_DAMAGED = "damaged_"
 _LOCK = "lock"
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNLOCKED_SECONDS = 3600.0
 """A folder of a save without a lock file is taken for dead after so long: it is made before its lock file is."""
 
@@ -47,18 +51,34 @@ def published(path: Path) -> list[tuple[int, Path]]:
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The folder of the checkpoint with the highest step under `path`; None if there is none.
 
-    A folder whose manifest is missing or damaged is not a checkpoint; a warning in the log names it.
+    A folder whose manifest is missing or damaged is not a checkpoint; a warning in the log names it. A manifest that
+    cannot be read, for want of a permission for example, is an error.
     """
     if not Path(path).is_dir():
         return None
     for _, folder in published(Path(path)):
-        try:
-            read_manifest(folder)
-        except CheckpointError as error:
-            _log.warning("Left out when looking for the latest checkpoint: %s", error)
-        else:
+        problem = _problem_of(folder)
+        if problem is None:
             return folder
+        _log.warning("Left out when looking for the latest checkpoint: %s", problem)
     return None
+
+
+def _problem_of(folder: Path) -> CheckpointError | None:
+    """Why a folder is not a whole checkpoint; None if it is one. Raises if the disk does not tell."""
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in _NOT_THERE:
+            raise
+        return error
+    return None
+
+
+def later_than(step: int, path: Path) -> list[Path]:
+    """The checkpoints under `path` of later steps, newest first."""
+    return [folder for each, folder in published(path) if each > step and _problem_of(folder) is None]
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -81,16 +101,40 @@ class Unpublished:
         self.target = path / folder_name(step)
         path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
-        if os.path.lexists(self.target):
-            raise CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
+        later = later_than(step, path)
+        if later:
+            raise CheckpointError(
+                f"{later[0]} is of a later step than {step}, and would stay the latest checkpoint. If the run has gone "
+                "back to an earlier one, move the later ones away or delete them first; else save to another path."
+            )
+        self._make_way()
         self.folder = path / f"{_SAVING}{step:08d}_{os.urandom(8).hex()}"
         self.folder.mkdir()
         self._lock: int | None = _locked(self.folder / _LOCK, os.O_CREAT)
 
+    def _make_way(self) -> None:
+        """For the target: what has its name and is not whole, an interrupted copy for example, gets another one."""
+        if not os.path.lexists(self.target):
+            return
+        problem = _problem_of(self.target)
+        if problem is None:
+            raise self._exists()
+        aside = self.target.with_name(f"{_DAMAGED}{self.target.name}_{os.urandom(8).hex()}")
+        os.rename(self.target, aside)
+        _log.warning("%s It is %s now.", problem, aside)
+
+    def _exists(self) -> CheckpointError:
+        return CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
+
     def publish(self) -> None:
         """Give the folder its public name. Everything in it is on the disk."""
         sync_folder(self.folder)
-        os.rename(self.folder, self.target)
+        try:
+            os.rename(self.folder, self.target)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another job was quicker
+                raise self._exists() from error
+            raise
         sync_folder(self.target.parent)
         (self.target / _LOCK).unlink(missing_ok=True)
         self.close()
@@ -134,7 +178,7 @@ def remove_leftovers(path: Path) -> None:
     for name in os.listdir(path):
         folder = path / name
         if name.startswith(_DELETING):
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
         elif name.startswith(_SAVING):
             _remove_if_dead(folder)
 
@@ -171,19 +215,28 @@ def keep_only(path: Path, count: int, newest: Path) -> None:
         except OSError as error:  # the new checkpoint is published: its save has not failed
             _log.warning("%s could not be deleted: %s", folder, error)
             continue
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        read_manifest(folder)
+        return _problem_of(folder) is None
     except CheckpointError:
         return False
-    return True
+
+
+def _delete(hidden: Path) -> None:
+    """What cannot be deleted now is tried again by the next save."""
+    if hidden.is_symlink():
+        hidden.unlink()
+        return
+    shutil.rmtree(hidden, ignore_errors=True)
+    if hidden.exists():
+        _log.warning("%s could not be deleted wholly. Has it another owner?", hidden)
 
 
 def check_step(step: object, keep_last: object) -> None:
     if type(step) is not int or step < 0 or step >= 10**18:
-        raise ArgumentError(f"step must be an integer that is not negative, got {step!r}.")
+        raise ArgumentError(f"step must be a Python int from 0 to 10**18 - 1, got {step!r}.")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ArgumentError(f"keep_last must be None or an integer of at least 1, got {keep_last!r}.")

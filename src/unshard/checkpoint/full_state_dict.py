@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from ..names import ALL_PREFIXES, clean_tensor_name
+from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
 from .differences import Differences, LoadedNames
 from .dtypes import DTYPES, name_of_dtype
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
@@ -92,7 +92,7 @@ def _names(model: nn.Module, state: ModelState) -> list[str]:
     """All names of the state dict, tied ones as well, in the order of the modules, as torch has them."""
     paths = dict.fromkeys(
         clean_tensor_name(f"{path}.", ALL_PREFIXES).rstrip(".")
-        for path, _ in model.named_modules(remove_duplicate=False)
+        for path, _ in behind_data_parallel(model).named_modules(remove_duplicate=False)
     )
     order = {path: number for number, path in enumerate(paths)}
     names = [each.name for each in state.tensors]

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 from .boxes import full_box
 from .differences import Differences
 from .dtypes import DTYPES, name_of_dtype
 from .files import CheckpointFiles, copy_pieces
-from .folders import resolve
+from .folders import later_than, resolve
 from .manifest import Manifest, TensorEntry, read_manifest
 from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
-from .ranks import on_first_rank, rank_and_size, together
+from .optimizer_state import check_optimizer
+from .ranks import error_text, on_first_rank, rank_and_size, refuse_different_parts, together
 from .rng import check_rng_state, seed_new_rank, set_rng_state
 from .values import decode, stored_names
+
+_log = logging.getLogger("unshard")
+PARTS = ("optimizer", "scheduler", "scaler", "data")
+_EXTRA = "extra/"
+_TRIES = 5
+"""To load the latest checkpoint while another job deletes it (`keep_last`)."""
 
 
 def load(
@@ -48,14 +58,41 @@ def load(
     of the step and its number. `data` then has to be the same on all ranks, or to have `load_state_dicts`, which is
     called with the list of all ranks' states.
     """
-    what = f"Loading {path}"
-    loading = Loading(on_first_rank(what, lambda: resolve(path)))
-    shared = {"scheduler": scheduler, "scaler": scaler}
-    loading.refuse(together(what, lambda: loading.compare(model, optimizer, shared, data, rng)), strict)
-    with loading.files:
-        together(what, loading.verify)
-        together(what, loading.apply)
+    what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
+    check_optimizer(optimizer)
+    given = {name: each for name, each in parts.items() if each is not None}
+    with torch.inference_mode(False):  # an optimizer could not change state that is made in it
+        loading = _verified(what, Path(path), lambda loading: loading.compare(model, given, rng), strict)
+        with closing(loading):
+            on_first_rank(what, lambda: loading.warn(Path(path)))
+            together(what, loading.apply_values)
+            together(what, loading.apply_tensors)
     return loading.manifest.step
+
+
+def _verified(what: str, path: Path, compare: Callable[[Loading], Comparison], strict: bool) -> Loading:
+    """A load that has compared and verified everything, and changed nothing."""
+    for tries_left in reversed(range(_TRIES)):
+        loading = Loading(on_first_rank(what, lambda: resolve(path)))
+        try:
+            loading.refuse(together(what, partial(compare, loading)), strict)
+            together(what, loading.verify)
+            return loading
+        except CheckpointError:
+            loading.close()
+            if loading.folder == path or not tries_left or on_first_rank(what, loading.folder.exists):
+                raise
+    raise AssertionError
+
+
+class Comparison(NamedTuple):
+    """What one rank has found; the ranks exchange these."""
+
+    checksum: str
+    """Of the manifest."""
+    given: list[str]
+    """What is to be loaded besides the model."""
+    differences: Differences
 
 
 class Loading:
@@ -65,8 +102,11 @@ class Loading:
     files: CheckpointFiles
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self.folder = folder
+        self._opened = ExitStack()
+        self._given: Mapping[str, Any] = {}
         self._differences = Differences()
+        self._of_all_ranks = Differences()
         self._model = ModelState()
         self._targets: list[HeldTensor] = []
         self._optimizer: OptimizerLoad | None = None
@@ -78,41 +118,55 @@ class Loading:
 
     # -- comparing ------------------------------------------------------------------------------------------
 
-    def compare(
-        self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any, rng: bool
-    ) -> tuple[str, Differences]:
-        """Read the manifest and compare it with what is to be loaded; returns its checksum and the differences."""
-        self.manifest = read_manifest(self._folder)
-        self.files = CheckpointFiles(self._folder, self.manifest)
+    def compare(self, model: nn.Module, given: Mapping[str, Any], rng: bool) -> Comparison:
+        """Read the manifest and compare it with what is to be loaded."""
+        self.manifest, self._given = read_manifest(self.folder), given
+        self.files = self._opened.enter_context(CheckpointFiles(self.folder, self.manifest))
         self._compare_model(model)
-        if optimizer is not None:
-            load = OptimizerLoad(
-                optimizer, self._model, self.manifest.values.get("optimizer"), self.manifest.tensors, self._differences
-            )
+        if "optimizer" in given:
+            entry = self.manifest.values.get("optimizer")
+            load = OptimizerLoad(given["optimizer"], self._model, entry, self.manifest.tensors, self._differences)
             self._optimizer = load if load.found else None
-        self._compare_values(shared)
+        self._compare_values()
         rank, size = rank_and_size()
-        if data is not None:
-            self._compare_data(data, rank, size)
+        if "data" in given:
+            self._compare_data(given["data"], rank, size)
         if rng and rank < self.manifest.ranks:
             self._rng = self.manifest.values["ranks"][rank].get("rng")
             if self._rng is None:
                 self._differences.missing["random number generators"] = 0
         elif rng:
             self._new_rank = rank
-        return self.manifest.checksum, self._differences
+        return Comparison(self.manifest.checksum, list(given), self._differences)
 
-    def refuse(self, answers: list[tuple[str, Differences]], strict: bool) -> None:
+    def refuse(self, answers: list[Comparison], strict: bool) -> None:
         """Raise if the checkpoint does not fit on any rank."""
-        if len({checksum for checksum, _ in answers}) > 1:
+        if len({each.checksum for each in answers}) > 1:
             raise CheckpointError(
-                f"The ranks read different manifests in {self._folder}. All ranks have to see the same disk."
+                f"The ranks read different manifests in {self.folder}. All ranks have to see the same disk."
             )
-        look = f" `unshard checkpoint inspect {self._folder}` lists what it holds."
-        found = Differences.of_all_ranks([differences for _, differences in answers])
-        found.refuse(self._folder, strict, look=look)
-        if rank_and_size()[0] == 0:
-            found.warn(self._folder)
+        refuse_different_parts([each.given for each in answers])
+        look = f" `unshard checkpoint inspect {self.folder}` lists what it holds."
+        self._of_all_ranks = Differences.of_all_ranks([each.differences for each in answers])
+        self._of_all_ranks.refuse(self.folder, strict, look=look)
+
+    def warn(self, path: Path) -> None:
+        """Say what a reader may not expect. `path`: what was passed to `load`."""
+        self._of_all_ranks.warn(self.folder)
+        values = self.manifest.values
+        left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
+        if left_out and "optimizer" in self._given:  # else the model alone is wanted
+            _log.warning("%s holds more than is loaded: %s. It was not passed.", self.folder, listed(sorted(left_out)))
+        later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else []
+        if later:
+            _log.warning(
+                "%s is a later checkpoint than %s. Before the run is saved there again, move the later ones away or "
+                "delete them.",
+                *(later[0], self.folder),
+            )
+
+    def close(self) -> None:
+        self._opened.close()
 
     def _compare_model(self, model: nn.Module) -> None:
         self._model = model_state(model)
@@ -135,18 +189,20 @@ class Loading:
                 self._differences.wrong.append(
                     f"{alias} and {name} are tied here, and are two tensors in the checkpoint"
                 )
+        if self._model.tensors and not taken:
+            self._differences.wrong.append("no tensor of the model has its name in the checkpoint")
         for name, entry in self.manifest.tensors.items():
             if name.startswith("model/") and name not in taken:
                 self._differences.unexpected[name] = entry.nbytes
 
-    def _compare_values(self, shared: dict[str, Any]) -> None:
+    def _compare_values(self) -> None:
         values = self.manifest.values
-        for name, target in shared.items():
-            if target is not None:
-                self._compare_value(name, values, target, "load_state_dict", name)
+        for name in ("scheduler", "scaler"):
+            if name in self._given:
+                self._compare_value(name, values, self._given[name], "load_state_dict", name)
         extra = values.get("extra", {})
         for name, module in self._model.extra.items():
-            self._compare_value(name, extra, module, "set_extra_state", f"extra/{name}")
+            self._compare_value(name, extra, module, "set_extra_state", f"{_EXTRA}{name}")
         for name in extra.keys() - self._model.extra.keys():
             self._differences.unexpected[f"extra state of {name!r}"] = 0
 
@@ -216,8 +272,21 @@ class Loading:
 
     # -- applying -------------------------------------------------------------------------------------------
 
+    def apply_values(self) -> None:
+        """First, because methods of the program may raise: then the model and the optimizer are as before."""
+        for method, path, value in self._values:
+            if not path.startswith(_EXTRA):
+                self._call(method, path, value, "The model and the optimizer were not changed.")
+
+    def _call(self, method: Callable[[Any], Any], path: str, value: Any, then: str) -> None:
+        try:
+            method(value)
+        except Exception as error:
+            name = getattr(method, "__name__", "load_state_dict")
+            raise CheckpointError(f"{name} of {path} has raised {error_text(error)} {then}") from error
+
     @torch.no_grad()
-    def apply(self) -> None:
+    def apply_tensors(self) -> None:
         for held in self._targets:
             self._fill(held)
         self._model.finish_loading()
@@ -225,8 +294,9 @@ class Loading:
             for held in self._optimizer.targets():
                 self._fill(held)
             self._optimizer.finish()
-        for load_state, _, value in self._values:
-            load_state(value)
+        for method, path, value in self._values:
+            if path.startswith(_EXTRA):  # it may be about the tensors
+                self._call(method, path, value, "The model's tensors are loaded.")
         if self._rng is not None:
             set_rng_state(self._rng)
         elif self._new_rank is not None:

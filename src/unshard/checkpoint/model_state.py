@@ -14,7 +14,7 @@ from ..engine.api import FlatShardedParams, FSDPState, ManagedParam, ParamGroup,
 from ..errors import CheckpointError
 from ..fsdp1.state import WrapperState
 from ..layout.flat import FlatSharding
-from ..names import ALL_PREFIXES, clean_tensor_name
+from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
 from ..torch_private import local_part, non_persistent_buffers, own_buffers, own_parameters
 from .parts import Part, part_of_dtensor, part_of_param, whole
 
@@ -73,7 +73,7 @@ class ModelState:
 @torch.no_grad()
 def model_state(model: nn.Module) -> ModelState:
     """The model is resharded for that: modules then have the sharded parameters."""
-    found = ModelState()
+    found, model = ModelState(), behind_data_parallel(model)
     for module in model.modules():
         state = state_of(module)
         if state is not None and state not in found.states:

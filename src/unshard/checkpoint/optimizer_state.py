@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, replaced_by_shards
-from ..errors import CheckpointError, listed
+from ..errors import ArgumentError, CheckpointError, listed
 from ..torch_private import local_part, spec_of
 from .model_state import HeldTensor, ModelState, OptimizedParam
 from .parts import Part, part_of_dtensor, whole
@@ -31,6 +31,11 @@ SHARDED = {"$": "sharded"}
 
 def tensor_name(key: str, name: str) -> str:
     return f"optimizer/{key}/{name}"
+
+
+def check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be one torch.optim.Optimizer or None, got {optimizer!r}.")
 
 
 def params_of(optimizer: Optimizer, model: ModelState) -> list[list[tuple[Any, list[OptimizedParam]]]]:

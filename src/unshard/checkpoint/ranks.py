@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 
 T = TypeVar("T")
 
@@ -50,6 +50,16 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
     """Run `work` on rank 0; returns its result on all ranks."""
     rank, _ = rank_and_size()
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def refuse_different_parts(given: list[list[str]]) -> None:
+    """`given`: what each rank has passed, by name."""
+    for rank, names in enumerate(given):
+        if names != given[0]:
+            raise CheckpointError(
+                f"Rank 0 has passed {listed(given[0]) or 'nothing'} besides the model, and rank {rank} "
+                f"{listed(names) or 'nothing'}. All ranks have to pass the same."
+            )
 
 
 def _lost(what: str, own: str | None, failure: RuntimeError) -> str:

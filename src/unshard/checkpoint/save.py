@@ -18,10 +18,10 @@ from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
 from .manifest import MANIFEST, FileEntry, Manifest, manifest_bytes
 from .model_state import HeldTensor, model_state
-from .optimizer_state import merged, optimizer_state
+from .optimizer_state import check_optimizer, merged, optimizer_state
 from .parts import whole
 from .plan import Described, Plan, describe, make_plan
-from .ranks import on_first_rank, rank_and_size, together
+from .ranks import on_first_rank, rank_and_size, refuse_different_parts, together
 from .rng import rng_state
 from .values import encode
 
@@ -91,6 +91,7 @@ class Saving:
         def store(name: str, value: torch.Tensor) -> None:
             tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value.detach(), plain=True))
 
+        check_optimizer(optimizer)
         if optimizer is not None:
             of_optimizer, found.optimizer = optimizer_state(optimizer, state)
             tensors += of_optimizer
@@ -111,6 +112,7 @@ class Saving:
         steps = sorted({entry.step for entry in entries})
         if len(steps) > 1:
             raise CheckpointError(f"The ranks save different steps: {steps}.")
+        refuse_different_parts([[name for name in ("data",) if name in entry.own] for entry in entries])
         self._entries, self._plan = entries, make_plan([entry.tensors for entry in entries])
 
     def make_folder(self) -> tuple[Path, str]:

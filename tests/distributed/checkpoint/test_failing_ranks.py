@@ -75,6 +75,22 @@ def test_state_that_one_rank_cannot_save(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@quiet
+@world(3)
+def test_ranks_that_pass_different_things(tmp_path: Path) -> None:
+    model, rank = fully_shard(nn.Linear(3, 3)), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    checkpoint.save(tmp_path, model=model, optimizer=optimizer, data=Ranked(same=True), step=1)
+    before = model.weight.to_local().clone()
+    for given in ({"optimizer": optimizer}, {"data": Ranked(same=True)}):
+        with pytest.raises(CheckpointError, match=rf"Rank 0 has passed {next(iter(given))} .* rank 2 nothing"):
+            checkpoint.load(tmp_path, model=model, **given if rank < 2 else {})
+    with pytest.raises(CheckpointError, match="Rank 0 has passed nothing besides the model, and rank 1 data"):
+        checkpoint.save(tmp_path, model=model, data=Ranked(same=True) if rank else None, step=2)
+    assert torch.equal(model.weight.to_local(), before)
+    assert names(tmp_path) == ["step_00000001"]
+
+
 class Ranked:
     """Its state differs between ranks, and nothing says how to deal it out to another number of them."""
 

@@ -311,6 +311,32 @@ def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
 
 
 @quiet
+@world(2)
+def test_data_parallel_models(tmp_path: Path) -> None:
+    """`DistributedDataParallel` changes no name either."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    replicated, sharded = nn.parallel.DistributedDataParallel(build()), build()
+    for layer in sharded:
+        fully_shard(layer)
+    optimizers = [torch.optim.SGD(each.parameters(), momentum=0.9) for each in (replicated, sharded)]
+    checkpoint.save(tmp_path / "a", model=replicated, optimizer=optimizers[0], step=1)
+    checkpoint.load(tmp_path / "a", model=sharded, optimizer=optimizers[1])
+    expected = {name: value.clone() for name, value in replicated.module.state_dict().items()}
+    assert_same({name: full(value) for name, value in sharded.state_dict().items()}, expected)
+    checkpoint.save(tmp_path / "b", model=sharded, optimizer=optimizers[1], step=1)
+    with torch.no_grad():
+        for each in replicated.parameters():
+            each.zero_()
+    checkpoint.load(tmp_path / "b", model=replicated, optimizer=optimizers[0])
+    assert_same(dict(replicated.module.state_dict()), expected)
+    assert_same(checkpoint.full_state_dict(replicated, rank0_only=False), expected)
+    assert checkpoint.load_full_state_dict(replicated, expected).missing == []
+
+
+@quiet
 @world(1)
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
     model = CASES[1].build()
