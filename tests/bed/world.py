@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -12,14 +12,17 @@ from bed import pool
 from bed.worker import PATIENCE
 
 
-def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Callable[[Callable[..., Any]], Any]:
+def world(
+    *sizes: int, backend: str = "gloo", timeout: float = PATIENCE, slow: Collection[int] = ()
+) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated test once for each world size, as a job of the shared pool.
 
     The body finds its place with `dist.get_rank()` and `dist.get_world_size()`. Its arguments (parameters and
     fixtures) are pickled on the way to the ranks: `tmp_path` travels, `monkeypatch` does not. The body must be a
     function at the top of its module, for the workers import it by name.
 
-    With all of 1, 2, 3 and 4 ranks, the last is a slow test: it takes the longest, and 2 and 3 find nearly everything.
+    `slow`: sizes that are slow tests. With all of 1, 2, 3 and 4 ranks, the last is one: it takes the longest, and 2 and
+    3 find nearly everything.
     """
     if not sizes or not all(isinstance(size, int) for size in sizes):
         raise TypeError("name the world sizes: @world(1, 2, 4)")
@@ -42,13 +45,18 @@ def world(*sizes: int, backend: str = "gloo", timeout: float = PATIENCE) -> Call
         test.body = body  # type: ignore[attr-defined]
         if "world_size" not in parameters:
             test.__signature__ = inspect.Signature([*parameters.values(), extra])  # type: ignore[attr-defined]
-        values = [pytest.param(size, id=f"{size}ranks", marks=_marks(size, sizes, backend)) for size in sizes]
+        values = [pytest.param(size, id=f"{size}ranks", marks=_marks(size, sizes, backend, slow)) for size in sizes]
         return pytest.mark.parametrize("world_size", values)(test)
 
     return decorate
 
 
-def _marks(size: int, sizes: tuple[int, ...], backend: str) -> list[pytest.MarkDecorator]:
+def _marks(size: int, sizes: tuple[int, ...], backend: str, slow: Collection[int]) -> list[pytest.MarkDecorator]:
     if backend == "nccl":
         return [pytest.mark.nccl_ranks] if size > 1 else []
-    return [pytest.mark.slow] if size == 4 and {1, 2, 3, 4}.issubset(sizes) else []
+    return [pytest.mark.slow] if size in slow or (size == 4 and {1, 2, 3, 4}.issubset(sizes)) else []
+
+
+def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`; the tests of all but `quick` are slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]

@@ -153,7 +153,7 @@ def divide(training: Training) -> None:
 @pytest.mark.parametrize(
     "between", [set_rate, schedule, load_model, evaluate, keep_unsharded, average], ids=lambda each: each.__name__
 )
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 3))
 def test_changes_that_reach_a_replay(between: Callable[[Training], Any]) -> None:
     compare(between, REPLAYS)
 
@@ -161,13 +161,13 @@ def test_changes_that_reach_a_replay(between: Callable[[Training], Any]) -> None
 @pytest.mark.parametrize(
     "between", [load_optimizer, add_hook, hook_parameter, hook_optimizer, move_state], ids=lambda each: each.__name__
 )
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 3))
 def test_changes_that_drop_recordings(between: Callable[[Training], Any]) -> None:
     compare(between, ANEW)
 
 
 @pytest.mark.parametrize("between", [decay, freeze, divide], ids=lambda each: each.__name__)
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 3))
 def test_changes_of_the_signature(between: Callable[[Training], Any]) -> None:
     """The recording stays: the program may go back."""
     compare(between, ANEW.removeprefix("drop "))
@@ -627,7 +627,7 @@ def test_parts_of_the_training_as_arguments() -> None:
 # -- ranks ---------------------------------------------------------------------------------------------------
 
 
-@world(2, 3, 4)
+@world(2, 3, 4, slow=(3, 4))
 def test_ranks_with_different_shapes() -> None:
     """A rank that does not want to record says so: nobody waits, and all record when all of them want to."""
     with simulated_recorder() as happened:
@@ -639,7 +639,7 @@ def test_ranks_with_different_shapes() -> None:
         assert not training.step._late and bool(training.step._declined) == (dist.get_rank() > 0)
 
 
-@world(2, 3)
+@world(2, 3, slow=(3,))
 def test_ranks_that_come_late() -> None:
     """All of them try again later; at last they give up."""
     with patch.object(agreement, "PATIENCE", 0.1):
@@ -663,7 +663,7 @@ def test_ranks_that_come_late() -> None:
             assert len(late) == 1
 
 
-@world(2, 3, 4)
+@world(2, 3, 4, slow=(3, 4))
 def test_decisions() -> None:
     sharded()  # collectives are compared
     decisions = Agreement(list(range(dist.get_world_size())), 1000)
@@ -726,7 +726,7 @@ def test_memory_of_cleared_gradients_is_free_before_a_recording() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 3))
 def test_the_wrapper(use_orig_params: bool) -> None:
     results = []
     for captured in (False, True):
@@ -740,7 +740,7 @@ def test_the_wrapper(use_orig_params: bool) -> None:
     assert happened.count("replay") == 4
 
 
-@world(2, 3)
+@world(2, 3, slow=(3,))
 def test_the_legacy_call() -> None:
     results = []
     for captured in (False, True):

@@ -45,7 +45,7 @@ def assert_bitwise(*args: Any, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@world(1, 2, 3, 4)
+@world(1, 2, 3, 4, slow=(1, 3))
 def test_bitwise(name: str) -> None:
     happened = assert_bitwise(*CASES[name])
     recordings = 3 if "accumulated" in name else 1

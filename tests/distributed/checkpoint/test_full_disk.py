@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from bed import world
 from bed.runs import Run, assert_same
+from bed.world import mostly_slow
 
 from unshard import CheckpointError, checkpoint
 
@@ -64,7 +65,7 @@ def saves(how: str, path: Path, run: Run) -> Callable[[int], Any]:
 
 
 @quiet
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["saver"]))
 @world(2)
 def test_a_full_disk(how: str, small_disk: Path) -> None:
     """With every number of free pages, a save is whole or not there."""

@@ -13,6 +13,7 @@ from bed.late import late_host
 from bed.models import CASES
 from bed.recorders import LiveBytes
 from bed.runs import Run, assert_same, build_model
+from bed.world import mostly_slow
 from bed.wrapped import wrap, wrap_case
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -69,21 +70,21 @@ def check(kind: str) -> None:
 
 
 @quiet
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, [*FEW, "fully_shard host,flat"]))
 @world(2)
 def test_optimizers(kind: str) -> None:
     check(kind)
 
 
 @quiet
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FEW else pytest.mark.slow) for kind in KINDS])
-@world(1, 3)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, FEW))
+@world(1, 3, slow=(1,))
 def test_other_numbers_of_ranks(kind: str) -> None:
     check(kind)
 
 
 @quiet
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", mostly_slow(MESHES, MESHES[:1]))
 @world(4)
 def test_meshes(kind: str) -> None:
     check(kind)
@@ -207,7 +208,7 @@ def test_one_tensor_at_a_time(kind: str) -> None:
 
 @quiet
 @pytest.mark.parametrize("kind", ["fully_shard", "flat", "originals", "fully_shard,flat"])
-@world(1, 3)
+@world(1, 3, slow=(1,))
 def test_what_does_not_fit_is_refused_on_all_ranks(kind: str) -> None:
     run = Run(kind)
     run.train(range(1))

@@ -12,6 +12,7 @@ from bed import world
 from bed.models import CASES
 from bed.recorders import Collectives, LiveBytes
 from bed.runs import assert_same, build_model, full
+from bed.world import mostly_slow
 from bed.wrapped import wrap, wrap_case
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -65,7 +66,7 @@ def test_shardings(kind: str) -> None:
 
 
 @quiet
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FEW else pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, FEW))
 @world(1, 2)
 def test_other_numbers_of_ranks(kind: str) -> None:
     check(kind)
@@ -181,7 +182,7 @@ def test_one_tensor_at_a_time(kind: str) -> None:
 
 @quiet
 @pytest.mark.parametrize("kind", ["plain", "fully_shard", "flat", "originals"])
-@world(1, 3)
+@world(1, 3, slow=(1,))
 def test_what_does_not_fit_is_refused_on_all_ranks(kind: str) -> None:
     """One error, with everything in it, and nothing is changed."""
     model, case = build_model(kind)

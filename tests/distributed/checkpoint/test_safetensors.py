@@ -59,7 +59,7 @@ def check(kind: str, path: Path) -> None:
 
 @quiet
 @pytest.mark.parametrize("kind", KINDS)
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 2))
 def test_shardings(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path)
 

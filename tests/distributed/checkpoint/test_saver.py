@@ -78,7 +78,7 @@ def assert_equal_folders(found: Path, expected: Path) -> None:
 @quiet
 @pytest.mark.parametrize("host_bytes", [None, 192, 1000])
 @pytest.mark.parametrize("kind", KINDS)
-@world(1, 2, 3)
+@world(1, 2, 3, slow=(1, 3))
 def test_the_files_are_those_of_save(kind: str, host_bytes: int | None, tmp_path: Path) -> None:
     run = Run(kind)
     run.train(range(2))
@@ -100,7 +100,7 @@ def test_the_files_are_those_of_save(kind: str, host_bytes: int | None, tmp_path
 
 @quiet
 @pytest.mark.parametrize("kind", ["fully_shard", "flat offload", "originals", "fully_shard mixed,flat"])
-@world(1, 2, 4)
+@world(1, 2, 4, slow=(1, 4))
 def test_changes_after_save_do_not_reach_the_checkpoint(kind: str, tmp_path: Path) -> None:
     run = Run(kind)
     run.train(range(2))
@@ -163,7 +163,7 @@ def test_it_is_published_without_wait(tmp_path: Path) -> None:
 
 
 @quiet
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_buffers_are_made_once(tmp_path: Path) -> None:
     run = Run("fully_shard")
     saver = Saver(tmp_path)
@@ -196,7 +196,7 @@ def memory_of(buffer: HostBuffer) -> int:
 
 @quiet
 @pytest.mark.parametrize("host_bytes", [None, 2**22])
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_prepare_does_not_block_training(host_bytes: int | None, tmp_path: Path) -> None:
     """A thread makes the memory; `wait` and `save` wait for it."""
     model, saver = fully_shard(nn.Linear(2**20, 8)), Saver(tmp_path, host_bytes=host_bytes)
@@ -225,7 +225,7 @@ def test_prepare_does_not_block_training(host_bytes: int | None, tmp_path: Path)
 
 
 @quiet
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_a_bound_on_host_memory(tmp_path: Path) -> None:
     """A file of many times the bound is written in pieces of half of it."""
     model, bound = fully_shard(nn.Linear(4096, 8)), 16384
@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_copy(tmp_path: Path) -> None:
 
 @quiet
 @pytest.mark.parametrize("host_bytes", [192, 1000])
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_a_slow_disk(host_bytes: int, tmp_path: Path) -> None:
     """A buffer is filled again after it is written, not before."""
     run, write = Run("fully_shard"), os.write
@@ -334,7 +334,7 @@ def test_a_slow_disk(host_bytes: int, tmp_path: Path) -> None:
 
 @quiet
 @pytest.mark.parametrize("how", ["save", "saver"])
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_what_is_on_the_disk_before_a_folder_gets_its_name(how: str, tmp_path: Path) -> None:
     """Each file after its last byte, then its folder; after the rename, the folder above."""
     run, calls, originals = Run("fully_shard"), [], (os.fsync, os.rename, os.write)
@@ -379,7 +379,7 @@ def test_what_is_on_the_disk_before_a_folder_gets_its_name(how: str, tmp_path: P
 
 
 @quiet
-@world(1, 2)
+@world(1, 2, slow=(1,))
 def test_the_model_may_be_deleted_while_the_thread_writes(tmp_path: Path) -> None:
     memory, model, saver = numpy.zeros((16, 16), "float32"), nn.Linear(16, 16), Saver(tmp_path)
     model.weight = nn.Parameter(torch.from_numpy(memory))
