@@ -194,7 +194,7 @@ def test_other_arguments_are_part_of_the_signature() -> None:
         assert happened.count("record") == 2 and happened.count("replay") == 8
 
 
-@world(2)
+@world(1, 2, slow=(2,))
 def test_the_number_of_recordings_is_bounded() -> None:
     with simulated_recorder() as happened, patch.object(captured_steps, "UNUSED_CALLS", 6):
         training = Training(max_graphs=4)

@@ -239,7 +239,7 @@ def kill_often(path: Path, how: Callable[[int], str], one: int, all_ranks: int) 
 HOWS = {"save": ["save"], "saver": ["saver", "bounded"]}
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["saver", pytest.param("save", marks=pytest.mark.slow)])
 def test_some_kills(how: str, tmp_path: Path) -> None:
     kill_often(tmp_path, lambda seed: HOWS[how][-1], 1, 1)
 

@@ -84,7 +84,7 @@ def test_a_rank_that_is_busy_with_something_else() -> None:
         assert_at_rest(model)
 
 
-@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("front_end", ["fully_shard", pytest.param("wrapper", marks=pytest.mark.slow)])
 @world(3)
 def test_a_rank_that_shards_nothing(front_end: str) -> None:
     with quick():

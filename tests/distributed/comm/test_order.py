@@ -23,6 +23,7 @@ from bed import loopback, world
 from bed.branches import Branches, quick, sharded, step
 from bed.recorders import Collectives
 from bed.stack import assert_at_rest, assert_gradients, batch
+from bed.world import mostly_slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -191,6 +192,7 @@ class Program:
         return self._codes
 
 
+@pytest.mark.slow
 def test_the_program_ends_inside_a_reduction(launcher: socket.socket) -> None:
     """A thread waits for Gloo's reduce-scatter; coming back while the interpreter ends it would abort the process."""
     with Program(launcher, "reduction") as program:
@@ -199,7 +201,7 @@ def test_the_program_ends_inside_a_reduction(launcher: socket.socket) -> None:
         assert set(program.codes()) <= {0, 1}
 
 
-@pytest.mark.parametrize("way", ["exit", "raise", "destroy"])
+@pytest.mark.parametrize("way", mostly_slow(["exit", "raise", "destroy"], ["raise"]))
 def test_the_program_ends(launcher: socket.socket, way: str) -> None:
     """Also while a rank that will never answer keeps its connections open, and without a crash."""
     with Program(launcher, way) as program:
