@@ -44,11 +44,11 @@ demo: $(INSTALLED)
 
 # Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
 test: $(INSTALLED)
-	@echo "two runs at once; each tells when it is done, after ten minutes or so on two cores"
+	@echo "two runs at once; each tells when it is done, after ten to twenty minutes on two cores"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
 
 # One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.
-ONE := $(addprefix tests/distributed/,captured_step comm engine optim tools)
+ONE := $(addprefix tests/distributed/,captured_step checkpoint comm engine optim tools)
 
 test-one: $(INSTALLED)
 	$(BIN)/python -m pytest $(ONE)
