@@ -76,9 +76,10 @@ def _problem_of(folder: Path) -> CheckpointError | None:
     return None
 
 
-def later_than(step: int, path: Path) -> list[Path]:
-    """The checkpoints under `path` of later steps, newest first."""
-    return [folder for each, folder in published(path) if each > step and _problem_of(folder) is None]
+def later_than(step: int, path: Path) -> Path | None:
+    """The latest checkpoint under `path`, if it is of a later step."""
+    later = (folder for each, folder in published(path) if each > step)
+    return next((folder for folder in later if _problem_of(folder) is None), None)
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -102,9 +103,9 @@ class Unpublished:
         path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         later = later_than(step, path)
-        if later:
+        if later is not None:
             raise CheckpointError(
-                f"{later[0]} is of a later step than {step}, and would stay the latest checkpoint. If the run has gone "
+                f"{later} is of a later step than {step}, and would stay the latest checkpoint. If the run has gone "
                 "back to an earlier one, move the later ones away or delete them first; else save to another path."
             )
         self._make_way()

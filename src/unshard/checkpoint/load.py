@@ -157,12 +157,12 @@ class Loading:
         left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
         if left_out and "optimizer" in self._given:  # else the model alone is wanted
             _log.warning("%s holds more than is loaded: %s. It was not passed.", self.folder, listed(sorted(left_out)))
-        later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else []
-        if later:
+        later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else None
+        if later is not None:
             _log.warning(
                 "%s is a later checkpoint than %s. Before the run is saved there again, move the later ones away or "
                 "delete them.",
-                *(later[0], self.folder),
+                *(later, self.folder),
             )
 
     def close(self) -> None:
