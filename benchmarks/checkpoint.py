@@ -18,6 +18,7 @@ import contextlib
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -136,6 +137,9 @@ class Subject:
         self._kept += _status("VmRSS") - memory
         self._blocked.append(place.slowest(saved - began))
         self._total.append(place.slowest(ended - began))
+        if place.speaks:  # large checkpoints take minutes
+            last = f"blocked {self._blocked[-1]:.3f} s, total {self._total[-1]:.3f} s"
+            print(f"  {self._path.name} {step}: {last}", file=sys.stderr, flush=True)
 
     def load(self, place: Place) -> Row:
         """Load, and return everything that was measured."""
