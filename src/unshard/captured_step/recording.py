@@ -86,7 +86,7 @@ class Recorder:
         """Fill the empty pool with one block, which the step then cuts up.
 
         Else the pool gets a block for everything that does not fit into a free one, and those that are freed in
-        forward are too small for backward: half as much again.
+        forward are too small for backward.
         """
         if can_cut_blocks() and nbytes <= torch.cuda.mem_get_info(self._device)[0]:
             torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -4,7 +4,7 @@ boxes parts                    which part of a tensor a rank holds; integers and
 model_state optimizer_state    what this rank holds of a model and its optimizer, by name
 values rng                     everything else, as JSON
 checksums manifest files       the format
-folders                        published checkpoints, saves under way, leftovers
+folders                        published checkpoints, saves in progress, leftovers
 plan save                      which rank writes what, and publishing it
 host_buffers staging           copies in host memory
 background saver               saving while training goes on

@@ -46,7 +46,7 @@ class BackgroundSave:
         self._folder, self._algorithm, self._keep_last = folder, algorithm, keep_last
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
-        self._written, self._abandoned = threading.Event(), threading.Event()
+        self._written, self._stopped = threading.Event(), threading.Event()
         self._write_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unshard checkpoint", daemon=True)
@@ -94,7 +94,7 @@ class BackgroundSave:
 
     def end(self) -> None:
         """End the thread, and delete what is not published. No other rank writes any more."""
-        self._abandoned.set()
+        self._stopped.set()
         self._thread.join()
         self.saving.clean_up()
         _under_way.discard(self)
@@ -162,7 +162,7 @@ class BackgroundSave:
     def _entry_from(self, rank: int) -> FileEntry | None:
         path = self._entry_of(rank)
         while not path.exists():
-            if self._abandoned.wait(_POLL_SECONDS):
+            if self._stopped.wait(_POLL_SECONDS):
                 raise CheckpointError(f"Rank {rank} has not written its file.")
         content = json.loads(path.read_text())
         if "error" in content:

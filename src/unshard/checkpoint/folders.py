@@ -96,7 +96,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 class Unpublished:
-    """The folder of a save that is under way, and the lock that says so. For rank 0."""
+    """The folder of a save that is in progress, and the lock that says so. For rank 0."""
 
     def __init__(self, path: Path, step: int):
         self.target = path / folder_name(step)

@@ -68,7 +68,7 @@ class Saver:
     ) -> None:
         """Begin to save a run in the new folder `step_<step>`; arguments as those of `unshard.checkpoint.save`.
 
-        Returns when this rank's bytes are copied: everything may change then. If the save before is still under way,
+        Returns when this rank's bytes are copied: everything may change then. If the save before is in progress,
         waits for it first; if it failed, raises its error, and nothing new is begun.
         """
         check_step(step, None)
@@ -95,7 +95,7 @@ class Saver:
         return saving
 
     def wait(self) -> Path | None:
-        """Wait until the save that is under way is published; returns its folder, or None if none is under way.
+        """Wait until the save in progress is published; returns its folder, or None if there is none.
 
         If it failed on any rank, all ranks raise a CheckpointError that names it. The checkpoints that exist stay, and
         the saver can save again.
