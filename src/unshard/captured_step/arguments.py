@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,13 +18,31 @@ _CONSTANTS = (
 )
 """Types of arguments that do not change, so that equal ones are the same in every call."""
 
+_PLAIN = frozenset((torch.Tensor, bool, int, float, str, NoneType))
+"""Types of arguments that are no containers."""
+
+
+class Plain(NamedTuple):
+    """How a call passes arguments that are no containers; to take containers apart is slow."""
+
+    positional: int
+    names: tuple[str, ...]
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, values = leaves[: self.positional], leaves[self.positional :]
+        return tuple(args), dict(zip(self.names, values, strict=True))
+
 
 class Arguments:
     """Nested containers of tensors and other values, taken apart."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._args, self._kwargs = args, kwargs
-        self.leaves, self._structure = tree_flatten((args, kwargs))
+        self._structure: Any
+        if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
+            self.leaves, self._structure = [*args, *kwargs.values()], Plain(len(args), tuple(kwargs))
+        else:
+            self.leaves, self._structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def signature(self) -> Any:
@@ -74,15 +92,18 @@ class StaticArguments:
     def __init__(self, leaves: Sequence[Any], structure: Any):
         copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._tensors = [copy for copy in copies if isinstance(copy, torch.Tensor)]
-        self._args, self._kwargs = tree_unflatten(copies, structure)
+        self._args: tuple[Any, ...]
+        self._kwargs: dict[str, Any]
+        self._args, self._kwargs = (
+            structure.arguments(copies) if isinstance(structure, Plain) else tree_unflatten(copies, structure)
+        )
 
     def run(self, step: Callable[..., Any]) -> Any:
         return step(*self._args, **self._kwargs)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for mine, theirs in zip(self._tensors, tensors, strict=True):
-                mine.copy_(theirs, non_blocking=True)
+        for mine, theirs in zip(self._tensors, tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
 
 
 def _described(leaf: Any) -> Any:

@@ -20,11 +20,22 @@ class TrainedSignature(NamedTuple):
     deterministic_algorithms: bool
 
 
-class Signature(NamedTuple):
-    """Calls of equal signatures can share a recording."""
+class Signature:
+    """Calls of equal signatures can share a recording. Its hash is computed once: it is one of hundreds of values."""
 
-    arguments: Any
-    trained: TrainedSignature
+    def __init__(self, arguments: Any, trained: TrainedSignature):
+        self.arguments, self.trained = arguments, trained
+        self._hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self is other or (self.arguments == other.arguments and self.trained == other.trained)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.arguments, self.trained))
+        return self._hash
 
 
 def difference(one: Signature, other: Signature) -> str:

@@ -97,11 +97,12 @@ class CapturedStep(Generic[P, R]):
         update_wrapper(self, step, updated=())
         self._step, self._trained, self._warmup, self._max_graphs = step, trained, warmup, max_graphs
         self._calls = 0
-        self._counts: dict[Any, int] = {}
-        self._recorded: dict[Any, Recorded] = {}
-        self._refused: dict[Any, None] = {}
+        self._counts: dict[Signature, int] = {}
+        self._recorded: dict[Signature, Recorded] = {}
+        self._refused: dict[Signature, None] = {}
         self._warned: set[str] = set()
         self._identity: Any = None
+        self._last_signature: Signature | None = None
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -163,7 +164,7 @@ class CapturedStep(Generic[P, R]):
         for rates in self._rates:
             rates.refresh()
 
-    def _signature(self, arguments: Arguments, device: torch.device) -> Any:
+    def _signature(self, arguments: Arguments, device: torch.device) -> Signature | None:
         """None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
         trained = self._trained
         trained.rest()
@@ -183,9 +184,12 @@ class CapturedStep(Generic[P, R]):
                     self._warn("recordings were dropped again and again: see 'What takes effect' in the documentation")
             self._refused.clear()
             self._identity = identity
-        return Signature(arguments.signature(), trained.signature(left))
+        signature = Signature(arguments.signature(), trained.signature(left))
+        if signature != self._last_signature:
+            self._last_signature = signature
+        return self._last_signature
 
-    def _is_due(self, signature: Any) -> bool:
+    def _is_due(self, signature: Signature) -> bool:
         """Whether this call is to be recorded: its signature ran often enough, and there is room."""
         # Recordings that are out of date again and again cost more than they save.
         needed = self._warmup << min(max(0, self._drops - 1), 10)
@@ -199,7 +203,7 @@ class CapturedStep(Generic[P, R]):
             return False
         return True
 
-    def _all_record(self, signature: Any) -> bool:
+    def _all_record(self, signature: Signature) -> bool:
         """Whether all ranks record this call, each its own signature."""
         if signature in self._refused:
             return False
@@ -227,7 +231,7 @@ class CapturedStep(Generic[P, R]):
 
     # -- eager ----------------------------------------------------------------------------------------------
 
-    def _run(self, arguments: Arguments, signature: Any) -> Any:
+    def _run(self, arguments: Arguments, signature: Signature | None) -> Any:
         """As it is. Counted, unless it has no signature."""
         if self._recorder is None:
             return arguments.run(self._step)
@@ -240,11 +244,11 @@ class CapturedStep(Generic[P, R]):
                 if effects is not None:
                     effects.stop()
             obstacle = effects.found() if effects is not None else ""
-        if counted:
+        if counted and signature is not None:
             self._count(signature, obstacle or self._trained.obstacle_after())
         return result
 
-    def _count(self, signature: Any, obstacle: str) -> None:
+    def _count(self, signature: Signature, obstacle: str) -> None:
         if obstacle:
             self._refuse(signature, obstacle)
             return
@@ -270,7 +274,7 @@ class CapturedStep(Generic[P, R]):
 
     # -- recording ------------------------------------------------------------------------------------------
 
-    def _record(self, signature: Any, arguments: Arguments) -> Recorded | None:
+    def _record(self, signature: Signature, arguments: Arguments) -> Recorded | None:
         """None if any rank cannot record: then all of them run the step as it is."""
         assert self._recorder is not None and self._agreement is not None
         trained = self._trained
@@ -305,7 +309,7 @@ class CapturedStep(Generic[P, R]):
         self._refuse(signature, stopped or "another rank could not record it")
         return None
 
-    def _refuse(self, signature: Any, reason: str) -> None:
+    def _refuse(self, signature: Signature, reason: str) -> None:
         """Do not try to record this signature again."""
         self._refused[signature] = None
         if len(self._refused) > SIGNATURES:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from ..torch_private import (
     quick_attributes,
     scaler_stages,
 )
-from .learning_rates import reads_on_device
+from .optimizer_settings import OptimizerSettings
+from .same_objects import SameObjects
 from .signatures import TrainedSignature
 
 Left = tuple[LeftGradients, ...]
@@ -60,10 +61,10 @@ class Trained:
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
         self._hook_dicts: list[dict[int, Any]] = []
-        self._children: list[Any] = []
-        self._held = self._buffers = self._state = self._settings = self._optimized_before = _Same([])
-        self._locals = self._objects = _Same([])
-        self._seen: list[_Same] = []
+        self._children: list[dict[str, Any]] = []
+        self._held = self._buffers = self._state = self._optimized = self._locals = self._objects = SameObjects()
+        self._settings = OptimizerSettings(optimizers)
+        self._seen: list[Any] = [None] * 4
         self._on_other_devices = False
         self._hooks_made = -1
         self._hooked: list[dict[int, Any]] = []
@@ -78,13 +79,13 @@ class Trained:
 
     def look(self) -> None:
         """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
-        if not self._modules or any(self._empty_dicts) or _values(self._child_dicts) != self._children:
+        if not self._modules or any(self._empty_dicts) or self._child_dicts != self._children:
             self._find_modules()
         self._look_at_parameters()
-        optimized = self._optimized_before.followed_by(list(self._optimized()))
-        if optimized is not self._optimized_before:
-            self._optimized_before = optimized
-            self._on_other_devices = not {self.device}.issuperset(map(_device, self._optimized()))
+        optimized = [group["params"] for each in self.optimizers for group in each.param_groups]
+        before, self._optimized = self._optimized, self._optimized.followed_by(*optimized)
+        if before is not self._optimized:
+            self._on_other_devices = not {self.device}.issuperset(map(_device, self._optimized))
 
     def _find_modules(self) -> None:
         self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
@@ -95,12 +96,12 @@ class Trained:
         self._child_dicts, self._parameter_dicts, self._buffer_dicts = (
             list(filter(None, dicts)) for dicts in (children, parameters, buffers)
         )
-        self._children = _values(self._child_dicts)
+        self._children = list(map(dict.copy, self._child_dicts))
         self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._hooks_made = -1
 
     def _look_at_parameters(self) -> None:
-        held = self._held.followed_by(_values(self._parameter_dicts))
+        held = self._held.followed_by(*self._parameter_dicts)
         if held is self._held:
             return
         self._held, self.parameters = held, held.tensors()
@@ -168,9 +169,6 @@ class Trained:
             return "set_post_optim_event was called"
         return ""
 
-    def _optimized(self) -> Iterator[torch.Tensor]:
-        return chain.from_iterable(group["params"] for each in self.optimizers for group in each.param_groups)
-
     def obstacle_in(self, left: Left) -> str:
         """Why gradients that lie between two calls stand in the way; empty if they do not."""
         if not all(each.repeatable for each in left):
@@ -202,28 +200,25 @@ class Trained:
 
         What has not changed is the same object as in the call before, so that a comparison is quick.
         """
-        self._buffers = self._buffers.followed_by(_values(self._buffer_dicts))
-        self._state = self._state.followed_by(self._values_of_state())
-        self._settings = self._settings.followed_by(self._tensors_in_settings())
-        values = [self._held, self._buffers, self._state, self._settings]
-        if values != self._seen:
-            self._seen = values
-            tensors = [each for same in values for each in same.tensors()]
+        self._buffers = self._buffers.followed_by(*self._buffer_dicts)
+        self._state = self._state.followed_by(*self._entries_of_state())
+        self._settings.look()
+        held = [self._held, self._buffers, self._state, self._settings.tensors]
+        if any(map(is_not, held, self._seen)):
+            self._seen = held
+            tensors = [each for same in held for each in same.tensors()]
             self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
             self._others = [each for each in tensors if not isinstance(each, DTensor)]
         # A DTensor ignores `.data = tensor`, others do not.
         self._locals = self._locals.followed_by(list(map(local_of, self._dtensors)))
-        options = map(_option_objects, map(_unit_options, self.units))
         self._objects = self._objects.followed_by(
-            [
-                *map(_policy, self.units),
-                *chain.from_iterable(options),
-                *map(_shards, self._groups),
-                *map(_shard, self._groups),
-            ]
+            list(map(_policy, self.units)),
+            list(map(_option_objects, map(_unit_options, self.units))),
+            list(map(_shards, self._groups)),
+            list(map(_shard, self._groups)),
         )
         addresses = list(map(_data_ptr, self._others))
-        return [self._children, self._hooks(), *values, self._locals, addresses, self._objects, self._optimized_before]
+        return [self._children, self._hooks(), *held, self._locals, addresses, self._objects, self._optimized]
 
     def _hooks(self) -> list[tuple[int, ...]]:
         """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
@@ -239,29 +234,28 @@ class Trained:
         """The dicts of all modules that hold parameters and buffers."""
         return [own(module) for own in (own_parameters, own_buffers) for module in self._modules]
 
-    def tensors(self) -> _Same:
+    def tensors(self) -> SameObjects:
         """What modules and optimizers hold, and the step must not replace."""
-        held = [*map(dict.values, self.tensor_dicts()), self._values_of_state(), self._tensors_in_settings()]
-        return _Same([each for values in held for each in values if isinstance(each, torch.Tensor)])
+        self._settings.look()
+        held = SameObjects(*self.tensor_dicts(), *self._entries_of_state(), self._settings.tensors.tensors())
+        return SameObjects(held.tensors())
 
-    def _values_of_state(self) -> list[Any]:
-        """Not all of them are tensors."""
-        return _values([entry for each in self.optimizers for entry in each.state.values() if type(entry) is dict])
-
-    def _tensors_in_settings(self) -> list[torch.Tensor]:
-        settings = _values([group for each in self.optimizers for group in each.param_groups])
-        return [each for each in settings if isinstance(each, torch.Tensor)]
+    def _entries_of_state(self) -> list[dict[str, Any]]:
+        """What optimizers have for each parameter."""
+        states: list[Any] = [entry for each in self.optimizers for entry in each.state.values()]
+        return states if {dict}.issuperset(map(type, states)) else [each for each in states if type(each) is dict]
 
     def signature(self, left: Left) -> TrainedSignature:
         """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
+        self._settings.look()
         return TrainedSignature(
             tuple(map(_training, self._modules)),
             requires_grad,
             tuple(map(_options, map(_unit_options, self.units))),
             left,
-            tuple(_settings(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups),
+            self._settings.compared,
             self._scaler_settings(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
@@ -350,48 +344,3 @@ class TrainedState:
                     vars(optimizer).pop(name, None)
         if trained.stages() != self._stages:
             forget_scaler_stages(trained.scaler)
-
-
-class _Same:
-    """A list of objects, equal to one of the same objects. It holds them, so that no id is used again."""
-
-    def __init__(self, objects: list[Any]):
-        self._objects = objects
-
-    def followed_by(self, objects: list[Any]) -> _Same:
-        """This one if it has these objects, else a new one."""
-        mine = self._objects
-        return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else _Same(objects)
-
-    def __eq__(self, other: object) -> bool:
-        mine, theirs = self._objects, other._objects if isinstance(other, _Same) else []
-        return len(mine) == len(theirs) and all(map(is_, mine, theirs))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [each for each in self._objects if isinstance(each, torch.Tensor)]
-
-    def are_in(self, other: _Same) -> bool:
-        return set(map(id, self._objects)) <= set(map(id, other._objects))
-
-
-def _values(dicts: list[dict[Any, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, dicts)))
-
-
-def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[Any, ...]:
-    """All settings of a param group that a recording repeats: the learning rate only if it is read on the host."""
-    left_out = ("params", "lr") if reads_on_device(optimizer, group) else ("params",)
-    return tuple((name, _comparable(value)) for name, value in group.items() if name not in left_out)
-
-
-def _comparable(value: Any) -> Any:
-    """Numbers and flags as they are, the rest by identity: tensors on a device may change, and are read there."""
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, tuple | list):
-        return tuple(map(_comparable, value))
-    if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
-        return value.item()  # read on the host, and recorded as a number
-    return id(value)
