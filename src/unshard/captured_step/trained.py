@@ -13,7 +13,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.groups import ranks_of
-from ..engine.api import NOTHING_LEFT, GradState, LeftGradients, ParamGroup, Phase, Root, Unit, param_group_of, state_of
+from ..engine.api import (
+    NOTHING_LEFT,
+    GradState,
+    LeftGradients,
+    ParamGroup,
+    ParamState,
+    Phase,
+    Root,
+    Unit,
+    param_group_of,
+    state_of,
+)
 from ..errors import StateError
 from ..torch_private import (
     forget_scaler_stages,
@@ -36,11 +47,12 @@ Left = tuple[LeftGradients, ...]
 """What each param group has of gradients."""
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
+_root, _param_state, _optimizer_state = map(attrgetter, ("root", "param_state", "state"))
 _grad_state, _extended = attrgetter("gradients.state"), attrgetter("sharded.extended")
 _copy_streams, _pool = attrgetter("sharded.offload.copy_streams"), attrgetter("shards.pool")
 _device, _data_ptr = attrgetter("device"), torch.Tensor.data_ptr
 _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgetter("sharded.shard")
-_options = attrgetter(
+_flags = attrgetter(
     *("reshard_after_forward", "slice_after_forward", "reshard_after_backward", "show_sharded_after_forward"),
     *("show_sharded_after_backward", "unshard_in_backward", "synchronise", "all_reduce", "reduce_unused"),
     *("reduce_buffers", "divide_factor", "force_sum", "divide_in_halves", "last_backward"),
@@ -62,7 +74,8 @@ class Trained:
         self._buffer_dicts: list[dict[str, Any]] = []
         self._hook_dicts: list[dict[int, Any]] = []
         self._children: list[dict[str, Any]] = []
-        self._held = self._buffers = self._state = self._optimized = self._locals = self._objects = SameObjects()
+        self._held = self._buffers = self._state = self._optimized = SameObjects()
+        self._hooks = self._locals = self._objects = SameObjects()
         self._settings = OptimizerSettings(optimizers)
         self._seen: list[Any] = [None] * 4
         self._on_other_devices = False
@@ -141,8 +154,8 @@ class Trained:
         return sorted(found)
 
     def roots(self) -> list[Root]:
-        references = dict.fromkeys(unit.root for unit in self.units if unit.root is not None)
-        return [root for each in references if (root := each()) is not None]
+        references = dict.fromkeys(map(_root, self.units))
+        return [root for each in references if each is not None and (root := each()) is not None]
 
     def obstacle(self) -> str:
         """Why no step of these can be recorded or replayed now; empty if one can."""
@@ -179,6 +192,8 @@ class Trained:
 
     def rest(self) -> None:
         """Reshard units that an evaluation, or a call of unshard(), has left unsharded."""
+        if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):
+            return
         kept = [unit for unit in self.units if not unit.at_rest and unit.phase is Phase.IDLE]
         for unit in kept:
             unit.rest()
@@ -207,9 +222,10 @@ class Trained:
         if any(map(is_not, held, self._seen)):
             self._seen = held
             tensors = [each for same in held for each in same.tensors()]
-            self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
+            of_models = {*map(id, (*self._held.tensors(), *self._buffers.tensors()))}
+            self._dtensors = [each for each in tensors if isinstance(each, DTensor) and id(each) in of_models]
             self._others = [each for each in tensors if not isinstance(each, DTensor)]
-        # A DTensor ignores `.data = tensor`, others do not.
+        # A DTensor ignores `.data = tensor`, others do not. `model.to()` gives a DTensor another local tensor.
         self._locals = self._locals.followed_by(list(map(local_of, self._dtensors)))
         self._objects = self._objects.followed_by(
             list(map(_policy, self.units)),
@@ -217,18 +233,19 @@ class Trained:
             list(map(_shards, self._groups)),
             list(map(_shard, self._groups)),
         )
-        addresses = list(map(_data_ptr, self._others))
-        return [self._children, self._hooks(), *held, self._locals, addresses, self._objects, self._optimized]
+        self._look_at_hooks()
+        objects = [self._children, self._hooks, self._locals, self._objects, self._optimized]
+        return [*held, *objects, list(map(_data_ptr, self._others))]
 
-    def _hooks(self) -> list[tuple[int, ...]]:
-        """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
+    def _look_at_hooks(self) -> None:
+        """New ones are looked for only if a hook was registered anywhere since the last time."""
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
             of_tensors = chain.from_iterable(map(hooks_of_tensor, self.parameters))
             of_steps = chain.from_iterable(map(hooks_of_step, self.optimizers))
             self._hooked = [each for each in (*self._hook_dicts, *of_tensors, *of_steps) if each]
-        return list(map(tuple, self._hooked))
+        self._hooks = self._hooks.followed_by(*self._hooked)
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
         """The dicts of all modules that hold parameters and buffers."""
@@ -241,9 +258,9 @@ class Trained:
         return SameObjects(held.tensors())
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
-        """What optimizers have for each parameter."""
-        states: list[Any] = [entry for each in self.optimizers for entry in each.state.values()]
-        return states if {dict}.issuperset(map(type, states)) else [each for each in states if type(each) is dict]
+        """What optimizers have for each parameter; some have other things there as well."""
+        entries = list(chain.from_iterable(map(dict.values, map(_optimizer_state, self.optimizers))))
+        return entries if {dict}.issuperset(map(type, entries)) else [each for each in entries if type(each) is dict]
 
     def signature(self, left: Left) -> TrainedSignature:
         """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""
@@ -253,7 +270,7 @@ class Trained:
         return TrainedSignature(
             tuple(map(_training, self._modules)),
             requires_grad,
-            tuple(map(_options, map(_unit_options, self.units))),
+            tuple(map(_flags, map(_unit_options, self.units))),
             left,
             self._settings.compared,
             self._scaler_settings(),

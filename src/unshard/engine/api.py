@@ -42,7 +42,7 @@ from .shard_lookup import (
     sharded_grads_of,
 )
 from .side_stream import CopyStreams, StreamEvent
-from .states import GradState, Phase
+from .states import GradState, ParamState, Phase
 from .step_recording import recording_step
 from .trace import name_stages
 from .unit import Unit
@@ -72,6 +72,7 @@ __all__ = [
     "state_of",
     "Phase",
     "GradState",
+    "ParamState",
     "Root",
     "ModuleBuffers",
     "warn_of_rounding",
