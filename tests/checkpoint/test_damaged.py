@@ -64,6 +64,24 @@ def test_every_flipped_byte_is_found(folder: Path) -> None:
     assert checkpoint.verify(folder) == folder
 
 
+def test_blocks_that_several_threads_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unshard.checkpoint.files.STRIP_BLOCKS", 2)
+    model = nn.Linear(1024, 9 * 1024, bias=False)
+    folder = checkpoint.save(tmp_path, model=model, step=1)
+    path, size = folder / "rank_00000.bin", read_manifest(folder).block_bytes
+    count = -(-path.stat().st_size // size)
+    assert count >= 9 and checkpoint.verify(folder) == folder
+    for block in (0, 5, count - 1):
+        for damaged in {count - 1, block}:
+            flip(path, damaged * size)
+        for check in (lambda: checkpoint.verify(folder), lambda: checkpoint.load(folder, model=model)):
+            with pytest.raises(CheckpointError, match=rf"is damaged: block {block} .* It holds "):
+                check()
+        for damaged in {count - 1, block}:
+            flip(path, damaged * size)
+    checkpoint.load(folder, model=model)
+
+
 def test_every_flipped_byte_of_the_manifest_is_found(folder: Path) -> None:
     path = folder / MANIFEST
     for at in range(0, path.stat().st_size, 211):

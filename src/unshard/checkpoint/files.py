@@ -6,7 +6,9 @@ import contextlib
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,10 @@ CHUNK_BYTES = 32 * 2**20
 
 A thread that writes needs Python's lock between two pieces, which training may hold for a while.
 """
+
+STRIP_BLOCKS = 16
+"""So many blocks in a row are verified by one thread."""
+VERIFYING_THREADS = 4
 
 
 def host_buffers(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
@@ -150,12 +156,28 @@ class CheckpointFiles:
         return self._descriptors[file]
 
     def verify(self, file: int, blocks: Iterable[int]) -> None:
-        """Compare the checksums of these blocks of a file."""
+        """Compare the checksums of these blocks of a file, in several threads; raises for the first that differs."""
+        self._open(file)
+        ordered = sorted(blocks)
+        strips = [ordered[first : first + STRIP_BLOCKS] for first in range(0, len(ordered), STRIP_BLOCKS)]
+        if len(strips) <= 1:
+            for strip in strips:
+                self._verify_strip(file, strip)
+            return
+        with ThreadPoolExecutor(min(VERIFYING_THREADS, len(strips)), "unshard checkpoint") as threads:
+            try:
+                for _ in threads.map(partial(self._verify_strip, file), strips):
+                    pass
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+
+    def _verify_strip(self, file: int, blocks: Sequence[int]) -> None:
         entry, size = self.manifest.files[file], self.manifest.block_bytes
-        descriptor = self._open(file)
         buffer = memoryview(bytearray(min(size, entry.nbytes)))  # one for all blocks: the processor's cache keeps it
-        for block in sorted(blocks):
-            data = _read(descriptor, block * size, buffer[: min(size, entry.nbytes - block * size)])
+        for block in blocks:
+            part = buffer[: min(size, entry.nbytes - block * size)]
+            data = _read(self._descriptors[file], block * size, part)
             found = checksum_of(data, self.manifest.algorithm, self._folder / entry.name)
             if found != entry.blocks[block]:
                 names = self.manifest.tensors_at(file, block * size, (block + 1) * size)
