@@ -265,3 +265,25 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert found.dtype == expected.dtype and torch.equal(found, expected), where
     else:
         assert found == expected, where
+
+
+def kept_unsharded(kind: str) -> tuple[torch.Tensor, nn.Module, nn.Module]:
+    """An input, a model whose units stay unsharded after forward, and the same one with zeros."""
+
+    def build() -> nn.Module:
+        if kind != "fully_shard":
+            keep = ShardingStrategy.SHARD_GRAD_OP
+            return wrap_case(CASE, use_orig_params=kind == "originals", sharding_strategy=keep)
+        model = CASE.build()
+        for unit in CASE.units(model):
+            unshard.fully_shard(unit, reshard_after_forward=False)
+        return model
+
+    return torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), zeroed(build())
+
+
+def zeroed(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    return model

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from bed import world
 from bed.models import CASES
 from bed.recorders import Collectives, LiveBytes
-from bed.runs import assert_same, build_model, full
+from bed.runs import assert_same, build_model, full, kept_unsharded, zeroed
 from bed.world import mostly_slow
 from bed.wrapped import wrap, wrap_case
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from unshard import CheckpointError, MixedPrecision, ShardingStrategy, StateDictType, checkpoint, fully_shard
+from unshard import CheckpointError, MixedPrecision, StateDictType, checkpoint, fully_shard
 from unshard import FullyShardedDataParallel as FSDP
 
 KINDS = [
@@ -31,13 +31,6 @@ MESHES = [
 ]
 FEW = ["plain", "fully_shard", "flat", "originals"]
 quiet = pytest.mark.filterwarnings("ignore")
-
-
-def zeroed(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    return model
 
 
 def on_rank0(value: Any) -> Any:
@@ -258,17 +251,7 @@ def test_from_meta() -> None:
 @world(2)
 def test_units_that_are_kept_unsharded(kind: str) -> None:
     """The next forward has what was loaded."""
-
-    def build() -> nn.Module:
-        if kind != "fully_shard":
-            keep = ShardingStrategy.SHARD_GRAD_OP
-            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
-        model = CASES[1].build()
-        for unit in CASES[1].units(model):
-            fully_shard(unit, reshard_after_forward=False)
-        return model
-
-    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), zeroed(build())
+    x, model, other = kept_unsharded(kind)
     expected = model(x)
     assert not torch.equal(other(x), expected)
     checkpoint.load_full_state_dict(other, checkpoint.full_state_dict(model))

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from bed import world
 from bed.models import CASES
-from bed.runs import assert_same, build_model
-from bed.wrapped import wrap_case
+from bed.runs import assert_same, build_model, kept_unsharded, zeroed
 from torch import nn
 
-from unshard import CheckpointError, ShardingStrategy, checkpoint, fully_shard
+from unshard import CheckpointError, checkpoint, fully_shard
 from unshard.checkpoint import safetensors_load
 
 package = pytest.importorskip("safetensors.torch")
@@ -25,13 +24,6 @@ KINDS = [
     *("flat", "flat tied", "flat channels convolution", "originals", "originals tied", "originals convolution"),
 ]
 MESHES = ["fully_shard hybrid", "fully_shard tp", "fully_shard tp10", "flat tp", "originals tp", "originals hybrid"]
-
-
-def zeroed(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    return model
 
 
 def check(kind: str, path: Path) -> None:
@@ -136,17 +128,7 @@ def test_tied_from_meta(tmp_path: Path) -> None:
 @world(2)
 def test_units_that_are_kept_unsharded(kind: str, tmp_path: Path) -> None:
     """The next forward has what was loaded."""
-
-    def build() -> nn.Module:
-        if kind != "fully_shard":
-            keep = ShardingStrategy.SHARD_GRAD_OP
-            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
-        model = CASES[1].build()
-        for unit in CASES[1].units(model):
-            fully_shard(unit, reshard_after_forward=False)
-        return model
-
-    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), zeroed(build())
+    x, model, other = kept_unsharded(kind)
     expected = model(x)
     package.save_file(CASES[1].build().state_dict(), tmp_path / f"{dist.get_rank()}.safetensors")
     assert not torch.equal(other(x), expected)

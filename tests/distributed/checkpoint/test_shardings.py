@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from bed import world
 from bed.models import CASES
-from bed.runs import assert_same, build_model, full
-from bed.wrapped import wrap_case
+from bed.runs import assert_same, build_model, full, kept_unsharded, zeroed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from unshard import CheckpointError, MixedPrecision, ShardingStrategy, checkpoint, fully_shard
+from unshard import CheckpointError, MixedPrecision, checkpoint, fully_shard
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.checkpoint.manifest import read_manifest
 from unshard.torch_private import strided_shard
@@ -67,13 +66,6 @@ def check(kind: str, path: Path) -> None:
     folder = checkpoint.save(path, model=model, step=3)
     checkpoint.load(folder, model=zeroed(plain))
     assert_same(dict(plain.state_dict()), dict(expected))
-
-
-def zeroed(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    return model
 
 
 @quiet
@@ -277,18 +269,7 @@ def test_models_that_differ_between_ranks(tmp_path: Path) -> None:
 @world(2)
 def test_units_that_are_kept_unsharded(kind: str, tmp_path: Path) -> None:
     """Saving and loading take the shards, and the next forward has what was loaded."""
-
-    def build() -> nn.Module:
-        if kind != "fully_shard":
-            keep = ShardingStrategy.SHARD_GRAD_OP
-            return wrap_case(CASES[1], use_orig_params=kind == "originals", sharding_strategy=keep)
-        model = CASES[1].build()
-        for unit in CASES[1].units(model):
-            fully_shard(unit, reshard_after_forward=False)
-        return model
-
-    x, model, other = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), build(), build()
-    zeroed(other)
+    x, model, other = kept_unsharded(kind)
     expected = model(x)
     checkpoint.save(tmp_path, model=model, step=1)
     assert not torch.equal(other(x), expected)
