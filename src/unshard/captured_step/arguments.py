@@ -19,7 +19,7 @@ _CONSTANTS = (
 """Types of arguments that do not change, so that equal ones are the same in every call."""
 
 _PLAIN = frozenset((torch.Tensor, bool, int, float, str, NoneType))
-"""Types of arguments that are no containers."""
+"""Types of most arguments that are no containers."""
 
 
 class Plain(NamedTuple):
@@ -91,7 +91,8 @@ class StaticArguments:
 
     def __init__(self, leaves: Sequence[Any], structure: Any):
         copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._tensors = [copy for copy in copies if isinstance(copy, torch.Tensor)]
+        # Not the copies themselves: the step may make them require gradients, and then they cannot be written.
+        self._tensors = [copy.detach() for copy in copies if isinstance(copy, torch.Tensor)]
         self._args: tuple[Any, ...]
         self._kwargs: dict[str, Any]
         self._args, self._kwargs = (

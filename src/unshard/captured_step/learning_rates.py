@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class LearningRates:
         for number, group in enumerate(groups):
             if reads_on_device(self._optimizer, group) and group["lr"] != self._numbers[number]:
                 self._numbers[number] = group["lr"]
-                self._tensors[number].fill_(group["lr"])
+                self._tensors[number].fill_(float(group["lr"]))
 
     def _move_counters(self, parameters: list[Any]) -> None:
         """To the device, where `capturable` optimizers expect them. Parameters of a flat optimizer share some."""
@@ -78,7 +79,7 @@ class LearningRates:
 
 def reads_on_device(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the optimizer takes the learning rate of this group from a tensor, and the program has a number there."""
-    if not isinstance(group.get("lr"), int | float):
+    if not isinstance(group.get("lr"), Real):
         return False
     if not group.get("fused"):
         return bool(group.get("capturable"))

@@ -1,62 +1,41 @@
-"""Objects that every call compares with those of the call before."""
+"""Lists of objects that every call compares with those of the call before, by functions in C."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 
 class SameObjects:
-    """Tensors and other objects in lists and dicts. They are held, so that no id is used again.
+    """A list of objects, equal to one of the same objects in the same order. It holds them, so no id is used again.
 
-    Python compares lists and dicts in C, and takes an object as equal to itself without a call: that is ten times as
-    quick as a look at each one.
+    `==` of the objects is not used: two tensors of equal values are not the same, and programs may define it.
     """
 
-    def __init__(self, *containers: list[Any] | dict[Any, Any]):
-        """The containers are copied: they are those of a program, which changes them."""
-        self._containers = [each.copy() for each in containers]
+    def __init__(self, objects: list[Any]):
+        self.objects = objects
 
-    def followed_by(self, *containers: list[Any] | dict[Any, Any]) -> SameObjects:
-        """This one if they have these objects, else a new one."""
-        return self if _are_same(self._containers, list(containers)) else SameObjects(*containers)
+    def followed_by(self, objects: list[Any]) -> SameObjects:
+        """This one if it has these objects, else a new one."""
+        mine = self.objects
+        return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else SameObjects(objects)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameObjects) and _are_same(self._containers, other._containers)
+        return isinstance(other, SameObjects) and self.followed_by(other.objects) is self
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __iter__(self) -> Iterator[Any]:
-        for each in self._containers:
-            yield from each.values() if isinstance(each, dict) else each
-
     def tensors(self) -> list[torch.Tensor]:
-        return [each for each in self if isinstance(each, torch.Tensor)]
+        return [each for each in self.objects if isinstance(each, torch.Tensor)]
 
     def are_in(self, other: SameObjects) -> bool:
-        return set(map(id, self)) <= set(map(id, other))
+        return set(map(id, self.objects)) <= set(map(id, other.objects))
 
 
-class _OtherTensor(Exception):
-    pass
-
-
-class _NoOtherTensors(TorchFunctionMode):
-    """Two tensors that are not the same object are compared in here: not by their values, which would be wrong."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _OtherTensor
-
-
-_no_other_tensors = _NoOtherTensors()
-
-
-def _are_same(mine: list[Any], theirs: list[Any]) -> bool:
-    try:
-        with _no_other_tensors:
-            return mine == theirs
-    except _OtherTensor:
-        return False
+def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    """The values of all dicts in one list, in the order that they have there."""
+    return list(chain.from_iterable(map(dict.values, dicts)))

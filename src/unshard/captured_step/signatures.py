@@ -43,7 +43,9 @@ def difference(one: Signature, other: Signature) -> str:
     if one.arguments != other.arguments:
         (_, mine), (_, theirs) = one.arguments, other.arguments
         pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
-        return f"an argument: {_shown(pairs[0][0])} and {_shown(pairs[0][1])}" if pairs else "the number of arguments"
+        if pairs:
+            return f"an argument: {_shown(pairs[0][0])} and {_shown(pairs[0][1])}"
+        return "the number of arguments" if len(mine) != len(theirs) else "the names or the nesting of arguments"
     for name, mine, theirs in zip(TrainedSignature._fields, one.trained, other.trained, strict=True):
         if mine == theirs:
             continue

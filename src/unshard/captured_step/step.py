@@ -103,6 +103,7 @@ class CapturedStep(Generic[P, R]):
         self._warned: set[str] = set()
         self._identity: Any = None
         self._last_signature: Signature | None = None
+        """Returned again for an equal one: it knows its hash."""
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -235,17 +236,17 @@ class CapturedStep(Generic[P, R]):
         """As it is. Counted, unless it has no signature."""
         if self._recorder is None:
             return arguments.run(self._step)
-        counted = signature is not None and signature not in self._refused
-        with self._recorder.running(), self._learning_rates() if counted else ExitStack():
-            effects = HostEffects(self._trained, arguments) if counted else None
+        if signature is None or signature in self._refused:
+            with self._recorder.running():
+                return arguments.run(self._step)
+        with self._recorder.running(), self._learning_rates():
+            effects = HostEffects(self._trained, arguments)
             try:
                 result = arguments.run(self._step)
             finally:
-                if effects is not None:
-                    effects.stop()
-            obstacle = effects.found() if effects is not None else ""
-        if counted and signature is not None:
-            self._count(signature, obstacle or self._trained.obstacle_after())
+                effects.stop()
+            obstacle = effects.found()
+        self._count(signature, obstacle or self._trained.obstacle_after())
         return result
 
     def _count(self, signature: Signature, obstacle: str) -> None:

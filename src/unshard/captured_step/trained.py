@@ -30,6 +30,7 @@ from ..torch_private import (
     forget_scaler_stages,
     hooks_made,
     hooks_of,
+    hooks_of_all,
     hooks_of_step,
     hooks_of_tensor,
     local_of,
@@ -40,7 +41,7 @@ from ..torch_private import (
     scaler_stages,
 )
 from .optimizer_settings import OptimizerSettings
-from .same_objects import SameObjects
+from .same_objects import SameObjects, values_of
 from .signatures import TrainedSignature
 
 Left = tuple[LeftGradients, ...]
@@ -73,11 +74,11 @@ class Trained:
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
         self._hook_dicts: list[dict[int, Any]] = []
-        self._children: list[dict[str, Any]] = []
-        self._held = self._buffers = self._state = self._optimized = SameObjects()
-        self._hooks = self._locals = self._objects = SameObjects()
+        self._children = SameObjects([])
+        self._held = self._buffers = self._state = self._optimized = SameObjects([])
+        self._locals = self._objects = SameObjects([])
         self._settings = OptimizerSettings(optimizers)
-        self._seen: list[Any] = [None] * 4
+        self._seen: list[SameObjects] = []
         self._on_other_devices = False
         self._hooks_made = -1
         self._hooked: list[dict[int, Any]] = []
@@ -86,19 +87,16 @@ class Trained:
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
         self.parameters: list[torch.Tensor] = []
-        """Those that modules hold."""
+        """Those that modules or optimizers hold."""
         self.unmanaged: list[torch.Tensor] = []
         """Those of them that are not sharded."""
 
     def look(self) -> None:
         """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
-        if not self._modules or any(self._empty_dicts) or self._child_dicts != self._children:
+        children = self._children.followed_by(values_of(self._child_dicts))
+        if not self._modules or any(self._empty_dicts) or children is not self._children:
             self._find_modules()
         self._look_at_parameters()
-        optimized = [group["params"] for each in self.optimizers for group in each.param_groups]
-        before, self._optimized = self._optimized, self._optimized.followed_by(*optimized)
-        if before is not self._optimized:
-            self._on_other_devices = not {self.device}.issuperset(map(_device, self._optimized))
 
     def _find_modules(self) -> None:
         self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
@@ -109,20 +107,26 @@ class Trained:
         self._child_dicts, self._parameter_dicts, self._buffer_dicts = (
             list(filter(None, dicts)) for dicts in (children, parameters, buffers)
         )
-        self._children = list(map(dict.copy, self._child_dicts))
+        self._children = self._children.followed_by(values_of(self._child_dicts))
         self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._hooks_made = -1
 
     def _look_at_parameters(self) -> None:
-        held = self._held.followed_by(*self._parameter_dicts)
-        if held is self._held:
+        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        held = self._held.followed_by(values_of(self._parameter_dicts))
+        optimized = self._optimized.followed_by(list(chain.from_iterable(groups)))
+        same = held is self._held and optimized is self._optimized
+        if same and not self._on_other_devices:
             return
-        self._held, self.parameters = held, held.tensors()
-        parameters = self.parameters
+        self._held, self._optimized = held, optimized
+        # By identity: a dict would compare tensors.
+        self.parameters = list({id(each): each for each in (*held.tensors(), *optimized.tensors())}.values())
         states = map(state_of, self._modules)
         self.units = list(dict.fromkeys(state.unit for state in states if state is not None))
         self._groups = [group for unit in self.units for group in unit.param_groups]
-        self.unmanaged = [each for each in parameters if param_group_of(each) is None]
+        self.unmanaged = [each for each in self.parameters if param_group_of(each) is None]
+        self._on_other_devices = not {self.device}.issuperset(map(_device, optimized.tensors()))
+        self._hooks_made = -1
 
     def is_part(self, value: Any) -> bool:
         """Whether it is a model, a part of one, an optimizer or the scaler; or a module that has nothing to change."""
@@ -215,37 +219,41 @@ class Trained:
 
         What has not changed is the same object as in the call before, so that a comparison is quick.
         """
-        self._buffers = self._buffers.followed_by(*self._buffer_dicts)
-        self._state = self._state.followed_by(*self._entries_of_state())
+        self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
+        self._state = self._state.followed_by(values_of(self._entries_of_state()))
         self._settings.look()
-        held = [self._held, self._buffers, self._state, self._settings.tensors]
-        if any(map(is_not, held, self._seen)):
+        held = [self._held, self._optimized, self._buffers, self._state, self._settings.tensors]
+        if len(held) != len(self._seen) or any(map(is_not, held, self._seen)):
             self._seen = held
-            tensors = [each for same in held for each in same.tensors()]
-            of_models = {*map(id, (*self._held.tensors(), *self._buffers.tensors()))}
-            self._dtensors = [each for each in tensors if isinstance(each, DTensor) and id(each) in of_models]
-            self._others = [each for each in tensors if not isinstance(each, DTensor)]
-        # A DTensor ignores `.data = tensor`, others do not. `model.to()` gives a DTensor another local tensor.
+            self._look_at_memory()
         self._locals = self._locals.followed_by(list(map(local_of, self._dtensors)))
+        options = map(_option_objects, map(_unit_options, self.units))
         self._objects = self._objects.followed_by(
-            list(map(_policy, self.units)),
-            list(map(_option_objects, map(_unit_options, self.units))),
-            list(map(_shards, self._groups)),
-            list(map(_shard, self._groups)),
+            [
+                *map(_policy, self.units),
+                *chain.from_iterable(options),
+                *map(_shards, self._groups),
+                *map(_shard, self._groups),
+            ]
         )
-        self._look_at_hooks()
-        objects = [self._children, self._hooks, self._locals, self._objects, self._optimized]
-        return [*held, *objects, list(map(_data_ptr, self._others))]
+        return [*held, self._children, self._hooks(), self._locals, self._objects, list(map(_data_ptr, self._others))]
 
-    def _look_at_hooks(self) -> None:
-        """New ones are looked for only if a hook was registered anywhere since the last time."""
+    def _look_at_memory(self) -> None:
+        """A DTensor ignores `.data = tensor`, others do not. `model.to()` gives a DTensor another local tensor."""
+        tensors = [*self.parameters, *self._buffers.tensors()]
+        self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
+        tensors += [*self._state.tensors(), *self._settings.tensors.tensors()]
+        self._others = [each for each in tensors if not isinstance(each, DTensor)]
+
+    def _hooks(self) -> list[tuple[int, ...]]:
+        """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
             of_tensors = chain.from_iterable(map(hooks_of_tensor, self.parameters))
             of_steps = chain.from_iterable(map(hooks_of_step, self.optimizers))
-            self._hooked = [each for each in (*self._hook_dicts, *of_tensors, *of_steps) if each]
-        self._hooks = self._hooks.followed_by(*self._hooked)
+            self._hooked = [each for each in (*self._hook_dicts, *of_tensors, *of_steps, *hooks_of_all()) if each]
+        return list(map(tuple, self._hooked))
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
         """The dicts of all modules that hold parameters and buffers."""
@@ -254,13 +262,15 @@ class Trained:
     def tensors(self) -> SameObjects:
         """What modules and optimizers hold, and the step must not replace."""
         self._settings.look()
-        held = SameObjects(*self.tensor_dicts(), *self._entries_of_state(), self._settings.tensors.tensors())
-        return SameObjects(held.tensors())
+        held = values_of([*self.tensor_dicts(), *self._entries_of_state()])
+        return SameObjects([*SameObjects(held).tensors(), *self._settings.tensors.tensors()])
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
         """What optimizers have for each parameter; some have other things there as well."""
-        entries = list(chain.from_iterable(map(dict.values, map(_optimizer_state, self.optimizers))))
-        return entries if {dict}.issuperset(map(type, entries)) else [each for each in entries if type(each) is dict]
+        entries = values_of(map(_optimizer_state, self.optimizers))
+        if {dict}.issuperset(map(type, entries)):
+            return entries
+        return [each for each in entries if isinstance(each, dict)]
 
     def signature(self, left: Left) -> TrainedSignature:
         """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""

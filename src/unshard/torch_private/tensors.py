@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules import module as all_modules
+from torch.optim import optimizer as all_optimizers
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -237,6 +239,18 @@ hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 quick_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of a DTensor are read as quickly as those of a tensor: torch does not look for a
 `__torch_function__`. It has no public name. All versions."""
+
+
+def hooks_of_all() -> list[dict[int, Any]]:
+    """The dicts of the hooks that all modules and all optimizers have; no public way to read. All versions."""
+    return [
+        all_modules._global_forward_hooks,
+        all_modules._global_forward_pre_hooks,
+        all_modules._global_backward_hooks,
+        all_modules._global_backward_pre_hooks,
+        all_optimizers._global_optimizer_pre_hooks,
+        all_optimizers._global_optimizer_post_hooks,
+    ]
 
 
 def hooks_made() -> int:
