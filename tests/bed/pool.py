@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -96,6 +97,17 @@ class _Worker:
         return f"the worker ended with exit status {code} in the middle of the job"
 
 
+def _local_store() -> dist.TCPStore:
+    """A server on a socket of IPv4.
+
+    Torch looks up the name of every address that connects. Its own socket is one of IPv6, for which 127.0.0.1 is not
+    in the list of hosts: it asks the network, and all ranks wait five seconds if an answer is lost.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 class Pool:
     """Up to `MOST_RANKS` workers. `grace` is how long the other ranks may go on after one has failed.
 
@@ -163,7 +175,7 @@ class Pool:
     def _start(self, size: int) -> list[_Worker]:
         """The first `size` workers, starting those that are not there."""
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = _local_store()
             self._folder = tempfile.mkdtemp(prefix="bed-")
         if not self.environment:  # workers that share a device with MPS must not be ended by force
             self._discard(
