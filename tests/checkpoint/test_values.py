@@ -47,6 +47,12 @@ def test_values_come_back_with_their_types(value: Any) -> None:
 def test_nan_and_numpy_floats() -> None:
     assert math.isnan(round_trip(math.nan))
     assert round_trip(np.float64(0.1)) == 0.1
+    for number in (np.float32(0.1), np.float16(0.5), np.int64(-3), np.uint8(200), np.bool_(True)):
+        found = round_trip({"n": [number]})["n"][0]
+        assert found == number and type(found) is type(number.item())
+    for refused in (np.zeros(1), np.complex64(1), np.longdouble(1), np.datetime64("2020-01-01")):
+        with pytest.raises(CheckpointError, match="cannot hold"):
+            round_trip(refused)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16]
@@ -75,7 +81,7 @@ def test_strided_and_conjugated_tensors() -> None:
     assert torch.equal(round_trip(value), value)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, defaultdict(int), Color.RED, np.int64(3), torch.float32, len])
+@pytest.mark.parametrize("value", [object(), {1, 2}, defaultdict(int), Color.RED, np.zeros(1), torch.float32, len])
 def test_other_types_are_refused_with_their_place(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"scheduler\.a\[1\]\.b is a "):
         encode({"a": [0, {"b": value}]}, "scheduler", lambda *_: None)

@@ -1,13 +1,15 @@
 """State that is not a tensor of the model (schedulers, scalers, data, random numbers) as JSON, and back.
 
-Dicts, lists, tuples, numbers, strings, bytes, None and tensors. Small tensors are in the JSON, large ones beside it, as
-tensors of the checkpoint. JSON objects with the key `$` stand for what JSON does not have.
+Dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy's numbers become Python's. Small tensors are in
+the JSON, large ones beside it, as tensors of the checkpoint. JSON objects with the key `$` stand for what JSON does not
+have.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum
@@ -40,6 +42,8 @@ def encode(value: Any, path: str, store: Store) -> Any:
                 return kind(value)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, store)
+    if _is_scalar_of_numpy(value):
+        return encode(value.item(), path, store)
     if type(value) is list:
         return [encode(each, f"{path}[{number}]", store) for number, each in enumerate(value)]
     if type(value) is tuple:
@@ -59,6 +63,12 @@ def encode(value: Any, path: str, store: Store) -> Any:
         "dicts, lists, tuples, numbers, strings, bytes, None and tensors, so that loading runs no code. Convert it in "
         "state_dict(), and back in load_state_dict()."
     )
+
+
+def _is_scalar_of_numpy(value: Any) -> bool:
+    """Whether it is one that Python has as well: float32 and int64 are, complex and long double are not."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), int | float)
 
 
 def _encode_tensor(value: torch.Tensor, path: str, store: Store) -> Any:
