@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..torch_private import version_of
 from .arguments import Arguments
 from .trained import Trained
+
+_watching: list[HostEffects] = []
+"""Those whose steps run."""
 
 
 class HostEffects:
@@ -23,12 +27,13 @@ class HostEffects:
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
         self._counters, self._signature = self._host_state(), trained.signature(())
         self._strangers: dict[str, None] = {}
-        self._watch = register_optimizer_step_pre_hook(self._note_step)
+        _watch_optimizers()
+        _watching.append(self)
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
 
     def stop(self) -> None:
         """To be called when the step has ended, in whichever way."""
-        self._watch.remove()
+        _watching.remove(self)
 
     def found(self) -> str:
         """In words, or empty."""
@@ -65,7 +70,8 @@ class HostEffects:
             used
         )
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps."""
         if not any(optimizer is each for each in self._trained.optimizers):
             self._strangers[type(optimizer).__name__] = None
 
@@ -89,6 +95,17 @@ class HostEffects:
                     elif isinstance(value, torch.Tensor) and device is not None and value.device.type != device.type:
                         found.setdefault((type(optimizer).__name__, str(key)), []).append(version_of(value))
         return found
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once, for good: hooks that come and go would be changes to other captured steps, in other threads."""
+    register_optimizer_step_pre_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    for each in list(_watching):
+        each.note_step(optimizer)
 
 
 def _numpy_state() -> Any:

@@ -48,7 +48,7 @@ Left = tuple[LeftGradients, ...]
 """What each param group has of gradients."""
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
-_root, _param_state, _optimizer_state = map(attrgetter, ("root", "param_state", "state"))
+_root, _param_state = attrgetter("root"), attrgetter("param_state")
 _grad_state, _extended = attrgetter("gradients.state"), attrgetter("sharded.extended")
 _copy_streams, _pool = attrgetter("sharded.offload.copy_streams"), attrgetter("shards.pool")
 _device, _data_ptr = attrgetter("device"), torch.Tensor.data_ptr
@@ -267,7 +267,7 @@ class Trained:
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
         """What optimizers have for each parameter; some have other things there as well."""
-        entries = values_of(map(_optimizer_state, self.optimizers))
+        entries = [entry for each in self.optimizers for entry in each.state.values()]
         if {dict}.issuperset(map(type, entries)):
             return entries
         return [each for each in entries if isinstance(each, dict)]
