@@ -21,8 +21,7 @@ def world(
     fixtures) are pickled on the way to the ranks: `tmp_path` travels, `monkeypatch` does not. The body must be a
     function at the top of its module, for the workers import it by name.
 
-    `slow`: sizes that are slow tests. Without it, 2 ranks are slow beside 3, which find nearly everything, and so are 4
-    beside 1, 2 and 3.
+    `slow`: sizes that are slow tests. Without it, 2 and 4 ranks are slow beside 3, which find nearly everything.
     """
     if not sizes or not all(isinstance(size, int) for size in sizes):
         raise TypeError("name the world sizes: @world(1, 2, 4)")
@@ -54,9 +53,8 @@ def world(
 def _marks(size: int, sizes: tuple[int, ...], backend: str, slow: Collection[int]) -> list[pytest.MarkDecorator]:
     if backend == "nccl":
         return [pytest.mark.nccl_ranks] if size > 1 else []
-    quick = not slow and 3 in sizes
-    others = (quick and size == 2) or (size == 4 and {1, 2, 3, 4}.issubset(sizes))
-    return [pytest.mark.slow] if size in slow or others else []
+    beside_three = not slow and 3 in sizes and size in (2, 4)
+    return [pytest.mark.slow] if size in slow or beside_three else []
 
 
 def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
