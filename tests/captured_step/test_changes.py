@@ -15,6 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unshard import capture
+from unshard.captured_step.arguments import Arguments
+from unshard.captured_step.effects import HostEffects
 
 X = torch.ones(3, 4)
 
@@ -167,6 +169,18 @@ def test_parameters_that_come_to_the_device_later() -> None:
         trained.look()
         assert trained.obstacle() == ""
         assert not happened
+
+
+def test_steps_that_run_in_other_threads_change_nothing() -> None:
+    with simulated_recorder():
+        trained = Training().step._trained
+        other = Training()
+        trained.look()
+        HostEffects(other.step._trained, Arguments((X,), {})).stop()
+        before = trained.identity()
+        effects = HostEffects(other.step._trained, Arguments((X,), {}))
+        assert trained.identity() == before
+        effects.stop()
 
 
 def test_a_step_that_differentiates_its_input() -> None:

@@ -27,9 +27,9 @@ class HostEffects:
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
         self._counters, self._signature = self._host_state(), trained.signature(())
         self._strangers: dict[str, None] = {}
+        self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
         _watch_optimizers()
         _watching.append(self)
-        self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
 
     def stop(self) -> None:
         """To be called when the step has ended, in whichever way."""
