@@ -48,7 +48,7 @@ test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
 
 # One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.
-ONE := $(addprefix tests/distributed/,captured_step checkpoint comm engine optim tools)
+ONE := $(addprefix tests/distributed/,captured_step checkpoint comm engine tools)
 
 test-one: $(INSTALLED)
 	$(BIN)/python -m pytest $(ONE)

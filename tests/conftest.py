@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bed import pool
+from bed.quick import leave_few_quick
 from bed.worker import rewrite_helpers
 
 rewrite_helpers()
@@ -13,7 +14,10 @@ def pytest_configure(config: pytest.Config) -> None:
     pool.shared().filters = (*config.getini("filterwarnings"), *(config.getoption("pythonwarnings") or ()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("keyword") and not any("::" in name for name in config.args):
+        leave_few_quick(items)  # where tests are named, all their rows are wanted
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -22,6 +22,7 @@ from bed.models import CASES, Case
 from bed.parity import Record, assert_close, check_parity, train
 from bed.peer import peer
 from bed.pool import JobFailed, Pool
+from bed.quick import MOST_ROWS, few_of
 from bed.stack import assert_gradients
 from torch import nn
 
@@ -90,6 +91,16 @@ def test_a_body_out_of_reach_is_refused() -> None:
 
 def who() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 4), (1, 3), (1, 2, 3, 4)])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 40])
+def test_few_rows_of_a_test_are_quick(sizes: tuple[int, ...], count: int) -> None:
+    rows = [(size, number) for number in range(count) for size in sizes]
+    kept = few_of(rows, [size for size, _ in rows])
+    assert set(kept) <= set(rows) and len(set(kept)) == len(kept) <= MOST_ROWS
+    assert len(rows) > MOST_ROWS or kept == rows
+    assert {(sizes[0], 0), (sizes[-1], 0), (sizes[-1], count - 1)} <= set(kept)
 
 
 def test_values_come_back_in_order_of_rank(pool: Pool) -> None:

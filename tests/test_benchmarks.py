@@ -42,6 +42,7 @@ def rows_of(found: dict[str, Any], *positive: str) -> dict[str, dict[str, Any]]:
     return {row["side"]: row for row in found["rows"]}
 
 
+@pytest.mark.slow
 def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     found = run(
         "step", "--place", "gloo", "--cases", "tiny:1x4:fp32", "--sides", "unsharded,unshard", "--rounds", "1",

@@ -2,6 +2,7 @@
 
 pool              worker processes, started once and used by every test
 world             `@world(1, 2, 4)`: run a test body on that many ranks
+quick             which rows of a test are quick
 models            five small models that between them hold every awkward parameter
 parity            sharded training against the same model unsharded
 peer              PyTorch's own fully_shard, to compare with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from bed.programs import DROPIN, TORCHRUN, python
 
 PROGRAM = """
@@ -144,6 +145,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_tensor_parallel_parameters_of_the_wrapper(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PARALLEL)

@@ -218,7 +218,7 @@ def test_the_program_ends(launcher: socket.socket, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "said", "code"),
     [
-        ("ended", "has ended;", 0),
+        pytest.param("ended", "has ended;", 0, marks=pytest.mark.slow),
         ("killed", "shows no sign of life", -9),
         ("failed", "has ended with KeyError: 'no", 1),
     ],

@@ -316,7 +316,7 @@ def test_parity_on_a_mesh_of_all_parallelisms(names: tuple[str, str]) -> None:
     [
         DataParallelMeshDims(shard=("a", "b")),
         DataParallelMeshDims(shard="b", replicate="a"),
-        DataParallelMeshDims(replicate=("a", "b")),
+        pytest.param(DataParallelMeshDims(replicate=("a", "b")), marks=pytest.mark.slow),
     ],
     ids=["flattened", "hybrid", "replicated"],
 )

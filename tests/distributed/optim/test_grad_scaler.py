@@ -555,7 +555,7 @@ def check_training(mine: list, theirs: list) -> None:
     assert everywhere([each[1:] for each in mine]) == [[each[1:] for each in mine]] * dist.get_world_size()
 
 
-@world(2, 4)
+@world(2, 4, slow=(4,))
 def test_training_on_the_same_data() -> None:
     """Contract GS-06, GS-22, GS-36: bit for bit the unsharded run in float16, with its skips and scales."""
     theirs = reference([0], 0)
@@ -565,7 +565,7 @@ def test_training_on_the_same_data() -> None:
         assert mine == theirs
 
 
-@world(2, 4)
+@world(2, 4, slow=(2,))
 def test_training_on_different_data() -> None:
     """Contract GS-06, GS-36, GS-40: overflows that one rank's data cause are skipped by all."""
     ranks = list(range(dist.get_world_size()))
