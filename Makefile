@@ -44,7 +44,7 @@ demo: $(INSTALLED)
 
 # Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
 test: $(INSTALLED)
-	@echo "two runs at once; each tells when it is done, after ten to twenty minutes on two cores"
+	@echo "two runs at once; each tells when it is done, after five to ten minutes on two cores"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
 
 # One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.
