@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import loopback
-from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, capture
+from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, capture, composable
 from unshard.optim import GradScaler, ShardedGradScaler, flat
 
 STEPS = 20
@@ -90,6 +90,17 @@ def by_wrapper(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module
     return wrap(model, list(model.blocks), **options)
 
 
+def by_legacy_call(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
+    model = build().cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank
+        return composable.fully_shard(model, policy=ModuleWrapPolicy({type(model.blocks[0])}), **options)
+
+
+def by_nothing(build: Callable[[], Stack], options: dict[str, Any]) -> nn.Module:
+    return build().cuda()
+
+
 def assert_bitwise(
     make_step: Callable[..., Any],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
@@ -128,6 +139,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "wrapper": (plain, adamw, Stack, {"use_orig_params": True}, by_wrapper),
     "wrapper, flat parameters": (plain, adamw, Stack, {"use_orig_params": False}, by_wrapper),
     "wrapper fp16": (scaled, adamw, Stack, {"use_orig_params": True}, by_wrapper, ShardedGradScaler),
+    "legacy call": (plain, adamw, Stack, {}, by_legacy_call),
+    "not sharded": (plain, adamw, Dropping, {}, by_nothing),
+    "not sharded, scaler": (scaled, adamw, Stack, {}, by_nothing),
 }
 
 
