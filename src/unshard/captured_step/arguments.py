@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from numbers import Number
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..torch_private import spec_of, tree_flatten, tree_unflatten, version_of
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, FunctionType, BuiltinFunctionType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, Number),
 )
 """Types of arguments that do not change, so that equal ones are the same in every call."""
 

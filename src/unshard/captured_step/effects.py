@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -38,7 +40,8 @@ class HostEffects:
     def found(self) -> str:
         """In words, or empty."""
         if self._strangers:
-            return f"it steps an optimizer ({', '.join(self._strangers)}) that was not passed to capture"
+            names = ", ".join(self._strangers)
+            return f"it, or another thread meanwhile, steps an optimizer ({names}) that was not passed to capture"
         if self._arguments.versions() != self._versions:
             return "it writes to its arguments, and a replay would write to its own copies of them"
         if self._learning_rates() != self._rates:
@@ -52,6 +55,8 @@ class HostEffects:
             )
         if self._trained.stages() != self._stages:
             return "it leaves the scaler between scaler.unscale_() and scaler.update(). Do both in it, or none"
+        if left := self._trained.unit_left_unsharded():
+            return left
         if not self._tensors.are_in(self._trained.tensors()):  # new ones may come: a first step makes state
             return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():
@@ -66,9 +71,10 @@ class HostEffects:
             )
             if not same
         ]
-        return f"it draws random numbers on the host, from {' and '.join(used)}; a replay would repeat them" * bool(
-            used
-        )
+        return (
+            f"it, or another thread meanwhile, draws random numbers on the host, from {' and '.join(used)}; a replay "
+            "would repeat those of the step"
+        ) * bool(used)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps."""
@@ -82,18 +88,16 @@ class HostEffects:
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
         """Numbers and CPU tensors that optimizers have, by the optimizer's name and the key or attribute."""
-        found: dict[tuple[str, str], list[Any]] = {}
+        found: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for optimizer in self._trained.optimizers:
-            device = self._trained.device
+            name, device = type(optimizer).__name__, self._trained.device
             for key, value in vars(optimizer).items():
                 if type(value) in (int, float):
-                    found.setdefault((type(optimizer).__name__, key), []).append(value)
-            for entry in optimizer.state.values():
-                for key, value in entry.items() if isinstance(entry, dict) else ():
-                    if isinstance(value, int | float):
-                        found.setdefault((type(optimizer).__name__, str(key)), []).append(value)
-                    elif isinstance(value, torch.Tensor) and device is not None and value.device.type != device.type:
-                        found.setdefault((type(optimizer).__name__, str(key)), []).append(version_of(value))
+                    found[name, key].append(value)
+            for owner, entry in optimizer.state.items():
+                entries: dict[Any, Any] = entry if isinstance(entry, dict) else {_name_of(owner): entry}
+                for key, value in entries.items():
+                    found[name, str(key)] += _on_host(value, device)
         return found
 
 
@@ -106,6 +110,23 @@ def _watch_optimizers() -> None:
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     for each in list(_watching):
         each.note_step(optimizer)
+
+
+def _name_of(owner: Any) -> str:
+    """Of something in an optimizer's state, which is a parameter's or has a name of its own."""
+    return owner if isinstance(owner, str) else "state"
+
+
+def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
+    """Numbers, and how often CPU tensors were written, also inside of containers."""
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, torch.Tensor):
+        if device is not None and value.device.type != device.type:
+            yield version_of(value)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _on_host(each, device)
 
 
 def _numpy_state() -> Any:

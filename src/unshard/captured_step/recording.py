@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ..comm.order.recorded import RecordedCollectives
-from ..torch_private import end_failed_recording, tree_map
+from ..torch_private import end_failed_recording, tree_flatten, tree_map, tree_unflatten
 from .arguments import Arguments, StaticArguments
 
 
@@ -62,7 +63,7 @@ class Recorder:
             self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
         static, collectives, graph = arguments.static(), RecordedCollectives(), torch.cuda.CUDAGraph()
         nbytes = self._give_back()
-        with collectives.recording(), self._recorded(graph):
+        with collectives.recording(), _without_earlier_casts(), self._recorded(graph):
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
@@ -101,7 +102,8 @@ class Recorder:
                 try:
                     yield
                 except BaseException:
-                    with suppress(RuntimeError):  # says that the recording has failed
+                    with suppress(RuntimeError), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # that the graph is empty; the error says that it has failed
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -125,20 +127,21 @@ class Recording:
         dropped: Callable[[], None],
     ):
         """`dropped` is called by `drop`."""
-        self._static, self._collectives, self._graph, self._returned = static, collectives, graph, returned
+        self._static, self._collectives, self._graph = static, collectives, graph
+        self._returned, self._structure = tree_flatten(returned)
         self._on_drop = dropped
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the step with these tensors; what it returns is overwritten by the next replay."""
+        """Run the step with these tensors; those that it returns are overwritten by the next replay."""
         self._collectives.check()
         self._static.fill(tensors)
         self._graph.replay()
-        return self._returned
+        return tree_unflatten(self._returned, self._structure)  # other containers: programs change those they get
 
     def drop(self) -> None:
         """Give the memory back. To be called before the process group is destroyed, which waits for it."""
         self._graph.reset()
-        self._returned = None
+        self._returned = []
         self._on_drop()
 
 
@@ -146,6 +149,16 @@ def can_cut_blocks() -> bool:
     """Whether torch's allocator gives parts of a large block to small tensors."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return torch.cuda.get_allocator_backend() == "native" and "max_split_size_mb" not in settings
+
+
+@contextmanager
+def _without_earlier_casts() -> Iterator[None]:
+    """Autocast keeps casts of weights until its outermost context ends: neither read those of before nor leave some."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def _without_graph(value: Any) -> Any:

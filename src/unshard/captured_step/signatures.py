@@ -18,6 +18,7 @@ class TrainedSignature(NamedTuple):
     autocast: bool
     autocast_dtype: Any
     deterministic_algorithms: bool
+    default_dtype: Any
 
 
 class Signature:

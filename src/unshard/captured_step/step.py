@@ -25,6 +25,7 @@ from .arguments import Arguments
 from .effects import HostEffects
 from .learning_rates import LearningRates
 from .recording import Recorder, Recording
+from .seeds import refusing_seeds
 from .signatures import Signature, difference
 from .stopped import described, frames_to_program
 from .trained import Left, Trained, TrainedState
@@ -185,6 +186,9 @@ class CapturedStep(Generic[P, R]):
                     self._warn("recordings were dropped again and again: see 'What takes effect' in the documentation")
             self._refused.clear()
             self._identity = identity
+        if obstacle := trained.obstacle_in_buffers():
+            self._warn(obstacle)
+            return None
         signature = Signature(arguments.signature(), trained.signature(left))
         if signature != self._last_signature:
             self._last_signature = signature
@@ -288,7 +292,7 @@ class CapturedStep(Generic[P, R]):
         before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
         try:
-            with self._learning_rates(recorded=True), recording_step():
+            with self._learning_rates(recorded=True), recording_step(), refusing_seeds(trained):
                 recording = self._recorder.record(self._step, arguments)
             stopped = trained.obstacle_after()
             if not stopped and trained.tensors() != tensors:
@@ -327,8 +331,8 @@ class CapturedStep(Generic[P, R]):
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether steps on this device can be recorded at all."""
-    return device.type == "cuda"
+    """Whether a step on this device can be recorded: not inside of another captured step, which records it as well."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _drop_before_destruction() -> None:

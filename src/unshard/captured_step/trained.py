@@ -84,6 +84,7 @@ class Trained:
         self._hooked: list[dict[int, Any]] = []
         self._dtensors: list[torch.Tensor] = []
         self._others: list[torch.Tensor] = []
+        self._number_on_host: torch.Tensor | None = None
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
         self.parameters: list[torch.Tensor] = []
@@ -157,6 +158,10 @@ class Trained:
             found.update(*map(ranks_of, meshes.values()))
         return sorted(found)
 
+    def has_dropout_of_cudnn(self) -> bool:
+        """Whether a module has dropout for which cuDNN keeps a state: it is made anew for each seed."""
+        return any(isinstance(each, nn.RNNBase) and each.dropout and each.training for each in self._modules)
+
     def roots(self) -> list[Root]:
         references = dict.fromkeys(map(_root, self.units))
         return [root for each in references if each is not None and (root := each()) is not None]
@@ -191,7 +196,10 @@ class Trained:
         if not all(each.repeatable for each in left):
             return "gradients lie between two calls that are not reduced (no_sync() of the wrapper) or were set by hand"
         if any(map(is_not, map(_grad, self.unmanaged), repeat(None))):
-            return "a gradient of a parameter that is not sharded lies between two calls. Clear it in the step"
+            return (
+                "a gradient of a parameter that is not sharded lies between two calls. Let the step end with "
+                "optimizer.zero_grad(), with set_to_none=True"
+            )
         return ""
 
     def rest(self) -> None:
@@ -244,6 +252,21 @@ class Trained:
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
         tensors += [*self._state.tensors(), *self._settings.tensors.tensors()]
         self._others = [each for each in tensors if not isinstance(each, DTensor)]
+        self._number_on_host = next(filter(self._is_number_on_host, self._buffers.tensors()), None)
+
+    def _is_number_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 0 and tensor.device != self.device
+
+    def obstacle_in_buffers(self) -> str:
+        """Why a buffer stands in the way; empty if none does. To be called after `identity`."""
+        if self._number_on_host is None:
+            return ""
+        number = self._number_on_host
+        names = ", ".join(name for model in self._models for name, each in model.named_buffers() if each is number)
+        return (
+            f"buffer {names!r} is a number on {number.device}, and a replay would repeat the one that it was. Move it "
+            f"to {self.device}"
+        )
 
     def _hooks(self) -> list[tuple[int, ...]]:
         """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
@@ -288,6 +311,7 @@ class Trained:
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
             torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
         )
 
     def _scaler_settings(self) -> tuple[Any, ...]:
@@ -320,10 +344,17 @@ class Trained:
 
     def obstacle_after(self) -> str:
         """Why what a step leaves cannot be repeated; empty if it can."""
+        return self.unit_left_unsharded() or self.obstacle_in(self.left())
+
+    def unit_left_unsharded(self) -> str:
+        """Which unit is not at rest after a step, in words; empty if all are."""
         for unit in self.units:
             if not unit.at_rest:
-                return f"it leaves unit {unit.name!r} unsharded (set_reshard_after_backward(False))"
-        return self.obstacle_in(self.left())
+                return (
+                    f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad()) "
+                    "or because of set_reshard_after_backward(False)"
+                )
+        return ""
 
     def stages(self) -> list[Any]:
         """What the scaler has done with each optimizer since its last update."""

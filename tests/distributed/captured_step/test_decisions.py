@@ -272,6 +272,21 @@ def test_modes_that_the_step_changes(change: Callable[[Training], Any]) -> None:
 
 
 @world(2)
+def test_a_forward_without_backward() -> None:
+    with simulated_recorder() as happened:
+        training = Training(captured=False)
+        captured = capture(lambda x: training.model(x).mean().detach(), training.model, warmup=1)
+        with pytest.warns(
+            UserWarning, match=r"leaves unit '.*' unsharded, after a forward without backward \(use torch"
+        ):
+            captured(batch())
+        with torch.no_grad():
+            for _ in range(3):
+                captured(batch())
+        assert happened == ["run", "run", "record", "replay", "replay"]
+
+
+@world(2)
 def test_an_optimizer_that_was_not_passed() -> None:
     with simulated_recorder() as happened:
         training = Training(captured=False)

@@ -1,0 +1,227 @@
+"""What surrounds a captured step: autocast, random state, buffers on the host, other captured steps, its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bed import world
+from bed.captured_steps import adamw, assert_equal, locals_of, loss_of, plain
+from bed.stack import WIDTH, Stack, batch, sharded
+from torch import nn
+
+from unshard import capture
+
+CALLS = 6
+
+
+def build(is_sharded: bool) -> nn.Module:
+    torch.manual_seed(5)
+    model = Stack().cuda()
+    return sharded(model) if is_sharded else model
+
+
+def same_with_capture(run: Callable[[Callable[..., Any]], list[torch.Tensor]]) -> None:
+    """`run` gets what captures a step, and for comparison what leaves it as it is."""
+    expected, found = run(lambda step, *unused: step), run(capture)
+    assert len(expected) > 2
+    assert_equal(expected, found)
+
+
+# -- autocast keeps casts of weights -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["nothing", "a forward"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@world(1, 2, backend="nccl")
+def test_one_autocast_around_several_calls(is_sharded: bool, before: str) -> None:
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded)
+        evaluate = captured(lambda x: loss_of(model, x), model)
+        losses = []
+        for _ in range(3):
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                if before == "a forward":
+                    losses.append(loss_of(model, batch(7).cuda()))
+                losses += [evaluate(batch(number).cuda()).clone() for number in range(CALLS)]
+            with torch.no_grad():
+                for each in locals_of_live(model):
+                    each.mul_(0.5)
+        if captured is capture:
+            assert evaluate.recordings == 1
+        return losses
+
+    same_with_capture(run)
+
+
+def locals_of_live(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(each, "_local_tensor", each) for each in model.parameters()]
+
+
+@world(2, backend="nccl")
+def test_micro_batches_in_one_autocast() -> None:
+    """The first one gets another shape, so that it runs as it is while the others are replayed."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded=True)
+        optimizer = adamw(model)
+
+        def micro_batch(x: torch.Tensor, last: bool) -> torch.Tensor:
+            loss = loss_of(model, x)
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        step = captured(micro_batch, model, optimizer)
+        losses = []
+        for number in range(10):
+            with torch.autocast("cuda", torch.bfloat16):
+                rows = 6 if number < CALLS else number - 3
+                losses.append(step(torch.ones(rows, WIDTH, device="cuda") * number, False).clone())
+                losses += [step(batch(each).cuda(), each == 2).clone() for each in (1, 2)]
+        return losses + locals_of(model)
+
+    same_with_capture(run)
+
+
+# -- random state --------------------------------------------------------------------------------------------
+
+
+def seed() -> None:
+    torch.cuda.manual_seed(5)
+
+
+def fork() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        torch.rand(1, device="cuda")
+
+
+def set_state() -> None:
+    torch.cuda.set_rng_state(torch.tensor([5, *[0] * 15], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("change", [seed, fork, set_state], ids=lambda each: each.__name__)
+@world(1, 2, backend="nccl")
+def test_a_step_that_sets_the_random_state(change: Callable[[], None]) -> None:
+    """It runs as it is, also if it sets the seed that the program has set."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded=True)
+        optimizer = adamw(model)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            change()
+            x = nn.functional.dropout(x, 0.2)
+            return plain(model, optimizer)(x + torch.randn_like(x))
+
+        torch.manual_seed(5)
+        trained = captured(step, model, optimizer)
+        losses = [trained(batch(number).cuda()) for number in range(3)]
+        if captured is capture:
+            with pytest.warns(UserWarning, match="cannot be recorded") as found:
+                losses.append(trained(batch(3).cuda()))
+            assert len(found) == 1
+        else:
+            losses.append(trained(batch(3).cuda()))
+        losses += [trained(batch(number).cuda()) for number in range(4, 8)]
+        return [*losses, torch.rand(3, device="cuda"), *locals_of(model)]
+
+    same_with_capture(run)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+@world(1, backend="nccl")
+def test_dropout_of_cudnn() -> None:
+    """Its state, which depends on the seed, must not be made anew in a recording."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = Recurrent().cuda()
+        optimizer = adamw(model)
+        step = captured(plain(model, optimizer), model, optimizer)
+        losses = [step(batch(number).cuda()).clone() for number in range(8)]
+        if captured is capture:
+            assert step.recordings == 1
+        return losses + locals_of(model)
+
+    same_with_capture(run)
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+class Scaled(Stack):
+    """With a number that lies on the CPU, as one that was registered after `.cuda()`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+@world(1, backend="nccl")
+def test_numbers_in_buffers_on_the_host() -> None:
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = sharded(Scaled().cuda())
+        model.register_buffer("factor", torch.tensor(1.0))
+        optimizer = adamw(model)
+        step = captured(plain(model, optimizer), model, optimizer)
+        losses = []
+        for number in range(8):
+            if captured is capture and number == 0:
+                with pytest.warns(UserWarning, match=r"buffer 'factor' is a number on cpu, .* Move it to cuda:0"):
+                    losses.append(step(batch(number).cuda()).clone())
+            else:
+                losses.append(step(batch(number).cuda()).clone())
+            model.factor.add_(1)
+        return losses + locals_of(model)
+
+    same_with_capture(run)
+
+
+@world(1, 2, backend="nccl")
+def test_a_captured_step_inside_another() -> None:
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded=True)
+        optimizer = adamw(model)
+        inner = captured(plain(model, optimizer), model, optimizer)
+        outer = captured(lambda x: inner(x) + 1, model, optimizer)
+        losses = [outer(batch(number).cuda()).clone() for number in range(10)]
+        if captured is capture:
+            assert outer.recordings == 1
+        return losses + locals_of(model)
+
+    same_with_capture(run)
+
+
+@world(1, backend="nccl")
+def test_programs_may_change_what_a_step_returns() -> None:
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded=True)
+        optimizer = adamw(model)
+        train = plain(model, optimizer)
+        step = captured(lambda x: {"loss": train(x), "list": [x.sum()]}, model, optimizer)
+        losses = []
+        for number in range(8):
+            told = step(batch(number).cuda())
+            assert len(told["list"]) == 1
+            told["list"].append(None)
+            told["loss"] = told["loss"].item()
+            losses.append(torch.tensor(told.pop("loss")))
+        if captured is capture:
+            assert step.recordings == 1
+        return losses + locals_of(model)
+
+    same_with_capture(run)
