@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install demo test test-one test-other test-all test-gpu test-versions bench lint format types clean
 
 help:
-	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (two to three minutes)"
+	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-all run the slow ones, too"
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
@@ -44,7 +44,7 @@ demo: $(INSTALLED)
 
 # Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
 test: $(INSTALLED)
-	@echo "two runs at once; each tells when it is done, after five to ten minutes on two cores"
+	@echo "two runs at once; each tells when it is done, after about ten minutes on two cores"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
 
 # One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.

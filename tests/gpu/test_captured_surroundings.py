@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bed import world
-from bed.captured_steps import adamw, assert_equal, locals_of, loss_of, plain
+from bed.captured_steps import accumulated, adamw, assert_equal, locals_of, loss_of, plain
 from bed.stack import WIDTH, Stack, batch, sharded
 from torch import nn
 
@@ -68,15 +68,7 @@ def test_micro_batches_in_one_autocast() -> None:
         model = build(is_sharded=True)
         optimizer = adamw(model)
 
-        def micro_batch(x: torch.Tensor, last: bool) -> torch.Tensor:
-            loss = loss_of(model, x)
-            loss.backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss.detach()
-
-        step = captured(micro_batch, model, optimizer)
+        step = captured(accumulated("nothing")(model, optimizer, None).captured, model, optimizer)
         losses = []
         for number in range(10):
             with torch.autocast("cuda", torch.bfloat16):

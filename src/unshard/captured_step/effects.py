@@ -113,7 +113,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 
 def _name_of(owner: Any) -> str:
-    """Of something in an optimizer's state, which is a parameter's or has a name of its own."""
+    """Of a key of `optimizer.state`: a parameter, or a name that the optimizer chose."""
     return owner if isinstance(owner, str) else "state"
 
 

@@ -153,7 +153,7 @@ def can_cut_blocks() -> bool:
 
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
-    """Autocast keeps casts of weights until its outermost context ends: neither read those of before nor leave some."""
+    """Autocast keeps casts of weights. A recording must not read earlier ones, nor leave its own: others would."""
     torch.clear_autocast_cache()
     try:
         yield
