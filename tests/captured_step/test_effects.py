@@ -61,6 +61,25 @@ def test_counters_of_optimizers(count: Callable[[Any], int]) -> None:
         assert set(happened) == {"run"}
 
 
+def test_gradients_between_calls() -> None:
+    """Of parameters that are not sharded they lie where the program put them."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with simulated_recorder() as happened:
+        captured = capture(step, model, optimizer, warmup=1)
+        with pytest.warns(UserWarning, match=r"not sharded lies between two calls. Let the step end with .*zero_grad"):
+            captured(torch.ones(3, 4))
+        for _ in range(3):
+            captured(torch.ones(3, 4))
+        assert set(happened) == {"run"}
+
+
 def test_returned_containers_are_new_ones() -> None:
     """A program may change the one that it got."""
     loss: Any = torch.ones(())
