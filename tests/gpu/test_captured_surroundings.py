@@ -12,7 +12,7 @@ from bed.captured_steps import accumulated, adamw, assert_equal, locals_of, loss
 from bed.stack import WIDTH, Stack, batch, sharded
 from torch import nn
 
-from unshard import capture
+from unshard import MixedPrecisionPolicy, capture
 
 CALLS = 6
 
@@ -28,6 +28,36 @@ def same_with_capture(run: Callable[[Callable[..., Any]], list[torch.Tensor]]) -
     expected, found = run(lambda step, *unused: step), run(capture)
     assert len(expected) > 2
     assert_equal(expected, found)
+
+
+# -- transforms ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@world(1, 2, backend="nccl")
+def test_forward_mode_in_a_step() -> None:
+    """The loss has a tangent in it, and is differentiated; casts lie between it and the parameters."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = sharded(Stack().cuda(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        optimizer = adamw(model)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            output, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+            loss = output.float().square().mean() + tangent.float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train = captured(step, model, optimizer)
+        losses = [train(batch(number).cuda()).clone() for number in range(CALLS)]
+        if captured is capture:
+            assert train.recordings == 1
+        return [*losses, *locals_of(model)]
+
+    same_with_capture(run)
 
 
 # -- autocast keeps casts of weights -------------------------------------------------------------------------

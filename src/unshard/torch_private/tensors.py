@@ -239,6 +239,9 @@ hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 quick_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of a DTensor are read as quickly as those of a tensor: torch does not look for a
 `__torch_function__`. It has no public name. All versions."""
+no_transforms = torch._C._DisableFuncTorch
+"""A context in which operations are not those of a transform, such as `torch.func.jvp`, that runs. It has no public
+name. All versions."""
 
 
 def hooks_of_all() -> list[dict[int, Any]]:

@@ -10,7 +10,7 @@ import torch
 from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Region, RegionRange, lay_out
 from ...layout.rows import RowSharding
-from ...torch_private import foreach_copy
+from ...torch_private import foreach_copy, no_transforms
 from .. import step_recording
 from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, UnshardedBuffer
@@ -124,12 +124,13 @@ class AllGatherPlan:
 
     def cast(self) -> None:
         """Write this rank's piece in the dtypes that are sent."""
-        # A kernel for one tensor takes less time on the device than the one for lists. Several cost host time.
-        if len(self.cast_to) == 1 or step_recording.active:
+        if not step_recording.active:
+            if self.cast_to:
+                foreach_copy(self.cast_to, self.cast_from)
+            return
+        with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
             for to, source in zip(self.cast_to, self.cast_from, strict=True):
-                to.copy_(source)
-        elif self.cast_to:
-            foreach_copy(self.cast_to, self.cast_from)
+                to.copy_(source)  # takes less time on the device than the kernel for lists, and more on the host
 
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
