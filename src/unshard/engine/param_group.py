@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
-from ..torch_private import current_graph_task, version_of
+from ..torch_private import current_graph_task, foreach_copy, version_of
 from . import observer, step_recording
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
@@ -194,7 +194,8 @@ class ParamGroup:
                 work = plan.start_on(plan.streams, self._label)
             else:
                 plan.take()
-                plan.cast()
+                if plan.cast_to:
+                    foreach_copy(plan.cast_to, plan.cast_from)
                 work = self.shards.all_gather(plan.outputs, plan.inputs, self._label)
         except OrderError:
             self._release(plan)

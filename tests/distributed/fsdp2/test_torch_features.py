@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from unshard import MixedPrecisionPolicy, fully_shard
-from unshard.engine.api import recording_step
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -79,17 +78,6 @@ def test_forward_mode_first_in_mixed_precision(reshard: bool, needs_grad: bool) 
         model.reset_iter_state()
         loss_of(model).backward()
         assert_at_rest(model)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@world(2)
-def test_forward_mode_in_a_recorded_step() -> None:
-    """In a recording other kernels cast a shard, and torch refuses some of them inside `torch.func.jvp`."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model, reference = sharded(mp_policy=policy), Stack().bfloat16()
-    expected = TRANSFORMS["jvp"](reference, batch().bfloat16())
-    with recording_step():
-        torch.testing.assert_close(TRANSFORMS["jvp"](model, batch()), expected, rtol=0, atol=0)
 
 
 def dual(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

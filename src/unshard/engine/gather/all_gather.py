@@ -88,12 +88,18 @@ class AllGatherPlan:
         issued = IssuedOnSideStream()
 
         def issue() -> None:
-            self.cast()
+            self._cast_one_by_one()
             work = self._transport.all_gather(self.outputs, self.inputs, label)
             issued.work = streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
 
         issued.event = streams.gather.queue(issue)
         return issued
+
+    def _cast_one_by_one(self) -> None:
+        """Takes less time on the device than the kernel for lists, and more on the host."""
+        with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
+            for to, source in zip(self.cast_to, self.cast_from, strict=True):
+                to.copy_(source)
 
     def _copy_out_after(self, work: Work) -> None:
         work.wait()
@@ -118,19 +124,9 @@ class AllGatherPlan:
             if on_side_stream:
                 return self._upload.start(self.cast_to, issue)
             self._upload.start(self.cast_to).wait()
-        else:
-            self.cast()
+        elif self.cast_to:
+            foreach_copy(self.cast_to, self.cast_from)
         return issue()
-
-    def cast(self) -> None:
-        """Write this rank's piece in the dtypes that are sent."""
-        if not step_recording.active:
-            if self.cast_to:
-                foreach_copy(self.cast_to, self.cast_from)
-            return
-        with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
-            for to, source in zip(self.cast_to, self.cast_from, strict=True):
-                to.copy_(source)  # takes less time on the device than the kernel for lists, and more on the host
 
     def copy_out(self) -> None:
         """After the collective: copy packed parameters to their places."""
