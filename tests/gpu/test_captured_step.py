@@ -36,7 +36,8 @@ from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, ModuleWrapPolicy, ca
 from unshard.optim import GradScaler, ShardedGradScaler, flat
 
 STEPS = 20
-HALF = {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}
+FLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}
+BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
 def usual(model: nn.Module) -> torch.optim.Optimizer:
@@ -126,9 +127,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "cleared first": (cleared_first, adamw),
     "cleared first, flat": (cleared_first, flat_fused),
     # The first five steps or so are skipped, and some of the replays.
-    "fp16": (scaled, adamw, Stack, HALF),
-    "fp16 not fused": (scaled, sgd, Stack, HALF),
-    "fp16 flat": (scaled, flat_fused, Stack, HALF),
+    "fp16": (scaled, adamw, Stack, FLOAT16),
+    "fp16 not fused": (scaled, sgd, Stack, FLOAT16),
+    "fp16 flat": (scaled, flat_fused, Stack, FLOAT16),
+    "bf16": (clipped, adamw, Stack, BFLOAT16),
+    "bf16, flat": (plain, flat_fused, Stack, BFLOAT16),
     "dropout": (plain, adamw, Dropping),
     "checkpointing": (plain, adamw, Recomputing),
     "compiled": (plain, adamw, Compiled),

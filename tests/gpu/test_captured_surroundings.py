@@ -105,6 +105,8 @@ def test_micro_batches_in_one_autocast() -> None:
                 rows = 6 if number < CALLS else number - 3
                 losses.append(step(torch.ones(rows, WIDTH, device="cuda") * number, False).clone())
                 losses += [step(batch(each).cuda(), each == 2).clone() for each in (1, 2)]
+        if captured is capture:
+            assert step.recordings == 3
         return losses + locals_of(model)
 
     same_with_capture(run)

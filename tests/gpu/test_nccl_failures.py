@@ -36,6 +36,8 @@ def ranks() -> Iterator[Pool]:
 
 def trained(steps: int = 3) -> nn.Module:
     """A model whose collectives may take `TIMEOUT` seconds, after some steps of all ranks."""
+    # After a failure torch's watchdog sleeps four times this long, by default a minute, before it ends the process.
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=TIMEOUT))
     model = sharded(Branches().cuda(), mesh=DeviceMesh.from_group(group, "cuda"))
     for _ in range(steps):
