@@ -38,7 +38,8 @@ class MixedPrecisionPolicy:
     torch.float32}``). The first match counts. Names are those of ``named_parameters()`` of the sharded module, and
     ``"*.router.*"`` also matches a ``router`` at the top. A module all of whose parameters match gets its inputs in
     that dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
-    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply.
+    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply, and without an ``output_dtype`` outputs are
+    not cast.
 
     ``buffer_dtype``: forward sees floating-point buffers in this dtype, except those whose names match a pattern in
     ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. The buffers themselves keep

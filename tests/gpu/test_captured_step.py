@@ -210,6 +210,11 @@ def load(trainer: Trainer) -> None:
     trainer.model.load_state_dict({name: value / 2 for name, value in trainer.model.state_dict().items()})
 
 
+def assign(trainer: Trainer) -> None:
+    trainer.model.load_state_dict({name: value / 2 for name, value in trainer.model.state_dict().items()}, assign=True)
+    trainer.optimizer.param_groups[0]["params"] = list(trainer.model.parameters())
+
+
 def load_optimizer(trainer: Trainer) -> None:
     trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
 
@@ -221,12 +226,33 @@ def evaluate(trainer: Trainer) -> None:
     trainer.model.train()
 
 
+def unshard_and_reshard(trainer: Trainer) -> None:
+    trainer.model.blocks[0].unshard()
+    trainer.model.blocks[0].reshard()
+
+
+def leave_unsharded(trainer: Trainer) -> None:
+    trainer.model.blocks[0].unshard()
+
+
 def another_shape(trainer: Trainer) -> None:
     trainer.run(2, rows=3)
 
 
 @pytest.mark.parametrize(
-    "between", [seed, rate, load, load_optimizer, evaluate, another_shape], ids=lambda each: each.__name__
+    "between",
+    [
+        seed,
+        rate,
+        load,
+        assign,
+        load_optimizer,
+        evaluate,
+        unshard_and_reshard,
+        leave_unsharded,
+        another_shape,
+    ],
+    ids=lambda each: each.__name__,
 )
 @world(1, 2, backend="nccl")
 def test_changes_reach_replays(between: Callable[[Trainer], None]) -> None:

@@ -187,3 +187,34 @@ def test_training_in_float16() -> None:
         losses.append(loss.item())
     assert losses[0] == losses[1] and losses[-1] < losses[0] / 4
     assert 1.0 <= scaler.get_scale() < 2.0**24
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["usual", "fused"])
+@world(1, 2, 3, backend="nccl")
+def test_some_gradients_in_bfloat16(fused: bool) -> None:
+    """Torch's kernel for scaled gradients does not take them. Powers of two change no digits of the others."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net().cuda()
+        model.first.bfloat16()
+        model = fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+
+    (model, optimizer), (reference, plain) = build(), build()
+    scaler = GradScaler(init_scale=1024.0)
+    for step in range(5):
+        scaler.scale(model(batch()).float().square().mean()).backward()
+        assert {each.grad.dtype for each in model.parameters()} == {torch.bfloat16, torch.float32}
+        spoilt = step in (0, 3)
+        if spoilt and dist.get_rank() == 0:
+            model.first.weight.grad.to_local()[0, 0] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if not spoilt:
+            reference(batch()).float().square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())
+    assert scaler.get_scale() == 256.0

@@ -28,9 +28,9 @@ class GradScaler(OpenGradScaler):
 
     Torch's scaler asks the ranks of the mesh dimensions over which the first gradient is sharded, so ranks can disagree
     if gradients are distributed in several ways. This one asks, once per `unscale_`, all ranks that hold any part of
-    the optimizer's parameters. Gradients may be DTensors on any meshes and plain tensors together, in float16, and on
-    the host; ranks may have none. `process_group` names the ranks instead: the stages of a pipeline share no mesh.
-    `device` is the accelerator by default, or the CPU where there is none.
+    the optimizer's parameters. Gradients may be DTensors on any meshes and plain tensors together, in float16 or
+    bfloat16, and on the host; ranks may have none. `process_group` names the ranks instead: the stages of a pipeline
+    share no mesh. `device` is the accelerator by default, or the CPU where there is none.
     """
 
     def __init__(
@@ -74,8 +74,11 @@ class GradScaler(OpenGradScaler):
         found = {device: torch.zeros((), device=device) for device in buckets or [ranks.device]}
         for device, by_dtype in buckets.items():
             factor = _copied(inverse, device)
-            for gradients in by_dtype.values():
-                unscale_and_check(gradients, found[device], factor)
+            for dtype, gradients in by_dtype.items():
+                if dtype is torch.bfloat16 and device.type == "cuda":
+                    _unscale_widened(gradients, found[device], factor)
+                else:
+                    unscale_and_check(gradients, found[device], factor)
         scalable.clean()
         flags = [_copied(flag, ranks.device) for flag in found.values()]
         any_found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
@@ -195,6 +198,14 @@ def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unscale_widened(gradients: Iterable[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """For dtypes that torch's kernel does not take: bfloat16 on CUDA devices. One by one, as the copies take memory."""
+    for gradient in gradients:
+        wide = gradient.float()
+        unscale_and_check([wide], found, factor)
+        gradient.copy_(wide)
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
