@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bed.stack import WIDTH, Stack, batch, sharded
 from torch import nn
 
 from unshard import MixedPrecisionPolicy, capture
+from unshard.captured_step.recording import Recorder
 
 CALLS = 6
 
@@ -113,6 +115,39 @@ def test_micro_batches_in_one_autocast() -> None:
 
 
 # -- random state --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@world(1, 2, backend="nccl")
+def test_a_device_that_comes_late(is_sharded: bool) -> None:
+    """CUDA writes the seed when a recording begins. That comes before the replay, however busy the device is."""
+    give_back = Recorder._give_back
+
+    def give_back_and_wait(recorder: Recorder) -> int:
+        nbytes = give_back(recorder)
+        with torch.cuda.stream(recorder._stream):
+            torch.cuda._sleep(10**9)  # about half a second
+        return nbytes
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded)
+        optimizer = adamw(model)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.dropout(model(x), 0.5).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        train = captured(step, model, optimizer)
+        losses = [train(batch(number).cuda()).clone() for number in range(CALLS)]
+        if captured is capture:
+            assert train.recordings == 1
+        return [*losses, *locals_of(model)]
+
+    with mock.patch.object(Recorder, "_give_back", give_back_and_wait):
+        same_with_capture(run)
 
 
 def seed() -> None:

@@ -67,6 +67,8 @@ class Recorder:
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
+        # Torch has written a seed and an offset for random numbers on this stream. A replay first writes its own.
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._alive += 1
         return Recording(static, collectives, graph, tree_map(_without_graph, returned), self._dropped)
 
