@@ -17,6 +17,8 @@ from unshard import MixedPrecisionPolicy, capture
 from unshard.captured_step.recording import Recorder
 
 CALLS = 6
+SECOND = 2 * 10**9
+"""About so many cycles."""
 
 
 def build(is_sharded: bool) -> nn.Module:
@@ -120,13 +122,17 @@ def test_micro_batches_in_one_autocast() -> None:
 @pytest.mark.parametrize("is_sharded", [False, True])
 @world(1, 2, backend="nccl")
 def test_a_device_that_comes_late(is_sharded: bool) -> None:
-    """CUDA writes the seed when a recording begins. That comes before the replay, however busy the device is."""
+    """CUDA writes the seed when a recording begins. That comes before the replay, however busy the device is.
+
+    The seed is written late, and the replay draws its numbers later than that: without the wait between the two, it
+    writes its own seed first and draws from the other.
+    """
     give_back = Recorder._give_back
 
     def give_back_and_wait(recorder: Recorder) -> int:
         nbytes = give_back(recorder)
         with torch.cuda.stream(recorder._stream):
-            torch.cuda._sleep(10**9)  # about half a second
+            torch.cuda._sleep(SECOND)
         return nbytes
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
@@ -134,6 +140,8 @@ def test_a_device_that_comes_late(is_sharded: bool) -> None:
         optimizer = adamw(model)
 
         def step(x: torch.Tensor) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda._sleep(SECOND)
             loss = nn.functional.dropout(model(x), 0.5).square().mean()
             loss.backward()
             optimizer.step()
