@@ -47,6 +47,9 @@ class SimulatedRecorder:
         self._happened.append("run")
         return nullcontext()
 
+    def wait(self) -> None:
+        pass
+
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
         self._happened.append("record")
         static, collectives, left = arguments.static(), RecordedCollectives(), self._captured._trained.left()
@@ -104,7 +107,7 @@ def _tensors(trained: Any) -> list[torch.Tensor]:
         flat
         for unit in trained.units
         for group in unit.param_groups
-        for reduction in group.gradients._reductions.values()
+        for reduction in group.gradients.reductions.values()
         if reduction.has_partial
         for flat in reduction._partial.flats
     ]

@@ -1,8 +1,10 @@
-"""What surrounds a captured step: autocast, random state, buffers on the host, other captured steps, its results."""
+"""What surrounds a captured step: autocast, random state, buffers, memory of parameters, other captured steps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch
 from bed import world
 from bed.captured_steps import accumulated, adamw, assert_equal, locals_of, loss_of, plain
 from bed.stack import WIDTH, Stack, batch, sharded
+from bed.wrapped import wrap
 from torch import nn
 
 from unshard import MixedPrecisionPolicy, capture
@@ -225,6 +228,138 @@ def test_dropout_of_cudnn() -> None:
         return losses + locals_of(model)
 
     same_with_capture(run)
+
+
+# -- buffers and parameters ----------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """Reads one buffer and writes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.blocks = self.stack.blocks
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.mul_(0.5).add_(x.detach().mean(0))
+        return self.stack(x + self.shift + self.average)
+
+
+@world(1, 2, backend="nccl")
+def test_buffers_in_another_dtype() -> None:
+    """A replay casts what they hold, and what runs between replays sees what replays have written."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model: Any = sharded(Shifted().cuda(), mp_policy=policy)
+        optimizer = adamw(model)
+        step = captured(plain(model, optimizer), model, optimizer)
+        results = []
+        for number in range(3 * CALLS):
+            results.append(step(batch(number).cuda()).clone())
+            with torch.no_grad():
+                if number >= CALLS and number % 3 == 0:
+                    model.shift.add_(1)
+                if number >= CALLS and number % 4 == 0:
+                    model.load_state_dict({**model.state_dict(), "average": torch.full((WIDTH,), 0.25)})
+                if number % 2:
+                    results.append(loss_of(model.eval(), batch(number).cuda()))
+                    model.train()
+        if captured is capture:
+            assert step.recordings == 1
+        return [*results, model.average.clone(), *locals_of(model)]
+
+    same_with_capture(run)
+
+
+@world(1, 2, backend="nccl")
+def test_other_memory_of_parameters_before_a_recording_that_fails() -> None:
+    """Averaged weights are swapped in, and the step cannot be recorded."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        stack = Stack().cuda()
+        model = wrap(stack, list(stack.blocks), use_orig_params=True)
+
+        @torch.no_grad()
+        def step(x: torch.Tensor) -> float:
+            return loss_of(model, x).item()
+
+        evaluate = captured(step, model)
+        losses = []
+        for number in range(2 * CALLS):
+            if number == CALLS:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data / 2
+            losses.append(torch.tensor(evaluate(batch(number).cuda())))
+        return losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # why it is not recorded
+        same_with_capture(run)
+
+
+# -- what cannot be recorded ---------------------------------------------------------------------------------
+
+
+class Ordered(Stack):
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[order])
+
+
+@world(1, 2, backend="nccl")
+def test_tensors_that_the_step_makes_on_the_host() -> None:
+    """The root moves them to the device. A replay would read host memory that is free by then."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = sharded(Ordered().cuda())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x, torch.arange(len(x)).flip(0)).square().mean()
+            loss.backward()
+            model.zero_grad()
+            return loss.detach()
+
+        train = captured(step, model)
+        losses = [train(batch(number).cuda()) for number in range(3)]
+        if captured is capture:
+            with pytest.warns(UserWarning, match="runs without a recording"):
+                losses.append(train(batch(3).cuda()))
+        else:
+            losses.append(train(batch(3).cuda()))
+        return [*losses, *(train(batch(number).cuda()) for number in range(4, 8))]
+
+    same_with_capture(run)
+
+
+@world(1, 2, backend="nccl")
+def test_a_step_that_goes_on_after_the_error() -> None:
+    """All-gathers that were prefetched are waited for after the recording has failed."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = build(is_sharded=True)
+        optimizer = adamw(model)
+
+        def read_and_run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with suppress(RuntimeError):
+                x.sum().item()
+            return block(x)
+
+        model.run = read_and_run
+        step = captured(plain(model, optimizer), model, optimizer)
+        losses = [step(batch(number).cuda()).clone() for number in range(2 * CALLS)]
+        if captured is capture:
+            assert not step.recordings
+        return losses + locals_of(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same_with_capture(run)
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

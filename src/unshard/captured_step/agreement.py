@@ -25,6 +25,8 @@ class Answer(Enum):
     YES = "yes"
     NO = "no"
     """A rank does not want to."""
+    REFUSED = "refused"
+    """A rank cannot, now or later."""
     LATE = "late"
     """A rank did not come in time."""
 
@@ -67,6 +69,11 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return Answer(store.get(name).decode())
+
+    def refuse(self, call: int, about: str) -> None:
+        """Answer the other ranks, so that they do not wait for this one, in this call or in later ones."""
+        if self._store is not None:
+            self._settle(self._store, f"{call} {about}", Answer.REFUSED)
 
     @staticmethod
     def _settle(store: dist.Store, name: str, answer: Answer) -> Answer:

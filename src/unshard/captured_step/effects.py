@@ -48,13 +48,13 @@ class HostEffects:
             return (
                 "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
             )
+        if self._trained.stages() != self._stages:
+            return "it begins or ends between scaler.unscale_() and scaler.update(). Do both in it, or none"
         if self._trained.signature(()) != self._signature:
             return (
                 "it changes train or eval mode, requires_grad, or settings of units or optimizers, which a replay does "
                 "not. Do that outside of it"
             )
-        if self._trained.stages() != self._stages:
-            return "it leaves the scaler between scaler.unscale_() and scaler.update(). Do both in it, or none"
         if left := self._trained.unit_left_unsharded():
             return left
         if not self._tensors.are_in(self._trained.tensors()):  # new ones may come: a first step makes state

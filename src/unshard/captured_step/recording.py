@@ -72,6 +72,13 @@ class Recorder:
         self._alive += 1
         return Recording(static, collectives, graph, tree_map(_without_graph, returned), self._dropped)
 
+    def wait(self) -> None:
+        """Until replays have ended. Memory of a dropped recording may be given back while its last replay runs.
+
+        Torch waits for the stream that has allocated it, if it uses `expandable_segments`: not for the one of replays.
+        """
+        torch.cuda.synchronize(self._device)
+
     def _dropped(self) -> None:
         self._alive -= 1
 

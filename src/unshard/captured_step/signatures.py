@@ -14,6 +14,7 @@ class TrainedSignature(NamedTuple):
     gradients_that_are_there_before_the_call: tuple[Any, ...]
     settings_of_param_groups: tuple[tuple[tuple[str, Any], ...], ...]
     settings_of_the_scaler: tuple[Any, ...]
+    what_the_scaler_has_done_since_its_last_update: tuple[Any, ...]
     grad_mode: bool
     autocast: bool
     autocast_dtype: Any

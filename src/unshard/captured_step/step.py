@@ -28,7 +28,7 @@ from .recording import Recorder, Recording
 from .seeds import refusing_seeds
 from .signatures import Signature, difference
 from .stopped import described, frames_to_program
-from .trained import Left, Trained, TrainedState
+from .trained import Identity, Left, Trained, TrainedState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,7 @@ SIGNATURES = 64  # that are remembered without a recording
 UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
 WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
 TRIES = 3  # to record with ranks that come late
+TOLD = 64  # calls for which other ranks are told that this one does not record
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -102,7 +103,7 @@ class CapturedStep(Generic[P, R]):
         self._recorded: dict[Signature, Recorded] = {}
         self._refused: dict[Signature, None] = {}
         self._warned: set[str] = set()
-        self._identity: Any = None
+        self._identity: Identity | None = None
         self._last_signature: Signature | None = None
         """Returned again for an equal one: it knows its hash."""
         self._rates: list[LearningRates] = []
@@ -111,6 +112,8 @@ class CapturedStep(Generic[P, R]):
         self._number = next_number()
         self._late = self._declined = self._drops = 0
         """How often another rank came late, did not want to record, and how often recordings were dropped."""
+        self._told = 0
+        """How often other ranks were told that this one does not record a call."""
         _alive.add(self)
 
     @property
@@ -131,6 +134,7 @@ class CapturedStep(Generic[P, R]):
             return self._run(arguments, None)
         recorded = self._recorded.get(signature)
         if recorded is not None and recorded.leaves is not None and not trained.can_leave(recorded.leaves):
+            self._wait()
             self._recorded.pop(signature).recording.drop()
             self._counts.pop(signature, None)
             self._drops += 1
@@ -141,6 +145,7 @@ class CapturedStep(Generic[P, R]):
             return self._run(arguments, signature)
         recorded.used = self._calls
         result = recorded.recording.replay(arguments.tensors)
+        trained.forget_casts()
         if recorded.leaves is not None:
             trained.leave(recorded.leaves)
         for optimizer in trained.optimizers:
@@ -149,12 +154,20 @@ class CapturedStep(Generic[P, R]):
 
     def forget(self) -> None:
         """Drop all recordings and their memory; the next calls run as they are, and later ones record again."""
+        self._wait()
+        self._forget()
+
+    def _forget(self) -> None:
         for recorded in self._recorded.values():
             recorded.recording.drop()
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
-        self._late = 0
+        self._late = self._told = 0
+
+    def _wait(self) -> None:
+        if self._recorded and self._recorder is not None:
+            self._recorder.wait()
 
     # -- what the call is -----------------------------------------------------------------------------------
 
@@ -179,12 +192,18 @@ class CapturedStep(Generic[P, R]):
             return None
         identity = trained.identity()
         if identity != self._identity:
+            trained.rebind()
+            identity = trained.identity()
+        if identity != self._identity:
             if self._recorded:
                 self._drops += 1
                 self.forget()
                 if self._drops > TRIES:
                     self._warn("recordings were dropped again and again: see 'What takes effect' in the documentation")
+            if self._identity is None or identity.model != self._identity.model:
+                self._counts.clear()  # units may make buffers anew, which must not lie in a recording's memory
             self._refused.clear()
+            self._told = 0
             self._identity = identity
         if obstacle := trained.obstacle_in_buffers():
             self._warn(obstacle)
@@ -210,10 +229,13 @@ class CapturedStep(Generic[P, R]):
 
     def _all_record(self, signature: Signature) -> bool:
         """Whether all ranks record this call, each its own signature."""
-        if signature in self._refused:
-            return False
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
+        if signature in self._refused:
+            if self._told < TOLD:  # not for ever: it takes time
+                self._told += 1
+                self._agreement.refuse(self._calls, "begin")
+            return False
         due = self._is_due(signature)
         answer = self._agreement.decide(self._calls, "begin", due)
         if answer is Answer.LATE and due:
@@ -225,6 +247,8 @@ class CapturedStep(Generic[P, R]):
                     f"{self._late} times another rank did not come to record a call within {PATIENCE:.0f} s. Do all "
                     "ranks call it with the same shapes and settings?",
                 )
+        elif answer is Answer.REFUSED and due:
+            self._refuse(signature, "another rank cannot record it")
         elif answer is Answer.NO and due:
             self._declined += 1
             if self._declined >= WARN_AFTER * self._warmup and not self._recorded:
@@ -289,6 +313,7 @@ class CapturedStep(Generic[P, R]):
         _drop_before_destruction()
         trained.keep_left()
         trained.release_gradients()
+        trained.forget_casts()
         before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
         try:
@@ -302,6 +327,8 @@ class CapturedStep(Generic[P, R]):
         except BaseException:
             trained.undo(before)
             raise
+        finally:
+            trained.forget_casts()
         answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
         if answer is Answer.YES and recording is not None:
             leaves = trained.left()
@@ -346,4 +373,4 @@ def _drop_before_destruction() -> None:
 def forget_all() -> None:
     """Drop the recordings of all captured steps."""
     for step in list(_alive):
-        step.forget()
+        step._forget()  # without waiting: a collective of another rank's failure never ends

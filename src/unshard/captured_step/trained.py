@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..engine.api import (
     NOTHING_LEFT,
     GradState,
     LeftGradients,
+    ModuleBuffers,
     ParamGroup,
     ParamState,
     Phase,
@@ -53,6 +54,7 @@ _grad_state, _extended = attrgetter("gradients.state"), attrgetter("sharded.exte
 _copy_streams, _pool = attrgetter("sharded.offload.copy_streams"), attrgetter("shards.pool")
 _device, _data_ptr = attrgetter("device"), torch.Tensor.data_ptr
 _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgetter("sharded.shard")
+_reductions = attrgetter("gradients.reductions")
 _flags = attrgetter(
     *("reshard_after_forward", "slice_after_forward", "reshard_after_backward", "show_sharded_after_forward"),
     *("show_sharded_after_backward", "unshard_in_backward", "synchronise", "all_reduce", "reduce_unused"),
@@ -60,6 +62,14 @@ _flags = attrgetter(
 )
 _option_objects = attrgetter("all_reduce_hook", "forward_prefetch", "backward_prefetch")
 _RESTING = {GradState.EMPTY, GradState.REDUCED}
+
+
+class Identity(NamedTuple):
+    """What all recordings rely on: objects and addresses. If it changes, none of them is right any more."""
+
+    model: list[Any]
+    other: list[Any]
+    """The optimizer's state, which a first step makes, and hooks."""
 
 
 class Trained:
@@ -83,7 +93,8 @@ class Trained:
         self._hooks_made = -1
         self._hooked: list[dict[int, Any]] = []
         self._dtensors: list[torch.Tensor] = []
-        self._others: list[torch.Tensor] = []
+        self._plain: list[torch.Tensor] = []
+        self._plain_state: list[torch.Tensor] = []
         self._number_on_host: torch.Tensor | None = None
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
@@ -91,6 +102,8 @@ class Trained:
         """Those that modules or optimizers hold."""
         self.unmanaged: list[torch.Tensor] = []
         """Those of them that are not sharded."""
+        self._cast_buffers: list[ModuleBuffers] = []
+        """Of units whose forward sees buffers in another dtype."""
 
     def look(self) -> None:
         """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
@@ -122,8 +135,9 @@ class Trained:
         self._held, self._optimized = held, optimized
         # By identity: a dict would compare tensors.
         self.parameters = list({id(each): each for each in (*held.tensors(), *optimized.tensors())}.values())
-        states = map(state_of, self._modules)
-        self.units = list(dict.fromkeys(state.unit for state in states if state is not None))
+        states = [state for module in self._modules if (state := state_of(module)) is not None]
+        self.units = list(dict.fromkeys(state.unit for state in states))
+        self._cast_buffers = [each for each in dict.fromkeys(state.buffers for state in states) if each is not None]
         self._groups = [group for unit in self.units for group in unit.param_groups]
         self.unmanaged = [each for each in self.parameters if param_group_of(each) is None]
         self._on_other_devices = not {self.device}.issuperset(map(_device, optimized.tensors()))
@@ -212,6 +226,17 @@ class Trained:
         if kept:
             self._look_at_parameters()
 
+    def rebind(self) -> None:
+        """Copy parameters that a program replaced, or gave other memory, into the shards.
+
+        The next forward would, but if that is recorded, the copy is only made by a replay.
+        """
+        if not all(group.sharded.is_bound() for group in self._groups):
+            for unit in self.units:
+                if unit.at_rest:
+                    unit.rebind_params()
+            self._look_at_parameters()
+
     def release_gradients(self) -> None:
         """Free the memory of gradients that were cleared. The next forward would, but too late for a recording.
 
@@ -220,13 +245,15 @@ class Trained:
         for group in self._groups:
             group.gradients.release_idle()
 
+    def forget_casts(self) -> None:
+        """Of buffers: a recording makes its own, and nobody sees that a replay writes what they were made of."""
+        for buffers in self._cast_buffers:
+            buffers.forget_casts()
+
     # -- what recordings depend on --------------------------------------------------------------------------
 
-    def identity(self) -> list[Any]:
-        """What all recordings rely on: objects and addresses. If it changes, none of them is right any more.
-
-        What has not changed is the same object as in the call before, so that a comparison is quick.
-        """
+    def identity(self) -> Identity:
+        """What has not changed is the same object as in the call before, so that a comparison is quick."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         self._state = self._state.followed_by(values_of(self._entries_of_state()))
         self._settings.look()
@@ -242,16 +269,22 @@ class Trained:
                 *chain.from_iterable(options),
                 *map(_shards, self._groups),
                 *map(_shard, self._groups),
+                *map(_reductions, self._groups),
             ]
         )
-        return [*held, self._children, self._hooks(), self._locals, self._objects, list(map(_data_ptr, self._others))]
+        model = [self._held, self._optimized, self._buffers, self._children, self._locals, self._objects]
+        return Identity(
+            [*model, list(map(_data_ptr, self._plain))],
+            [self._state, self._settings.tensors, self._hooks(), list(map(_data_ptr, self._plain_state))],
+        )
 
     def _look_at_memory(self) -> None:
         """A DTensor ignores `.data = tensor`, others do not. `model.to()` gives a DTensor another local tensor."""
         tensors = [*self.parameters, *self._buffers.tensors()]
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
-        tensors += [*self._state.tensors(), *self._settings.tensors.tensors()]
-        self._others = [each for each in tensors if not isinstance(each, DTensor)]
+        self._plain = [each for each in tensors if not isinstance(each, DTensor)]
+        state = [*self._state.tensors(), *self._settings.tensors.tensors()]
+        self._plain_state = [each for each in state if not isinstance(each, DTensor)]
         self._number_on_host = next(filter(self._is_number_on_host, self._buffers.tensors()), None)
 
     def _is_number_on_host(self, tensor: torch.Tensor) -> bool:
@@ -307,6 +340,7 @@ class Trained:
             left,
             self._settings.compared,
             self._scaler_settings(),
+            tuple(self.stages()),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),

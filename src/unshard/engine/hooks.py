@@ -33,7 +33,7 @@ from .checks.root_checks import refuse_second_root
 from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank
 from .dtype_rules import Precision, cast_floats, cast_inputs
 from .input_watch import InputWatch, alias_of
-from .nested_tensors import map_tensors, tensors_in
+from .nested_tensors import map_tensors, moved, tensors_in
 from .options import Options
 from .params.cast_boundaries import CastBoundary
 from .params.module_buffers import ModuleBuffers
@@ -153,7 +153,7 @@ class FSDPState:
             if root.unmanaged.changed and torch.is_grad_enabled():
                 self._check_unmanaged(module, root)
             if unit.device.type != "cpu":
-                args, kwargs = map_tensors(partial(_move, unit.device), (args, kwargs))
+                args, kwargs = map_tensors(partial(moved, unit.device), (args, kwargs))
         if self.casts_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
@@ -492,7 +492,3 @@ def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
 def _clean(prefix: str) -> str:
     """A path of modules without those that `FullyShardedDataParallel` puts between others."""
     return clean_tensor_name(prefix, (FSDP_PREFIX,))
-
-
-def _move(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import StateError
+from . import step_recording
 
 _DEEPEST = 128
 _CONTAINERS = (dict, list, tuple, set)  # `torch.compile` traces casts inside a unit, and does not know `dict | list`
@@ -41,6 +42,15 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
     if hasattr(value, "_fields"):
         return type(value)(*mapped)
     return type(value)(mapped)
+
+
+def moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on `device`."""
+    if tensor.device == device:
+        return tensor
+    # Of a copy that does not wait, a recording keeps the address of host memory that is free afterwards. One that waits
+    # ends the recording.
+    return tensor.to(device, non_blocking=not step_recording.active)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -291,6 +291,8 @@ class ParamGroup:
         if self._in_flight is not None:
             self._in_flight[0].forget()
             self._in_flight = None
+        for unsharded in self._by_precision.values():
+            unsharded.plan.forget()  # its wait may have failed, and then it is not in flight any more
         self.gradients.forget_in_flight()
 
     def upload_early(self) -> None:

@@ -178,7 +178,7 @@ def test_few_reduce_buffers_at_a_time(buffers: int) -> None:
 
         def look(*unused: object) -> None:
             held.append(
-                sum(each._input.held for unit in units for each in unit.param_groups[0].gradients._reductions.values())
+                sum(each._input.held for unit in units for each in unit.param_groups[0].gradients.reductions.values())
             )
 
         x = torch.randn(3, SIZES[0])
@@ -191,6 +191,6 @@ def test_few_reduce_buffers_at_a_time(buffers: int) -> None:
             # Nothing is reduced before the last layer; then one more under way per layer, up to the limit.
             assert held == [min(n, buffers) for n in range(4)]
         assert not any(
-            each._input.held for unit in units for each in unit.param_groups[0].gradients._reductions.values()
+            each._input.held for unit in units for each in unit.param_groups[0].gradients.reductions.values()
         )
         assert group.unwaited() == []

@@ -380,7 +380,7 @@ def test_replicas_are_reduced_in_the_reduce_dtype(reduce: torch.dtype) -> None:
             assert [(call.kind, call.dtypes) for call in calls.calls if call.kind != "gather"] == [
                 (kind, {reduce}) for kind in kinds
             ]
-            (reduction,) = unit.param_groups[0].gradients._reductions.values()
+            (reduction,) = unit.param_groups[0].gradients.reductions.values()
             assert reduction.has_partial is not last
             assert {each.dtype for each in reduction._partial.flats} == {reduce}
         exact = {B16: 256.0, F32: 257.0, F16: 257.0}[reduce] if first == 256.0 else 5.0

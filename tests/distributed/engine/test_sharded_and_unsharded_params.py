@@ -409,7 +409,7 @@ def test_gradient_objects_are_reused_and_their_memory_released() -> None:
     del weak
     optimizer.zero_grad()
     loss = model(batch()).sum()
-    shards = [s for r in fully_shard.state(model).unit.param_groups[0].gradients._reductions.values() for s in r.grads]
+    shards = [s for r in fully_shard.state(model).unit.param_groups[0].gradients.reductions.values() for s in r.grads]
     assert shards and all(shard.buffer.storage.nbytes() == 0 for shard in shards)
     loss.backward()
     assert [id(parameter.grad) for parameter in model.parameters()] == objects
@@ -429,7 +429,7 @@ def test_padding_and_gaps_stay_zero() -> None:
         checked += _assert_zero_outside(
             unit.param_groups[0].sharded.shard._flat, [param.local for param in unit.params]
         )
-        for reduction in unit.param_groups[0].gradients._reductions.values():
+        for reduction in unit.param_groups[0].gradients.reductions.values():
             for shard in (shard for shard in reduction.grads if shard.attached):
                 flat = torch.empty(0, dtype=torch.uint8).set_(shard.buffer.storage)
                 checked += _assert_zero_outside(flat, shard.locals)

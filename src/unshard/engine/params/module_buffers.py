@@ -78,6 +78,11 @@ class ModuleBuffers:
                 for entry in self._entries:
                     self._restore(entry)
 
+    def forget_casts(self) -> None:
+        """Cast anew in the next forward: what is stored may change, or may have changed, unseen. Not in a forward."""
+        for entry in self._entries:
+            entry.stored = entry.cast = None
+
     def _warn_of_writes(self, entry: Entry, stored: torch.Tensor) -> None:
         if self._dtype is not None and self._dtype.itemsize < stored.dtype.itemsize:
             _warn(

@@ -49,7 +49,8 @@ class GroupGradients:
         self._transport, self._replicas = shards, replicas
         self._device = device
         self._number, self._unit_name = number, unit_name
-        self._reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
+        self.reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
+        """By the set of parameters. Another dict when all are made anew: recorded steps refer to their memory."""
         # These outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
         self._unreduced: UnreducedGradients | None = None
@@ -107,7 +108,7 @@ class GroupGradients:
         if self._replicas.world == 1:
             return False
         under_way = [each.reduction for each in self._in_flight]
-        return any(each.has_partial and each not in under_way for each in self._reductions.values())
+        return any(each.has_partial and each not in under_way for each in self.reductions.values())
 
     # -- taking and reducing --------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class GroupGradients:
             deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
             if self.state is GradState.REDUCING:
                 checked_move(self, self.state, GradState.REDUCING)  # raises: a reduction is in flight
-            reduction = self._reductions.get((self._all, self._as_stored)) or self._make_reduction(self._all)
+            reduction = self.reductions.get((self._all, self._as_stored)) or self._make_reduction(self._all)
             self._in_flight.append(reduction.start(gradients, options, last))  # type: ignore[arg-type]
             self.state = GradState.REDUCING
             if last and options.all_reduce and self._replicas.world > 1:
@@ -159,7 +160,7 @@ class GroupGradients:
     def _start(self, members: tuple[int, ...], gradients: Gradients, options: Options, last: bool) -> None:
         state = checked_move(self, self.state, GradState.REDUCING)
         if members:
-            reduction = self._reductions.get((members, self._as_stored)) or self._make_reduction(members)
+            reduction = self.reductions.get((members, self._as_stored)) or self._make_reduction(members)
             self._in_flight.append(reduction.start(gradients, options, last))
         self.state = state
         if last and options.all_reduce:
@@ -169,7 +170,7 @@ class GroupGradients:
     def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
         """Reduce over the replicas what earlier backwards reduced over the shards alone, of other parameters."""
         mine = members, self._as_stored
-        others = [each for key, each in self._reductions.items() if key != mine and each.has_partial]
+        others = [each for key, each in self.reductions.items() if key != mine and each.has_partial]
         self._in_flight += [each.resume(options) for each in others]
 
     def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
@@ -186,7 +187,7 @@ class GroupGradients:
         reduction = Reduction(
             self._sharded, self._shard(), members, self._transport, self._replicas, self._device, labels
         )
-        self._reductions[key] = reduction
+        self.reductions[key] = reduction
         return reduction
 
     def _shard(self) -> Shard:
@@ -295,12 +296,12 @@ class GroupGradients:
 
     def sharded_grads(self) -> list[ShardedGrad]:
         """The gradients that parameters have."""
-        return [grad for reduction in self._reductions.values() for grad in reduction.attached_grads()]
+        return [grad for reduction in self.reductions.values() for grad in reduction.attached_grads()]
 
     def release_idle(self) -> None:
         """Free the memory of gradients that `zero_grad` cleared."""
         if self.state is GradState.REDUCED:
-            for reduction in self._reductions.values():
+            for reduction in self.reductions.values():
                 reduction.release_idle()
 
     def drop(self) -> None:
@@ -312,10 +313,10 @@ class GroupGradients:
             except OrderError:
                 # The collective is still in flight and will never end: its buffers are left to it.
                 leak(each)
-                kept = self._reductions.items()
-                self._reductions = {key: reduction for key, reduction in kept if reduction is not each.reduction}
+                kept = self.reductions.items()
+                self.reductions = {key: reduction for key, reduction in kept if reduction is not each.reduction}
         self._in_flight = []
-        for reduction in self._reductions.values():
+        for reduction in self.reductions.values():
             reduction.release()
         self._sharded.hide_unreduced()
         self._clear_unreduced()
@@ -340,7 +341,7 @@ class GroupGradients:
         return LeftGradients(
             GradState.REDUCED if self.state is GradState.EMPTY else self.state,
             (0, ()) if kept is None else (kept.address, tuple(kept.sums())),
-            tuple((each.partial_address, key) for key, each in self._reductions.items() if each.has_partial),
+            tuple((each.partial_address, key) for key, each in self.reductions.items() if each.has_partial),
             tuple(attached),
             tuple(id(each) for each in given if id(each.grad) not in ours),
             self._sharded.shows_unreduced,
@@ -350,7 +351,7 @@ class GroupGradients:
         """Keep the memory of what is left where it is, for good."""
         if self._unreduced is not None and self.state is GradState.LOCAL:
             self._unreduced.stay()
-        for reduction in self._reductions.values():
+        for reduction in self.reductions.values():
             reduction.stay()
 
     def can_leave(self, left: LeftGradients) -> bool:
@@ -362,7 +363,7 @@ class GroupGradients:
                 return False
         if left.unreduced[1] and (self._unreduced is None or self._unreduced.address != left.unreduced[0]):
             return False
-        sums = {key: each.partial_address for key, each in self._reductions.items()}
+        sums = {key: each.partial_address for key, each in self.reductions.items()}
         return all(sums.get(key) == at for at, key in left.partial)
 
     def leave(self, left: LeftGradients) -> None:
@@ -374,12 +375,12 @@ class GroupGradients:
         if self._unreduced is not None:
             self._unreduced.know(left.unreduced[1])
         partial = {key for _, key in left.partial}
-        for key, reduction in self._reductions.items():
+        for key, reduction in self.reductions.items():
             reduction.has_partial = key in partial
         self.state = left.state
 
     def _all_grads(self) -> list[ShardedGrad]:
-        return [grad for reduction in self._reductions.values() for grad in reduction.grads]
+        return [grad for reduction in self.reductions.values() for grad in reduction.grads]
 
     def forget_in_flight(self) -> None:
         """Of reductions that were recorded and never ran. Nothing waits for them."""
@@ -388,7 +389,7 @@ class GroupGradients:
     def forget_buffers(self) -> None:
         """After the layout changed, or the gradients were converted, nothing made before fits."""
         self.drop()
-        self._reductions = {}
+        self.reductions = {}
         self._unreduced = None
 
 
