@@ -19,6 +19,7 @@ from unshard.captured_step.arguments import Arguments
 from unshard.captured_step.recording import Recording
 from unshard.comm.order.recorded import RecordedCollectives
 from unshard.engine.api import recording_step
+from unshard.engine.reduce.gradients import GroupGradients
 
 
 @contextmanager
@@ -52,6 +53,7 @@ class SimulatedRecorder:
 
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
         self._happened.append("record")
+        _refuse_ordinary_memory(self._captured._trained)
         static, collectives, left = arguments.static(), RecordedCollectives(), self._captured._trained.left()
         tensors = _tensors(self._captured._trained)
         before = [tensor.clone() for tensor in tensors]
@@ -76,13 +78,27 @@ class SimulatedGraph:
         self._happened.append("replay")
         trained = self._captured._trained
         trained.leave(self._left)
-        with self._captured._learning_rates(), recording_step():  # as the recording: the device repeats what it did
+        with (
+            self._captured._learning_rates(),
+            recording_step(),  # as the recording: the device repeats what it did
+            patch.object(GroupGradients, "release_idle", lambda gradients: None),  # on the host nothing runs
+        ):
             for mine, new in zip(self._returned, _listed(self._run()), strict=True):
                 mine.copy_(new.detach())
         trained.leave(self._left)
 
     def reset(self) -> None:
         self._happened.append("drop")
+
+
+def _refuse_ordinary_memory(trained: Any) -> None:
+    """Of gradients or of all-gathers: a graph would write there, and others get it as soon as it is given back."""
+    for group in (group for unit in trained.units for group in unit.param_groups):
+        for unsharded in group._by_precision.values():
+            assert not unsharded.plan.staging.held, group.unit_name
+            assert unsharded.buffer.stays or not unsharded.buffer.held, group.unit_name
+        for grad in (grad for reduction in group.gradients.reductions.values() for grad in reduction.grads):
+            assert not (grad.idle and grad.buffer.held and not grad.buffer.stays), group.unit_name
 
 
 def _listed(returned: Any) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ class HostEffects:
             return (
                 "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
             )
-        if self._trained.stages() != self._stages:
+        if self._stages or self._trained.stages():
             return "it begins or ends between scaler.unscale_() and scaler.update(). Do both in it, or none"
         if self._trained.signature(()) != self._signature:
             return (

@@ -46,13 +46,16 @@ class LearningRates:
                 self._tensors[number].fill_(float(group["lr"]))
 
     def _move_counters(self, parameters: list[Any]) -> None:
-        """To the device, where `capturable` optimizers expect them. Parameters of a flat optimizer share some."""
+        """To the device, where `capturable` optimizers expect them. Parameters of a flat optimizer share some.
+
+        NAdam has a second number besides the counter of steps.
+        """
         moved: dict[int, torch.Tensor] = {}
         for parameter in parameters:
             entry = self._optimizer.state.get(parameter, {})
-            step = entry.get("step")
-            if isinstance(step, torch.Tensor) and step.device != self._device:
-                entry["step"] = moved.setdefault(id(step), step.to(self._device, torch.float32))
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != self._device:
+                    entry[name] = moved.setdefault(id(value), value.to(self._device, torch.float32))
 
     @contextmanager
     def shown(self, recorded: bool = False) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.api import recording_step
+from ..engine.api import ShardedGrad, recording_step
 from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped
@@ -89,7 +89,15 @@ class Recorded:
 
     recording: Recording
     leaves: Left | None
+    staying: list[ShardedGrad]
+    """Gradients that it may write; a program must not hold one."""
     used: int
+
+    def can_replay(self, trained: Trained) -> bool:
+        """Whether the memory of gradients that it writes is there, and free to be written."""
+        if self.leaves is not None and not trained.can_leave(self.leaves):
+            return False
+        return all(grad.attached or grad.idle for grad in self.staying)
 
 
 class CapturedStep(Generic[P, R]):
@@ -133,7 +141,7 @@ class CapturedStep(Generic[P, R]):
         if signature is None:
             return self._run(arguments, None)
         recorded = self._recorded.get(signature)
-        if recorded is not None and recorded.leaves is not None and not trained.can_leave(recorded.leaves):
+        if recorded is not None and not recorded.can_replay(trained):
             self._wait()
             self._recorded.pop(signature).recording.drop()
             self._counts.pop(signature, None)
@@ -173,7 +181,7 @@ class CapturedStep(Generic[P, R]):
 
     def _prepare(self, device: torch.device) -> None:
         if self._recorder is None:
-            self._trained.release_gradients()
+            self._trained.release_memory()
             self._recorder = Recorder(device)
             self._rates = [LearningRates(each, device) for each in self._trained.optimizers]
         for rates in self._rates:
@@ -192,7 +200,7 @@ class CapturedStep(Generic[P, R]):
             return None
         identity = trained.identity()
         if identity != self._identity:
-            trained.rebind()
+            trained.follow_changes()
             identity = trained.identity()
         if identity != self._identity:
             if self._recorded:
@@ -312,7 +320,7 @@ class CapturedStep(Generic[P, R]):
             self._recorded.pop(oldest).recording.drop()
         _drop_before_destruction()
         trained.keep_left()
-        trained.release_gradients()
+        trained.release_memory()
         trained.forget_casts()
         before, tensors = TrainedState(trained), trained.tensors()
         recording, stopped = None, ""
@@ -332,8 +340,9 @@ class CapturedStep(Generic[P, R]):
         answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
         if answer is Answer.YES and recording is not None:
             leaves = trained.left()
-            recorded = Recorded(recording, None if leaves == before.left else leaves, self._calls)
+            recorded = Recorded(recording, None if leaves == before.left else leaves, trained.staying(), self._calls)
             self._recorded[signature] = recorded
+            trained.release_memory()
             return recorded
         if recording is not None:
             recording.drop()

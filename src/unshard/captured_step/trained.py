@@ -22,11 +22,13 @@ from ..engine.api import (
     ParamState,
     Phase,
     Root,
+    ShardedGrad,
     Unit,
     param_group_of,
     state_of,
 )
 from ..errors import StateError
+from ..optim.flat_optimizer import Flat
 from ..torch_private import (
     forget_scaler_stages,
     hooks_made,
@@ -108,9 +110,10 @@ class Trained:
     def look(self) -> None:
         """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
         children = self._children.followed_by(values_of(self._child_dicts))
-        if not self._modules or any(self._empty_dicts) or children is not self._children:
+        has_changed = not self._modules or any(self._empty_dicts) or children is not self._children
+        if has_changed:
             self._find_modules()
-        self._look_at_parameters()
+        self._look_at_parameters(has_changed)
 
     def _find_modules(self) -> None:
         self._modules = list(dict.fromkeys(module for model in self._models for module in model.modules()))
@@ -125,12 +128,13 @@ class Trained:
         self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._hooks_made = -1
 
-    def _look_at_parameters(self) -> None:
+    def _look_at_parameters(self, anew: bool = False) -> None:
+        """`anew`: also if no parameter was replaced, because other modules may be units."""
         groups = [group["params"] for each in self.optimizers for group in each.param_groups]
         held = self._held.followed_by(values_of(self._parameter_dicts))
         optimized = self._optimized.followed_by(list(chain.from_iterable(groups)))
         same = held is self._held and optimized is self._optimized
-        if same and not self._on_other_devices:
+        if same and not self._on_other_devices and not anew:
             return
         self._held, self._optimized = held, optimized
         # By identity: a dict would compare tensors.
@@ -226,24 +230,31 @@ class Trained:
         if kept:
             self._look_at_parameters()
 
-    def rebind(self) -> None:
-        """Copy parameters that a program replaced, or gave other memory, into the shards.
+    def follow_changes(self) -> None:
+        """Let units and flat optimizers copy what a program replaced, or gave other memory: parameters, loaded state.
 
-        The next forward would, but if that is recorded, the copy is only made by a replay.
+        The next step would. If that is recorded, the copies are made in every replay, and only there.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
                 if unit.at_rest:
                     unit.rebind_params()
             self._look_at_parameters()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Flat):
+                optimizer.follow_changes()
 
-    def release_gradients(self) -> None:
-        """Free the memory of gradients that were cleared. The next forward would, but too late for a recording.
+    def release_memory(self) -> None:
+        """Free the memory of gradients that were cleared, and of all-gathers that did not end.
 
-        It lies between memory that the steps before have used, which then cannot be given back.
+        The next forward would, but too late for a recording, which would write where others do as soon as that memory
+        is free. It also lies between memory that the steps before have used, which then cannot be given back.
         """
-        for group in self._groups:
-            group.gradients.release_idle()
+        for unit in self.units:
+            for group in unit.param_groups:
+                group.gradients.release_idle()
+                if unit.at_rest:
+                    group.release_gathered()
 
     def forget_casts(self) -> None:
         """Of buffers: a recording makes its own, and nobody sees that a replay writes what they were made of."""
@@ -255,7 +266,8 @@ class Trained:
     def identity(self) -> Identity:
         """What has not changed is the same object as in the call before, so that a comparison is quick."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
-        self._state = self._state.followed_by(values_of(self._entries_of_state()))
+        attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
+        self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)
         self._settings.look()
         held = [self._held, self._optimized, self._buffers, self._state, self._settings.tensors]
         if len(held) != len(self._seen) or any(map(is_not, held, self._seen)):
@@ -318,7 +330,7 @@ class Trained:
     def tensors(self) -> SameObjects:
         """What modules and optimizers hold, and the step must not replace."""
         self._settings.look()
-        held = values_of([*self.tensor_dicts(), *self._entries_of_state()])
+        held = values_of([*self.tensor_dicts(), *self._entries_of_state(), *map(vars, self.optimizers)])
         return SameObjects([*SameObjects(held).tensors(), *self._settings.tensors.tensors()])
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
@@ -340,7 +352,7 @@ class Trained:
             left,
             self._settings.compared,
             self._scaler_settings(),
-            tuple(self.stages()),
+            self.stages(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
@@ -370,6 +382,10 @@ class Trained:
         for group, each in zip(self._groups, left, strict=True):
             group.gradients.leave(each)
 
+    def staying(self) -> list[ShardedGrad]:
+        """Gradients whose memory stays; recordings may write it."""
+        return [grad for group in self._groups for grad in group.gradients.staying()]
+
     def keep_left(self) -> None:
         """Keep the memory of gradients that are left where it is, for good."""
         for group in self._groups:
@@ -390,11 +406,11 @@ class Trained:
                 )
         return ""
 
-    def stages(self) -> list[Any]:
-        """What the scaler has done with each optimizer since its last update."""
+    def stages(self) -> tuple[Any, ...]:
+        """What the scaler has done with optimizers, also with others than these, since its last update."""
         if self.scaler is None or not self.scaler.is_enabled():
-            return []
-        return scaler_stages(self.scaler, self.optimizers)
+            return ()
+        return scaler_stages(self.scaler)
 
     def undo(self, before: TrainedState) -> None:
         """Undo what a recording that failed has done on the host: nothing of it has run on the device."""
@@ -407,6 +423,7 @@ class Trained:
                 "Begin the accumulation anew: call zero_grad()."
             )
         self.leave(before.left)
+        self.release_memory()
 
 
 class TrainedState:
@@ -414,7 +431,7 @@ class TrainedState:
 
     def __init__(self, trained: Trained):
         self.left = trained.left()
-        self._trained, self._stages = trained, trained.stages()
+        self._trained = trained
         self._tensors = [(each, dict(each)) for each in trained.tensor_dicts()]
         self._states = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]
         self._entries = [
@@ -431,8 +448,7 @@ class TrainedState:
         for optimizer, state, attributes in self._states:
             optimizer.state.clear()
             optimizer.state.update(state)
-            for name in ("grad_scale", "found_inf"):  # a scaler sets them for the time of a step
-                if name not in attributes:
-                    vars(optimizer).pop(name, None)
-        if trained.stages() != self._stages:
-            forget_scaler_stages(trained.scaler)
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+        if trained.scaler is not None and trained.scaler.is_enabled():
+            forget_scaler_stages(trained.scaler)  # there were none

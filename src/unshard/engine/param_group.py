@@ -295,6 +295,12 @@ class ParamGroup:
             unsharded.plan.forget()  # its wait may have failed, and then it is not in flight any more
         self.gradients.forget_in_flight()
 
+    def release_gathered(self) -> None:
+        """Free what an all-gather has taken that ended with an error, of missing memory for example. Only at rest."""
+        for unsharded in self._by_precision.values():
+            unsharded.plan.forget()
+            unsharded.buffer.release()
+
     def upload_early(self) -> None:
         """Copy an offloaded shard to the device, because an all-gather follows soon. Only at rest."""
         if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():

@@ -91,6 +91,12 @@ class FlatGroups:
         self.streamed = [segment for segment in stepped if segment.state_offload is not None]
         return groups
 
+    def follow_changes(self, optimizer: Any) -> None:
+        """Make segments and flat state anew if parameters, groups or state were changed since the last step."""
+        layout = _layout(optimizer.param_groups)
+        if not self._is_current(layout, optimizer.state):
+            self._rebuild(optimizer.param_groups, optimizer.state, layout)
+
     def end_step(self, optimizer: Any, groups: list[dict[str, Any]]) -> None:
         """Drop the gradients, and put what the step did to state and groups into those of the optimizer."""
         for param_group, group in zip(optimizer.param_groups, groups, strict=True):

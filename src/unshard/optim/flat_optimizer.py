@@ -168,6 +168,11 @@ class Flat(Optimizer):
             flat_groups = vars(self)["unshard_flat_groups"] = FlatGroups()
         return flat_groups
 
+    def follow_changes(self) -> None:
+        """Make flat state of one that was loaded or moved, as the next step would."""
+        with torch.no_grad():
+            self.flat_groups().follow_changes(self)
+
     def step(self, closure: Any = None, **options: Any) -> Any:
         loss = None
         if closure is not None:

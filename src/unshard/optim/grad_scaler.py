@@ -123,7 +123,7 @@ class GradScaler(OpenGradScaler):
             return False
         if not self.handles_scale(optimizer):
             return True  # by code of the program
-        if optimizer not in _started:
+        if optimizer not in _started or _lacks_momentum(optimizer):
             return False
         return all(each.grad is None or each.grad.device == self.scale_device for each in _parameters(optimizer))
 
@@ -192,8 +192,18 @@ class ShardedGradScaler(GradScaler):
 
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler has skipped all steps of the optimizer so far, so that it may have no state yet."""
-    return optimizer in _not_started
+    """Whether a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
+    return optimizer in _not_started and not any(optimizer.state.values())
+
+
+def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters that were added, or a state that was loaded, have no momentum yet: as in a first step."""
+    return any(
+        each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if isinstance(optimizer, torch.optim.SGD) and group.get("momentum")
+        for each in group["params"]
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

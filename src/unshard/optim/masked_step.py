@@ -28,7 +28,7 @@ def _written(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The local tensors that a step may write, each once: flat optimizers have several views of one counter."""
     groups, entries = optimizer.param_groups, optimizer.state.values()
     parameters = [each for group in groups for each in group["params"]]
-    dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict))]
+    dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict)), vars(optimizer)]
     others = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]
     tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *others)]
     return list({id(each): each for each in tensors}.values())

@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -76,10 +75,10 @@ class OpenGradScaler(torch.amp.GradScaler):
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-def scaler_stages(scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptState]:
-    """What a scaler has done with each optimizer since its last update; no public way to read. All versions."""
-    states = scaler._per_optimizer_states
-    return [states[id(each)]["stage"] if id(each) in states else OptState.READY for each in optimizers]
+def scaler_stages(scaler: torch.amp.GradScaler) -> tuple[tuple[int, OptState], ...]:
+    """Which optimizers, by their ids, a scaler has unscaled or stepped since its last update. All versions."""
+    stages = ((number, state["stage"]) for number, state in scaler._per_optimizer_states.items())
+    return tuple([(number, stage) for number, stage in stages if stage is not OptState.READY])
 
 
 def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:

@@ -180,6 +180,39 @@ def test_fused_optimizers(kind: str, optimizer_of: type) -> None:
         torch.testing.assert_close(mine.to_local(), theirs.to_local())
 
 
+def add_group(optimizer: torch.optim.Optimizer, layer: nn.Module) -> None:
+    optimizer.add_param_group({"params": list(layer.parameters())})
+
+
+def load_early_state(optimizer: torch.optim.Optimizer, layer: nn.Module) -> None:
+    optimizer.load_state_dict(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, fused=True).state_dict())
+
+
+@pytest.mark.parametrize("change", [add_group, load_early_state], ids=lambda each: each.__name__)
+@world(1)
+def test_fused_sgd_without_momentum_yet(change: Callable[[torch.optim.Optimizer, nn.Module], None]) -> None:
+    """A step that is skipped makes no momentum: torch would take memory for it, and write nothing there."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9, fused=True)
+    scaler = make()
+    scaler.scale(first(torch.ones(4)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    change(optimizer, second)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(second(first(torch.ones(4))).sum()).backward()
+        if bad:
+            first.weight.grad[0, 0] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        made = [optimizer.state[each]["momentum_buffer"] for each in trained if optimizer.state.get(each)]
+        assert len(made) == (2 if bad and change is add_group else 0 if bad else len(trained))
+    for each in trained[-2:]:
+        assert torch.equal(optimizer.state[each]["momentum_buffer"], each.grad)
+
+
 @both
 @world(4)
 def test_reductions_in_float16(kind: str) -> None:

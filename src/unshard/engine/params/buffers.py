@@ -46,6 +46,11 @@ class Buffer:
             self.storage.resize_(0)
             self._held = False
 
+    @property
+    def stays(self) -> bool:
+        """Whether the memory is never given back."""
+        return self._stays
+
     def stay(self) -> None:
         """Have the memory there is now for good: recorded steps read and write it there."""
         self.take()

@@ -300,7 +300,7 @@ class GroupGradients:
 
     def release_idle(self) -> None:
         """Free the memory of gradients that `zero_grad` cleared."""
-        if self.state is GradState.REDUCED:
+        if self.state is not GradState.REDUCING:
             for reduction in self.reductions.values():
                 reduction.release_idle()
 
@@ -353,6 +353,10 @@ class GroupGradients:
             self._unreduced.stay()
         for reduction in self.reductions.values():
             reduction.stay()
+
+    def staying(self) -> list[ShardedGrad]:
+        """Those whose memory stays: a recorded step may write it, also if it leaves no gradients."""
+        return [grad for grad in self._all_grads() if grad.buffer.stays]
 
     def can_leave(self, left: LeftGradients) -> bool:
         """Whether the memory of `left` is there, and no program holds gradients of before in it."""
