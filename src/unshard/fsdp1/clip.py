@@ -33,6 +33,8 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
         if flat is not None and state.handle is not None:
             own = [param.sharded for param in flat.params] if flat.originals else [flat.flat.sharded]
             (sharded if state.handle.uses_sharded_strategy else others).update(dict.fromkeys(own))
+    if not sharded:
+        others.clear()  # PyTorch then adds up in the order of parameters(), not of units
     others.update(dict.fromkeys(each for each in root.parameters() if each not in sharded))
     every = {**sharded, **others}
     apart = _take_tensor_parallel(states, sharded, others)
