@@ -65,7 +65,9 @@ def assert_gradients(model: nn.Module, reference: nn.Module, rtol: float = 1e-5,
         assert name == other_name
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=rtol, atol=atol, msg=name)
+            torch.testing.assert_close(
+                mine.grad.full_tensor(), theirs.grad, rtol=rtol, atol=atol, msg=(name + ": {}").format
+            )
             compared += 1
     assert compared
 
