@@ -92,8 +92,8 @@ class HostEffects:
         for optimizer in self._trained.optimizers:
             name, device = type(optimizer).__name__, self._trained.device
             for key, value in vars(optimizer).items():
-                if type(value) in (int, float):
-                    found[name, key].append(value)
+                if type(value) in (int, float) or isinstance(value, torch.Tensor):
+                    found[name, key] += _on_host(value, device)
             for owner, entry in optimizer.state.items():
                 entries: dict[Any, Any] = entry if isinstance(entry, dict) else {_name_of(owner): entry}
                 for key, value in entries.items():

@@ -38,7 +38,7 @@ SIGNATURES = 64  # that are remembered without a recording
 UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
 WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
 TRIES = 3  # to record with ranks that come late
-TOLD = 64  # calls for which other ranks are told that this one does not record
+REFUSALS_TOLD = 64  # calls for which other ranks are told that this one does not record
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -120,7 +120,7 @@ class CapturedStep(Generic[P, R]):
         self._number = next_number()
         self._late = self._declined = self._drops = 0
         """How often another rank came late, did not want to record, and how often recordings were dropped."""
-        self._told = 0
+        self._refusals_told = 0
         """How often other ranks were told that this one does not record a call."""
         _alive.add(self)
 
@@ -171,7 +171,7 @@ class CapturedStep(Generic[P, R]):
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
-        self._late = self._told = 0
+        self._late = self._refusals_told = 0
 
     def _wait(self) -> None:
         if self._recorded and self._recorder is not None:
@@ -211,7 +211,7 @@ class CapturedStep(Generic[P, R]):
             if self._identity is None or identity.model != self._identity.model:
                 self._counts.clear()  # units may make buffers anew, which must not lie in a recording's memory
             self._refused.clear()
-            self._told = 0
+            self._refusals_told = 0
             self._identity = identity
         if obstacle := trained.obstacle_in_buffers():
             self._warn(obstacle)
@@ -240,8 +240,8 @@ class CapturedStep(Generic[P, R]):
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
         if signature in self._refused:
-            if self._told < TOLD:  # not for ever: it takes time
-                self._told += 1
+            if self._refusals_told < REFUSALS_TOLD:  # not for ever: it takes time
+                self._refusals_told += 1
                 self._agreement.refuse(self._calls, "begin")
             return False
         due = self._is_due(signature)
