@@ -55,9 +55,7 @@ class Agreement:
         store, name = self._store, f"{call} {about}"
         if store is None:
             return Answer.YES if wanted else Answer.NO
-        if self._cleans and call > KEPT:
-            store.delete_key(f"{call - KEPT} {about}")
-            store.delete_key(f"{call - KEPT} {about} count")
+        self._clean(store, call, about)
         if not wanted:
             return self._settle(store, name, Answer.NO)
         if store.add(f"{name} count", 1) == self._size:
@@ -73,7 +71,13 @@ class Agreement:
     def refuse(self, call: int, about: str) -> None:
         """Answer the other ranks, so that they do not wait for this one, in this call or in later ones."""
         if self._store is not None:
+            self._clean(self._store, call, about)
             self._settle(self._store, f"{call} {about}", Answer.REFUSED)
+
+    def _clean(self, store: dist.Store, call: int, about: str) -> None:
+        if self._cleans and call > KEPT:
+            store.delete_key(f"{call - KEPT} {about}")
+            store.delete_key(f"{call - KEPT} {about} count")
 
     @staticmethod
     def _settle(store: dist.Store, name: str, answer: Answer) -> Answer:

@@ -120,8 +120,8 @@ class CapturedStep(Generic[P, R]):
         self._number = next_number()
         self._late = self._declined = self._drops = 0
         """How often another rank came late, did not want to record, and how often recordings were dropped."""
-        self._refusals_told = 0
-        """How often other ranks were told that this one does not record a call."""
+        self._rejected = self._refusals_told = 0
+        """How often other ranks could not record a call, and how often they were told that this one cannot."""
         _alive.add(self)
 
     @property
@@ -171,7 +171,7 @@ class CapturedStep(Generic[P, R]):
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
-        self._late = self._refusals_told = 0
+        self._late = self._rejected = self._refusals_told = 0
 
     def _wait(self) -> None:
         if self._recorded and self._recorder is not None:
@@ -211,7 +211,7 @@ class CapturedStep(Generic[P, R]):
             if self._identity is None or identity.model != self._identity.model:
                 self._counts.clear()  # units may make buffers anew, which must not lie in a recording's memory
             self._refused.clear()
-            self._refusals_told = 0
+            self._rejected = self._refusals_told = 0
             self._identity = identity
         if obstacle := trained.obstacle_in_buffers():
             self._warn(obstacle)
@@ -256,7 +256,10 @@ class CapturedStep(Generic[P, R]):
                     "ranks call it with the same shapes and settings?",
                 )
         elif answer is Answer.REFUSED and due:
-            self._refuse(signature, "another rank cannot record it")
+            self._rejected += 1
+            self._counts.pop(signature)  # what the other rank refuses may be another signature than what it calls next
+            if self._rejected >= TRIES:
+                self._refuse(signature, f"{self._rejected} times another rank could not record a call")
         elif answer is Answer.NO and due:
             self._declined += 1
             if self._declined >= WARN_AFTER * self._warmup and not self._recorded:

@@ -233,11 +233,12 @@ class Trained:
     def follow_changes(self) -> None:
         """Let units and flat optimizers copy what a program replaced, or gave other memory: parameters, loaded state.
 
-        The next step would. If that is recorded, the copies are made in every replay, and only there.
+        The next step would. If that is recorded, the copies are made in every replay, and only there. Before their
+        first forward, units have no root, which has tied parameters given up first; no first call is recorded.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
-                if unit.at_rest:
+                if unit.at_rest and unit.root is not None:
                     unit.rebind_params()
             self._look_at_parameters()
         for optimizer in self.optimizers:
@@ -253,7 +254,7 @@ class Trained:
         for unit in self.units:
             for group in unit.param_groups:
                 group.gradients.release_idle()
-                if unit.at_rest:
+                if unit.at_rest and not any(use.holds for use in group.users()):
                     group.release_gathered()
 
     def forget_casts(self) -> None:

@@ -193,7 +193,7 @@ class ShardedGradScaler(GradScaler):
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
-    return optimizer in _not_started and not any(optimizer.state.values())
+    return optimizer in _not_started and not any(isinstance(each, dict) and each for each in optimizer.state.values())
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:

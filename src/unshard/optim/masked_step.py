@@ -18,17 +18,22 @@ def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *ar
     not need this.
     """
     skip = found[0] > 0 if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax() > 0
-    before = [(tensor, tensor.clone()) for tensor in _written(optimizer)]
+    before = [(tensor, tensor.clone()) for tensor in _written(optimizer, skip.device)]
     optimizer.step(*args, **kwargs)
     for tensor, copy in before:
         tensor.copy_(torch.where(skip.to(tensor.device), copy, tensor))
 
 
-def _written(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The local tensors that a step may write, each once: flat optimizers have several views of one counter."""
+def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
+    """The local tensors that a step may write, each once: flat optimizers have several views of one counter.
+
+    Of tensors that are attributes of the optimizer, those on `device`; captured steps refuse writes to others.
+    """
     groups, entries = optimizer.param_groups, optimizer.state.values()
     parameters = [each for group in groups for each in group["params"]]
-    dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict)), vars(optimizer)]
+    dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict))]
     others = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]
+    attributes = [value for value in vars(optimizer).values() if isinstance(value, torch.Tensor)]
+    others += [value for value in attributes if value.device == device]
     tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *others)]
     return list({id(each): each for each in tensors}.values())

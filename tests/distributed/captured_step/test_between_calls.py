@@ -183,6 +183,38 @@ def test_other_memory_and_recordings(takes_over: str) -> None:
     assert all(torch.equal(each, expected) for each in found)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(x))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@world(1, 2)
+def test_weights_that_are_tied_after_wrapping(use_orig_params: bool) -> None:
+    """The first call comes before the root has given up what the head had."""
+    results = []
+    for captured in (lambda step, *unused, **options: step, capture):
+        with simulated_recorder() as happened, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank
+            model: Any = Tied()
+            model.tokens = FullyShardedDataParallel(model.tokens, use_orig_params=use_orig_params)
+            model.head = FullyShardedDataParallel(model.head, use_orig_params=use_orig_params)
+            model.head.module.weight = model.tokens.module.weight
+            model = FullyShardedDataParallel(model, use_orig_params=use_orig_params)
+            optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+            step = captured(micro_batch(model, optimizer), model, optimizer, warmup=2)
+            numbers = torch.arange(7).view(1, 7)
+            losses = [step((numbers + number) % 7, True).clone() for number in range(6)]
+            results.append([*losses, *(each.detach().clone() for each in model.parameters())])
+    assert_equal(*results)
+    assert happened[-1] == "replay"
+
+
 # -- memory of gradients -------------------------------------------------------------------------------------
 
 
@@ -515,7 +547,7 @@ def test_tensors_that_are_attributes_of_optimizers(replaces: bool) -> None:
 
 @world(2, 3, 4, slow=(3, 4))
 def test_a_rank_that_refuses_tells_the_others() -> None:
-    """They do not wait for it, nor ask again."""
+    """They do not wait for it, and at last do not ask again."""
     with simulated_recorder() as happened, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model = sharded()
@@ -529,9 +561,51 @@ def test_a_rank_that_refuses_tells_the_others() -> None:
             return loss.detach()
 
         captured = capture(step, model, warmup=2)
-        for number in range(8):
+        for number in range(12):
             captured(batch(number))
-        assert happened == ["run"] * 8
-        assert not captured._late
-        reason = "draws random numbers on the host" if dist.get_rank() == 0 else "another rank cannot record it"
+        assert happened == ["run"] * 12
+        assert not captured._late and captured._refused
+        told = "3 times another rank could not record a call"
+        reason = "draws random numbers on the host" if dist.get_rank() == 0 else told
         assert [reason in str(each.message) for each in found] == [True]
+
+
+@world(2, 3, slow=(3,))
+def test_a_rank_that_refuses_another_signature() -> None:
+    """The others record theirs later: when that rank has one that can be recorded."""
+    with simulated_recorder() as happened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = sharded()
+
+        def step(x: torch.Tensor) -> None:
+            if len(x) == 3:
+                random.random()
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        captured = capture(step, model, warmup=4)
+        for number in range(20):
+            refused = dist.get_rank() == 0 and number in (0, 4)
+            captured(batch(number)[: 3 if refused else 6])
+        assert happened.count("record") == 1 and happened[-1] == "replay"
+
+
+@world(2)
+def test_a_scaler_that_skips_first_and_tensors_in_the_state() -> None:
+    """Some optimizers have tensors there that belong to no parameter."""
+    with simulated_recorder() as happened:
+        model, scaler = sharded(), GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
+        optimizer.state["shared"] = torch.zeros(3)
+
+        def step(x: torch.Tensor) -> None:
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        captured = capture(step, model, optimizer, scaler=scaler, warmup=2)
+        captured(batch() * float("inf"))
+        for number in range(5):
+            captured(batch(number))
+        assert happened.count("record") == 1
