@@ -69,7 +69,7 @@ class Agreement:
         return Answer(store.get(name).decode())
 
     def refuse(self, call: int, about: str) -> None:
-        """Answer the other ranks, so that they do not wait for this one, in this call or in later ones."""
+        """Answer the other ranks, so that they do not wait for this one."""
         if self._store is not None:
             self._clean(self._store, call, about)
             self._settle(self._store, f"{call} {about}", Answer.REFUSED)
