@@ -16,7 +16,7 @@ from bed.stack import WIDTH, Stack, batch, sharded
 from bed.wrapped import wrap
 from torch import nn
 
-from unshard import MixedPrecisionPolicy, capture
+from unshard import MixedPrecisionPolicy, ShardingStrategy, capture
 from unshard.captured_step.recording import Recorder
 
 CALLS = 6
@@ -37,6 +37,26 @@ def same_with_capture(run: Callable[[Callable[..., Any]], list[torch.Tensor]]) -
     assert_equal(expected, found)
 
 
+def trained(
+    captured: Callable[..., Any], model: nn.Module, loss_of_batch: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The losses of `CALLS` calls, and the parameters after them."""
+    optimizer = adamw(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of_batch(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    train = captured(step, model, optimizer)
+    losses = [train(batch(number).cuda()).clone() for number in range(CALLS)]
+    if captured is capture:
+        assert train.recordings == 1
+    return [*losses, *locals_of(model)]
+
+
 # -- transforms ----------------------------------------------------------------------------------------------
 
 
@@ -48,21 +68,12 @@ def test_forward_mode_in_a_step() -> None:
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(5)
         model = sharded(Stack().cuda(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        optimizer = adamw(model)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
+        def loss(x: torch.Tensor) -> torch.Tensor:
             output, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-            loss = output.float().square().mean() + tangent.float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return output.float().square().mean() + tangent.float().square().mean()
 
-        train = captured(step, model, optimizer)
-        losses = [train(batch(number).cuda()).clone() for number in range(CALLS)]
-        if captured is capture:
-            assert train.recordings == 1
-        return [*losses, *locals_of(model)]
+        return trained(captured, model, loss)
 
     same_with_capture(run)
 
@@ -140,22 +151,13 @@ def test_a_device_that_comes_late(is_sharded: bool) -> None:
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         model = build(is_sharded)
-        optimizer = adamw(model)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
+        def loss(x: torch.Tensor) -> torch.Tensor:
             if torch.cuda.is_current_stream_capturing():
                 torch.cuda._sleep(SECOND)
-            loss = nn.functional.dropout(model(x), 0.5).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return nn.functional.dropout(model(x), 0.5).square().mean()
 
-        train = captured(step, model, optimizer)
-        losses = [train(batch(number).cuda()).clone() for number in range(CALLS)]
-        if captured is capture:
-            assert train.recordings == 1
-        return [*losses, *locals_of(model)]
+        return trained(captured, model, loss)
 
     with mock.patch.object(Recorder, "_give_back", give_back_and_wait):
         same_with_capture(run)
@@ -190,15 +192,15 @@ def test_a_step_that_sets_the_random_state(change: Callable[[], None]) -> None:
             return plain(model, optimizer)(x + torch.randn_like(x))
 
         torch.manual_seed(5)
-        trained = captured(step, model, optimizer)
-        losses = [trained(batch(number).cuda()) for number in range(3)]
+        train = captured(step, model, optimizer)
+        losses = [train(batch(number).cuda()) for number in range(3)]
         if captured is capture:
             with pytest.warns(UserWarning, match="cannot be recorded") as found:
-                losses.append(trained(batch(3).cuda()))
+                losses.append(train(batch(3).cuda()))
             assert len(found) == 1
         else:
-            losses.append(trained(batch(3).cuda()))
-        losses += [trained(batch(number).cuda()) for number in range(4, 8)]
+            losses.append(train(batch(3).cuda()))
+        losses += [train(batch(number).cuda()) for number in range(4, 8)]
         return [*losses, torch.rand(3, device="cuda"), *locals_of(model)]
 
     same_with_capture(run)
@@ -301,6 +303,41 @@ def test_other_memory_of_parameters_before_a_recording_that_fails() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # why it is not recorded
         same_with_capture(run)
+
+
+def kept(kind: str) -> Any:
+    """A model whose units stay unsharded after a forward."""
+    if kind == "fully_shard":
+        return sharded(Stack().cuda(), reshard_after_forward=False)
+    stack = Stack().cuda()
+    return wrap(stack, list(stack.blocks), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "wrapper"])
+@world(1, 2, backend="nccl")
+def test_units_that_stay_unsharded(kind: str) -> None:
+    """After an evaluation. Training steps and other forwards come between its calls."""
+
+    def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        model = kept(kind)
+        optimizer = adamw(model)
+
+        @torch.no_grad()
+        def evaluate(x: torch.Tensor) -> torch.Tensor:
+            return loss_of(model, x)
+
+        evaluation, train = captured(evaluate, model), captured(plain(model, optimizer), model, optimizer)
+        losses = []
+        for number in range(2 * CALLS):
+            losses.append(evaluation(batch(number).cuda()).clone())
+            if number % 3 == 2:
+                losses.append(evaluate(batch(number).cuda()))
+            losses.append(train(batch(number).cuda()).clone())
+        if captured is capture:
+            assert (evaluation.recordings, train.recordings) == (1, 1)
+        return losses + locals_of(model)
+
+    same_with_capture(run)
 
 
 # -- what cannot be recorded ---------------------------------------------------------------------------------

@@ -281,11 +281,17 @@ class CapturedStep(Generic[P, R]):
         with self._recorder.running(), self._learning_rates():
             effects = HostEffects(self._trained, arguments)
             try:
-                result = arguments.run(self._step)
+                result = arguments.run(self._step_to_rest)
             finally:
                 effects.stop()
             obstacle = effects.found()
         self._count(signature, obstacle or self._trained.obstacle_after())
+        return result
+
+    def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
+        """The step. Units that it keeps for the next forward, which a replay does not know, are resharded."""
+        result = self._step(*args, **kwargs)
+        self._trained.rest(awaiting_backward=False)
         return result
 
     def _count(self, signature: Signature, obstacle: str) -> None:
@@ -329,7 +335,7 @@ class CapturedStep(Generic[P, R]):
         recording, stopped = None, ""
         try:
             with self._learning_rates(recorded=True), recording_step(), refusing_seeds(trained):
-                recording = self._recorder.record(self._step, arguments)
+                recording = self._recorder.record(self._step_to_rest, arguments)
             stopped = trained.obstacle_after()
             if not stopped and trained.tensors() != tensors:
                 stopped = "it makes or replaces tensors of modules or optimizers, which a replay would not do"

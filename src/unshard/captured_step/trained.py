@@ -220,11 +220,16 @@ class Trained:
             )
         return ""
 
-    def rest(self) -> None:
-        """Reshard units that an evaluation, or a call of unshard(), has left unsharded."""
+    def rest(self, awaiting_backward: bool = True) -> None:
+        """Reshard units that an evaluation, or a call of unshard(), has left unsharded.
+
+        `awaiting_backward`: also those that a forward has left so for its backward.
+        """
         if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):
             return
         kept = [unit for unit in self.units if not unit.at_rest and unit.phase is Phase.IDLE]
+        if not awaiting_backward:
+            kept = [unit for unit in kept if not unit.awaits_backward]
         for unit in kept:
             unit.rest()
         if kept:
@@ -401,10 +406,7 @@ class Trained:
         """Which unit is not at rest after a step, in words; empty if all are."""
         for unit in self.units:
             if not unit.at_rest:
-                return (
-                    f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad()) "
-                    "or because of set_reshard_after_backward(False)"
-                )
+                return f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad())"
         return ""
 
     def stages(self) -> tuple[Any, ...]:

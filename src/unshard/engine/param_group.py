@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
-from ..torch_private import current_graph_task, foreach_copy, version_of
+from ..torch_private import current_graph_task, foreach_copy
 from . import observer, step_recording
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
@@ -22,6 +22,7 @@ from .gather.slices import Slicing
 from .params.offload import OffloadPlan
 from .params.param import ManagedParam, ParamLocation, mark_dropped
 from .params.sharded import ShardedParams
+from .params.shown import ShownParams
 from .params.unsharded import UnshardedParams
 from .reduce.gradients import GroupGradients
 from .reduce.listeners import LISTENERS, finish_steps
@@ -72,10 +73,6 @@ def _name_of(reference: weakref.ref[ParamGroup]) -> Callable[[], str]:
         return "" if group is None else group.unit_name
 
     return name
-
-
-Shown = tuple[torch.Tensor, int, bool, int]
-"""An unsharded parameter, its version, whether it requires a gradient, and its address."""
 
 
 class ParamGroup:
@@ -140,8 +137,7 @@ class ParamGroup:
     @property
     def _awaits_backward(self) -> bool:
         unit = self._unit
-        root = None if unit is None or unit.root is None else unit.root()
-        return unit is not None and root is not None and root.awaits_backward(unit)
+        return unit is not None and unit.awaits_backward
 
     @property
     def params(self) -> list[ManagedParam]:
@@ -328,29 +324,9 @@ class ParamGroup:
             )
         self._swap.show_unsharded(follow_requires_grad=in_forward)
 
-    def shown_unsharded(self) -> list[Shown]:
+    def shown(self) -> ShownParams:
         """The unsharded parameters as programs see them now."""
-        flat = self.sharded.flat_parameter
-        parameters = [*self._swap.unsharded, *([] if flat is None else [flat])]
-        return [(each, version_of(each), each.requires_grad, each.data_ptr()) for each in parameters]
-
-    def follow_changes(self, before: list[Shown]) -> list[str]:
-        """Freeze what was frozen since; returns the names of what was written since, which is lost."""
-        written = []
-        flat = self.sharded.flat_parameter
-        if flat is not None:
-            *before, (_, version, _, _) = before
-            if version_of(flat) != version:
-                written.append("the flat parameter")
-        for param, (unsharded, version, required, address) in zip(self.params, before, strict=False):
-            if unsharded.requires_grad != required:
-                param.sharded.requires_grad_(not required)
-            moved = unsharded.data_ptr() != address
-            if moved and param.unsharded_view is not None:
-                unsharded.data = param.unsharded_view  # else no all-gather would reach it again
-            if moved or version_of(unsharded) != version:
-                written.append(param.name)
-        return written
+        return ShownParams(self.params, self.sharded.registered_flat, self.unsharded_is_shard)
 
     def show_sharded(self) -> None:
         """The modules hold the sharded parameters, while the unsharded buffer is kept."""

@@ -17,8 +17,9 @@ from .checks.lost_writes import warn_of_lost_writes
 from .dtype_rules import Precision
 from .group_use import GroupUse
 from .options import Options
-from .param_group import ParamGroup, Shown
+from .param_group import ParamGroup
 from .params.param import ManagedParam, ParamLocation
+from .params.shown import ShownParams
 from .states import GradState, ParamState, Phase, checked_move
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Unit:
         """Known from the first forward on."""
         self._writes_before: int | None = None
         self._shows_sharded = False
-        self._shown: list[list[Shown]] | None = None
+        self._shown: list[ShownParams] | None = None
         """The unsharded parameters of each group as the program saw them first, if it does."""
         for group in param_groups:
             group.unit = weakref.ref(self)
@@ -225,13 +226,15 @@ class Unit:
         if self._writes_before is None:
             self._writes_before = self._writes()
         if self._shown is None and self.shows_unsharded:
-            self._shown = [group.shown_unsharded() for group in self.param_groups]
+            self._shown = [group.shown() for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
-        """Whether a sharded parameter was written while the unit was kept."""
+        """Whether a program changed, while the unit was kept, what it computes with, and it has not got that yet."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
-        return held and self._writes_before is not None and self._writes_before != self._writes()
+        if not held or self._writes_before is None:
+            return False
+        return self._writes_before != self._writes() or any(each.has_flat_to_keep for each in self._shown or ())
 
     def _follow_changes(self) -> list[str]:
         """Freeze what the program has frozen while it could see the unsharded parameters; returns what it has written.
@@ -239,13 +242,15 @@ class Unit:
         A warning of that comes last: as an error it would leave the unit half resharded.
         """
         shown, self._shown = self._shown, None
-        written = []
-        for group, before in zip(self.param_groups, shown or (), strict=shown is not None):
-            written += group.follow_changes(before)
-        return written
+        return [name for each in shown or () for name in each.follow()]
 
     def versions(self) -> dict[ManagedParam, int]:
-        """How often unsharded parameters have been written. On a GPU, recurrent layers move theirs in forward."""
+        """How often unsharded parameters have been written whose writes are lost.
+
+        On a GPU, recurrent layers move theirs in forward.
+        """
+        if self.unsharded_is_shard:
+            return {}
         return {
             param: version_of(param.unsharded)
             for param in self.params
@@ -366,6 +371,12 @@ class Unit:
         """Of collectives that were recorded and never ran; `reset` follows."""
         for group in self.param_groups:
             group.forget_in_flight()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of a forward of this unit has not come yet."""
+        root = None if self.root is None else self.root()
+        return root is not None and root.awaits_backward(self)
 
     @property
     def at_rest(self) -> bool:

@@ -124,7 +124,7 @@ def wrapped() -> Any:
     return wrap(stack, list(stack.blocks), use_orig_params=True)
 
 
-@world(2, 3, slow=(3,))
+@world(1, 2, 3, slow=(3,))
 def test_other_memory_before_a_recording_that_fails() -> None:
     """The values are copied into the shards before anything is recorded: they are there if the recording fails."""
     model, reference = wrapped(), wrapped()
@@ -147,14 +147,15 @@ def test_other_memory_before_a_recording_that_fails() -> None:
         halve(reference)
         happened.clear()
         found = [captured(batch()).clone() for _ in range(4)]
-        assert happened == ["run", "run", "record", "run", "run"]  # with its first calls as they are
+        if dist.get_world_size() > 1:  # else they are copied into memory that is not made anew
+            assert happened == ["run", "run", "record", "run", "run"]  # with its first calls as they are
     with torch.no_grad():
         expected = reference(batch()).sum()
     assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize("takes_over", ["the call", "a forward before it"])
-@world(2, 3, slow=(3,))
+@world(1, 2, 3, slow=(3,))
 def test_other_memory_and_recordings(takes_over: str) -> None:
     """The values are copied to where they were. But units make anew what gradients are reduced with, and the recording
     refers to the memory of that."""

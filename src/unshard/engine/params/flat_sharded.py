@@ -114,8 +114,8 @@ class FlatShardedParams(ShardedParams):
         return self.originals
 
     @property
-    def flat_parameter(self) -> nn.Parameter | None:
-        return None if self.originals else self.flat.sharded
+    def registered_flat(self) -> FlatParam | None:
+        return None if self.originals else self.flat
 
     @property
     def locations(self) -> list[ParamLocation]:

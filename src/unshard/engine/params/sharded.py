@@ -28,6 +28,7 @@ from .writes import steps_of_this_rank
 
 if TYPE_CHECKING:
     from ..unit import Unit
+    from .flat_sharded import FlatParam
 
 
 class ShardedParams:
@@ -55,7 +56,7 @@ class ShardedParams:
         return origins + [param.sharded for param in self.params]
 
     @property
-    def flat_parameter(self) -> nn.Parameter | None:
+    def registered_flat(self) -> FlatParam | None:
         """The one parameter that programs see instead of the original ones, if any."""
         return None
 
