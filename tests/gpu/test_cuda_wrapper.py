@@ -58,6 +58,32 @@ def test_parity(strategy: ShardingStrategy, originals: bool) -> None:
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(1, backend="nccl")
+def test_recurrent_weights_that_are_written(originals: bool) -> None:
+    """On one rank the unsharded parameters are the shard, but cuDNN has them in a chunk of its own."""
+    torch.manual_seed(0)
+    reference = nn.LSTM(6, 6, 2).cuda()
+    model = wrap(copy.deepcopy(reference), [], use_orig_params=originals)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, reference)]
+    x = torch.randn(5, 3, 6, device="cuda")
+    for number in range(4):
+        results = []
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            loss = each(x)[0].square().mean()
+            if number % 2:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                evaluated = each(x)[0]
+                for parameter in each.parameters():
+                    parameter.mul_(0.9)
+                results.append([loss.detach(), evaluated, each(x)[0]])
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @world(2, 3, 4, backend="nccl")
 def test_offloaded(originals: bool) -> None:
     model = check(CASES[0], use_orig_params=originals, cpu_offload=CPUOffload(offload_params=True))

@@ -291,7 +291,7 @@ class CapturedStep(Generic[P, R]):
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
         """The step. Units that it keeps for the next forward, which a replay does not know, are resharded."""
         result = self._step(*args, **kwargs)
-        self._trained.rest(awaiting_backward=False)
+        self._trained.rest_after(result)
         return result
 
     def _count(self, signature: Signature, obstacle: str) -> None:

@@ -42,6 +42,8 @@ from ..torch_private import (
     own_parameters,
     quick_attributes,
     scaler_stages,
+    storage_key,
+    tree_flatten,
 )
 from .optimizer_settings import OptimizerSettings
 from .same_objects import SameObjects, values_of
@@ -220,19 +222,26 @@ class Trained:
             )
         return ""
 
-    def rest(self, awaiting_backward: bool = True) -> None:
-        """Reshard units that an evaluation, or a call of unshard(), has left unsharded.
+    def rest(self) -> None:
+        """Reshard units that an evaluation, or a call of unshard(), has left unsharded."""
+        self._rest(self._left_unsharded())
 
-        `awaiting_backward`: also those that a forward has left so for its backward.
-        """
-        if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):
-            return
-        kept = [unit for unit in self.units if not unit.at_rest and unit.phase is Phase.IDLE]
-        if not awaiting_backward:
-            kept = [unit for unit in kept if not unit.awaits_backward]
-        for unit in kept:
-            unit.rest()
+    def rest_after(self, result: Any) -> None:
+        """Reshard those that a step keeps, but for a backward, and unless its result lies in their memory."""
+        kept = [unit for unit in self._left_unsharded() if unit.kept_for_forward]
         if kept:
+            returned = _storages_of(tree_flatten(result)[0])
+            self._rest([unit for unit in kept if returned.isdisjoint(_storages_of(unit.unsharded))])
+
+    def _left_unsharded(self) -> list[Unit]:
+        if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):
+            return []
+        return [unit for unit in self.units if not unit.at_rest and unit.phase is Phase.IDLE]
+
+    def _rest(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.rest()
+        if units:
             self._look_at_parameters()
 
     def follow_changes(self) -> None:
@@ -406,7 +415,10 @@ class Trained:
         """Which unit is not at rest after a step, in words; empty if all are."""
         for unit in self.units:
             if not unit.at_rest:
-                return f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad())"
+                return (
+                    f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad()) "
+                    "or with a result that is an unsharded parameter (return a clone)"
+                )
         return ""
 
     def stages(self) -> tuple[Any, ...]:
@@ -455,3 +467,8 @@ class TrainedState:
             vars(optimizer).update(attributes)
         if trained.scaler is not None and trained.scaler.is_enabled():
             forget_scaler_stages(trained.scaler)  # there were none
+
+
+def _storages_of(values: Sequence[Any]) -> set[int]:
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+    return {storage_key(each.untyped_storage()) for each in tensors}

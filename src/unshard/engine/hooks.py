@@ -77,7 +77,7 @@ class FSDPState:
         self._handled: list[int] = []
         self._first_node = 0
         self._ran = False  # a forward that writes parameters does so the first time, too
-        self._versions: dict[ManagedParam, int] | None = None
+        self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
         self.casts_inputs = unit.policy.cast_forward_inputs
         """Whether inputs of forward are cast; for some policies that depends on where the root is."""

@@ -137,7 +137,8 @@ class ParamGroup:
     @property
     def _awaits_backward(self) -> bool:
         unit = self._unit
-        return unit is not None and unit.awaits_backward
+        root = None if unit is None or unit.root is None else unit.root()
+        return unit is not None and root is not None and root.awaits_backward(unit)
 
     @property
     def params(self) -> list[ManagedParam]:
@@ -326,7 +327,7 @@ class ParamGroup:
 
     def shown(self) -> ShownParams:
         """The unsharded parameters as programs see them now."""
-        return ShownParams(self.params, self.sharded.registered_flat, self.unsharded_is_shard)
+        return ShownParams(self.params, self.sharded.flat_parameter, self.unsharded_is_shard)
 
     def show_sharded(self) -> None:
         """The modules hold the sharded parameters, while the unsharded buffer is kept."""
@@ -388,7 +389,7 @@ class ParamGroup:
         """`fewer`: some params were dropped."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
-        if self.sharded.rebind(self.unit_name, fewer):
+        if self.sharded.rebind(self.unit_name, fewer, self._awaits_backward):
             self._forget_unsharded()
             self._swap = self.sharded.make_swap()  # of fewer params, if some were tied
         self._register()

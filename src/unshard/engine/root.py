@@ -169,6 +169,7 @@ class Root:
                 self._repeated.add(unit)
             self._backward_order.push(self._number[unit])
         options = unit.options
+        unit.kept_for_forward = not graph
         if unwatched:
             unit.watch_writes()  # stays unsharded: no hook would gather it before its backward
             unit.show_sharded()
@@ -188,6 +189,8 @@ class Root:
 
     def _reshards_after_forward(self, unit: Unit, graph: bool) -> bool:
         chosen = unit.options.reshard_after_forward
+        if not graph and unit.unsharded_is_shard:
+            return True  # it costs nothing, and programs that write parameters next write the sharded ones
         if chosen is not None:
             return chosen
         # By default the root is kept for the backward that begins with it. Without a graph none follows, and a program
@@ -287,6 +290,7 @@ class Root:
         if options.reshard_after_backward and not self._makes_graph:
             unit.reshard()  # before its gradients are packed: the reduce-scatter input can reuse the memory
         else:
+            unit.kept_for_forward = not self._makes_graph
             unit.watch_writes()
             if options.show_sharded_after_backward:
                 unit.show_sharded()

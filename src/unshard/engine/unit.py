@@ -53,6 +53,8 @@ class Unit:
         self.root: weakref.ref[Root] | None = None
         """Known from the first forward on."""
         self._writes_before: int | None = None
+        self.kept_for_forward = False
+        """Whether it is kept for the next forward, if it is kept: not for a backward."""
         self._shows_sharded = False
         self._shown: list[ShownParams] | None = None
         """The unsharded parameters of each group as the program saw them first, if it does."""
@@ -66,6 +68,11 @@ class Unit:
     @property
     def params(self) -> list[ManagedParam]:
         return [param for group in self.param_groups for param in group.params]
+
+    @property
+    def unsharded(self) -> list[torch.Tensor]:
+        """The unsharded parameters that modules hold while they compute."""
+        return [param.unsharded for param in self.used_params if param.unsharded is not None]
 
     @property
     def used_params(self) -> list[ManagedParam]:
@@ -230,11 +237,9 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """Whether a program changed, while the unit was kept, what it computes with, and it has not got that yet."""
+        """Whether a sharded parameter was written while the unit was kept."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
-        if not held or self._writes_before is None:
-            return False
-        return self._writes_before != self._writes() or any(each.has_flat_to_keep for each in self._shown or ())
+        return held and self._writes_before is not None and self._writes_before != self._writes()
 
     def _follow_changes(self) -> list[str]:
         """Freeze what the program has frozen while it could see the unsharded parameters; returns what it has written.
@@ -244,15 +249,14 @@ class Unit:
         shown, self._shown = self._shown, None
         return [name for each in shown or () for name in each.follow()]
 
-    def versions(self) -> dict[ManagedParam, int]:
-        """How often unsharded parameters have been written whose writes are lost.
+    def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
+        """How often unsharded parameters have been written, if those writes are lost, and whether they lie elsewhere.
 
         On a GPU, recurrent layers move theirs in forward.
         """
-        if self.unsharded_is_shard:
-            return {}
+        kept = self.unsharded_is_shard
         return {
-            param: version_of(param.unsharded)
+            param: (0 if kept else version_of(param.unsharded), param.lies_elsewhere)
             for param in self.params
             if param.unsharded is not None
             and not param.unsharded.is_inference()
@@ -371,12 +375,6 @@ class Unit:
         """Of collectives that were recorded and never ran; `reset` follows."""
         for group in self.param_groups:
             group.forget_in_flight()
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether the backward of a forward of this unit has not come yet."""
-        root = None if self.root is None else self.root()
-        return root is not None and root.awaits_backward(self)
 
     @property
     def at_rest(self) -> bool:

@@ -147,8 +147,7 @@ def test_other_memory_before_a_recording_that_fails() -> None:
         halve(reference)
         happened.clear()
         found = [captured(batch()).clone() for _ in range(4)]
-        if dist.get_world_size() > 1:  # else they are copied into memory that is not made anew
-            assert happened == ["run", "run", "record", "run", "run"]  # with its first calls as they are
+        assert happened == ["run", "run", "record", "run", "run"]  # with its first calls as they are
     with torch.no_grad():
         expected = reference(batch()).sum()
     assert all(torch.equal(each, expected) for each in found)
@@ -157,8 +156,7 @@ def test_other_memory_before_a_recording_that_fails() -> None:
 @pytest.mark.parametrize("takes_over", ["the call", "a forward before it"])
 @world(1, 2, 3, slow=(3,))
 def test_other_memory_and_recordings(takes_over: str) -> None:
-    """The values are copied to where they were. But units make anew what gradients are reduced with, and the recording
-    refers to the memory of that."""
+    """Units make their shards anew, and what gradients are reduced with: the recording refers to memory of both."""
     model, reference = wrapped(), wrapped()
 
     @torch.no_grad()
@@ -169,7 +167,6 @@ def test_other_memory_and_recordings(takes_over: str) -> None:
         captured = capture(evaluate, model, warmup=2)
         for _ in range(3):
             captured(batch())
-        addresses = [each.data_ptr() for each in model.parameters()]
         halve(model)
         halve(reference)
         if takes_over != "the call":
@@ -177,7 +174,6 @@ def test_other_memory_and_recordings(takes_over: str) -> None:
                 model(batch())
         happened.clear()
         found = [captured(batch()).clone() for _ in range(4)]
-        assert [each.data_ptr() for each in model.parameters()] == addresses
         assert happened == ["drop", "run", "run", "record", "replay", "replay"]
     with torch.no_grad():
         expected = reference(batch()).sum()

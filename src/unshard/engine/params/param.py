@@ -84,6 +84,12 @@ class ManagedParam:
     """The place of `unsharded` in the unsharded buffer."""
 
     @property
+    def lies_elsewhere(self) -> bool:
+        """Whether `unsharded` was given other memory than its place."""
+        unsharded, place = self.unsharded, self.unsharded_view
+        return unsharded is not None and place is not None and unsharded.data_ptr() != place.data_ptr()
+
+    @property
     def is_replaced(self) -> bool:
         """Whether a program has registered another parameter in its place."""
         known = (self.sharded, self.unsharded, self.sliced)

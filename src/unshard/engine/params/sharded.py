@@ -28,7 +28,6 @@ from .writes import steps_of_this_rank
 
 if TYPE_CHECKING:
     from ..unit import Unit
-    from .flat_sharded import FlatParam
 
 
 class ShardedParams:
@@ -56,7 +55,7 @@ class ShardedParams:
         return origins + [param.sharded for param in self.params]
 
     @property
-    def registered_flat(self) -> FlatParam | None:
+    def flat_parameter(self) -> nn.Parameter | None:
         """The one parameter that programs see instead of the original ones, if any."""
         return None
 
@@ -104,11 +103,10 @@ class ShardedParams:
         """Forget params of the unit `reader` that it uses of other units from now on; `rebind` follows."""
         self.params = [param for param in self.params if param not in params]
 
-    def rebind(self, unit: str, fewer: bool = False) -> bool:
+    def rebind(self, unit: str, fewer: bool = False, in_graph: bool = False) -> bool:
         """Take over parameters that were given other storage from outside; true if the layout changed.
 
-        `fewer`: some params were dropped.
-
+        `fewer`: some params were dropped. `in_graph`: a backward through the unsharded parameters is expected.
 
         `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
         all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,
