@@ -28,6 +28,7 @@ class HostEffects:
         self._versions = arguments.versions()
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
         self._counters, self._signature = self._host_state(), trained.signature(())
+        self._awaited = trained.awaited()
         self._strangers: dict[str, None] = {}
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
         _watch_optimizers()
@@ -57,6 +58,8 @@ class HostEffects:
             )
         if left := self._trained.unit_left_unsharded():
             return left
+        if self._trained.awaited() > self._awaited:
+            return "it runs a forward of the model whose backward it does not run. Use torch.no_grad() for that forward"
         if not self._tensors.are_in(self._trained.tensors()):  # new ones may come: a first step makes state
             return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():

@@ -290,8 +290,10 @@ class CapturedStep(Generic[P, R]):
 
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
         """The step. Units that it keeps for the next forward, which a replay does not know, are resharded."""
+        awaited = self._trained.awaited()
         result = self._step(*args, **kwargs)
-        self._trained.rest_after(result)
+        if self._trained.awaited() <= awaited:
+            self._trained.rest_after(result)
         return result
 
     def _count(self, signature: Signature, obstacle: str) -> None:

@@ -65,6 +65,8 @@ _flags = attrgetter(
     *("reduce_buffers", "divide_factor", "force_sum", "divide_in_halves", "last_backward"),
 )
 _option_objects = attrgetter("all_reduce_hook", "forward_prefetch", "backward_prefetch")
+_WITHOUT_PARTS = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Objects of these types have no tensors inside."""
 _RESTING = {GradState.EMPTY, GradState.REDUCED}
 
 
@@ -227,11 +229,16 @@ class Trained:
         self._rest(self._left_unsharded())
 
     def rest_after(self, result: Any) -> None:
-        """Reshard those that a step keeps, but for a backward, and unless its result lies in their memory."""
+        """Reshard those that a step keeps, but for a backward, and unless its result may lie in their memory."""
         kept = [unit for unit in self._left_unsharded() if unit.kept_for_forward]
-        if kept:
-            returned = _storages_of(tree_flatten(result)[0])
+        values = tree_flatten(result)[0] if kept else []
+        if all(isinstance(each, _WITHOUT_PARTS) for each in values):
+            returned = _storages_of(values)
             self._rest([unit for unit in kept if returned.isdisjoint(_storages_of(unit.unsharded))])
+
+    def awaited(self) -> int:
+        """How many forwards of units wait for their backward."""
+        return sum([root.awaited for root in self.roots()])
 
     def _left_unsharded(self) -> list[Unit]:
         if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):
@@ -417,7 +424,7 @@ class Trained:
             if not unit.at_rest:
                 return (
                     f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad()) "
-                    "or with a result that is an unsharded parameter (return a clone)"
+                    "or with a result that may be an unsharded parameter (return a clone, in a tuple or a dict)"
                 )
         return ""
 

@@ -26,6 +26,7 @@ from .params.shown import ShownParams
 from .params.unsharded import UnshardedParams
 from .reduce.gradients import GroupGradients
 from .reduce.listeners import LISTENERS, finish_steps
+from .states import GradState
 
 if TYPE_CHECKING:
     from .group_use import GroupUse
@@ -389,13 +390,21 @@ class ParamGroup:
         """`fewer`: some params were dropped."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
-        if self.sharded.rebind(self.unit_name, fewer, self._awaits_backward):
+        shard, same_layout = self.sharded.shard, False
+        if self.sharded.rebind(self.unit_name, fewer):
             self._forget_unsharded()
             self._swap = self.sharded.make_swap()  # of fewer params, if some were tied
+        elif self.sharded.shard is not shard:
+            same_layout = True
+            for unsharded in self._by_precision.values():
+                unsharded.use_new_shard()
+            if self._unsharded is not None:
+                self._unsharded.enter()
         self._register()
         self._refresh_unsharded()
-        # Conversions reach into the `.grad` objects, too, so these are no longer views of the sharded gradients.
-        self.gradients.forget_buffers()
+        if not same_layout or self.gradients.state not in (GradState.LOCAL, GradState.PARTIAL):
+            # Conversions reach into the `.grad` objects, too, so these are no longer views of the sharded gradients.
+            self.gradients.forget_buffers()
 
     def adopt_tied(self) -> None:
         """Use other units' parameters that a program has registered in the place of this group's. Only at rest."""

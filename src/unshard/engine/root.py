@@ -164,7 +164,7 @@ class Root:
             return
         if unit is self.unit and not returns and not unwatched:
             graph = any(param.sharded.requires_grad for each in self.units for param in each.params)
-        if returns:
+        if returns and (graph or self.in_forward):
             if LISTENERS and self._backward_order.awaits(self._number[unit]):
                 self._repeated.add(unit)
             self._backward_order.push(self._number[unit])
@@ -190,7 +190,7 @@ class Root:
     def _reshards_after_forward(self, unit: Unit, graph: bool) -> bool:
         chosen = unit.options.reshard_after_forward
         if not graph and unit.unsharded_is_shard:
-            return True  # it costs nothing, and programs that write parameters next write the sharded ones
+            return True  # it costs little, and programs that write parameters next write the sharded ones
         if chosen is not None:
             return chosen
         # By default the root is kept for the backward that begins with it. Without a graph none follows, and a program
@@ -406,6 +406,11 @@ class Root:
             if unit.has_untaken_gradients and not stepped().isdisjoint(id(param.sharded) for param in unit.params):
                 self.reset()
                 refuse_gradients_past_outputs(unit)
+
+    @property
+    def awaited(self) -> int:
+        """How many forwards of units wait for their backward."""
+        return len(self._backward_order)
 
     def awaits_backward(self, unit: Unit) -> bool:
         """Whether a graph of `unit` waits for its backward, as far as is known."""

@@ -207,7 +207,7 @@ class Unit:
         """The dtype that forward inputs are cast to; None: they are not (no param_dtype, or several stored dtypes)."""
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
-        stored = {param.sharded.dtype for param in self.used_params if param.sharded.is_floating_point()}
+        stored = {param.local.dtype for param in self.used_params if param.local.is_floating_point()}
         return stored.pop() if len(stored) == 1 else None
 
     def select(self, precision: Precision) -> None:

@@ -101,22 +101,61 @@ def test_a_forward_before(before: str) -> None:
     assert all(torch.equal(each, evaluate(batch())) for each in found)
 
 
+class Result:
+    """Not a container that torch knows."""
+
+    def __init__(self, *parts: torch.Tensor):
+        self.parts = parts
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.parts[index]
+
+
+@pytest.mark.parametrize("in_object", [False, True])
 @world(1, 2)
-def test_a_step_that_returns_an_unsharded_parameter() -> None:
+def test_a_step_that_returns_an_unsharded_parameter(in_object: bool) -> None:
     """It stays, and the step is not recorded."""
     model: Any = sharded(reshard_after_forward=False)
 
     @torch.no_grad()
-    def evaluate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(x).sum(), model.head.weight[0]
+    def evaluate(x: torch.Tensor) -> Any:
+        result = model(x).sum(), model.head.weight[0]
+        return Result(*result) if in_object else result
 
     with simulated_recorder() as happened:
         captured = capture(evaluate, model, warmup=1)
-        with pytest.warns(UserWarning, match=r"leaves unit '\(root\)' unsharded.*result.*\(return a clone\)"):
-            _, row = captured(batch())
+        with pytest.warns(UserWarning, match=r"leaves unit '.*' unsharded.*result.*\(return a clone"):
+            row = captured(batch())[1]
         assert torch.equal(row, evaluate(batch())[1])
         captured(batch())
         assert happened == ["run", "run"]
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@world(1, 2)
+def test_an_evaluation_after_a_forward_with_a_graph(options: dict[str, Any]) -> None:
+    """The evaluation leaves the model at rest, and the backward of the forward comes outside of the step."""
+    results = []
+    for captured in (False, True):
+        model: Any = sharded(**options)
+
+        def forward(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            loss = model(x).square().mean()
+            with torch.no_grad():
+                model(x)
+            return loss
+
+        gradients = []
+        with simulated_recorder() as happened, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step: Any = capture(forward, model, warmup=1) if captured else forward
+            for number in range(3):
+                step(batch(number)).backward()
+                gradients += [each.grad.to_local().clone() for each in model.parameters()]
+                model.zero_grad()
+        assert happened == ["run"] * 3 * captured
+        results.append(gradients)
+    assert_equal(*results)
 
 
 class Aside(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -198,3 +199,47 @@ def test_parameters_that_are_exchanged(strategy: ShardingStrategy) -> None:
         first, second = second, first
     found = full_parameters(model)
     assert torch.equal(found["0.weight"], first) and torch.equal(found["1.weight"], second)
+
+
+def swapped(model: nn.Module) -> None:
+    """An evaluation with other weights, which are swapped in and out."""
+    before = {}
+    for name, parameter in model.named_parameters():
+        before[name], parameter.data = parameter.data, parameter.data * 0.5
+    with torch.no_grad():
+        model(batch())
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name]
+    with torch.no_grad():
+        model(batch())
+
+
+def accumulated(model: Any) -> None:
+    with nullcontext() if isinstance(model, nn.Sequential) else model.no_sync():
+        model(batch()).square().mean().backward()
+    with torch.no_grad():
+        model(batch())
+    swapped(model)
+    model(batch() + 1).square().mean().backward()
+
+
+def two_graphs(model: nn.Module) -> None:
+    first, second = model(batch()).square().mean(), model(batch() + 1).square().mean()
+    first.backward()
+    swapped(model)
+    second.backward()
+
+
+@pytest.mark.parametrize("program", [accumulated, two_graphs], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("originals", [False, True])
+@world(1, 2)
+def test_gradients_around_a_swap(originals: bool, strategy: ShardingStrategy, program: Callable[[Any], None]) -> None:
+    """Sums that wait for their reduction, and graphs that wait for their backward, stay."""
+    model, reference = wrapped(originals, sharding_strategy=strategy), build()
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), RATE)
+        program(each)
+        optimizer.step()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, reference.get_parameter(name).detach())

@@ -160,11 +160,11 @@ class FlatShardedParams(ShardedParams):
         for location in self.flat.locations:
             location.parameters.pop(location.name, None)
 
-    def rebind(self, unit: str, fewer: bool = False, in_graph: bool = False) -> bool:
-        """Take over parameters that were given other memory from outside; true if there is a new shard.
+    def rebind(self, unit: str, fewer: bool = False) -> bool:
+        """Take over parameters that were given other memory from outside, into a new shard; true if its layout changed.
 
-        There is: the program may keep what the old one holds, if it swaps averaged weights in and out by
-        `.data = tensor`, or have exchanged two parameters. The backward of a graph needs the old one.
+        The program may keep what the old one holds, if it swaps averaged weights in and out by `.data = tensor`, or
+        have exchanged two parameters.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
@@ -173,11 +173,13 @@ class FlatShardedParams(ShardedParams):
                 for param in self.params:
                     param.sharded = self.flat.sharded
             self._refuse_several_dtypes(unit)
-            if in_graph and self._dtypes() == self.shard.segments.originals:
-                self._bind(self.shard)
-                return False
-            self.shard = self._lay_out()
-            return True
+            if self._dtypes() != self.shard.segments.originals:
+                self.shard = self._lay_out()
+                return True
+            shard = self._make_shard()
+            self._bind(shard)
+            self.shard = shard
+            return False
 
     def undo_assigned_data(self) -> list[str]:
         """It is adopted: a plain tensor lies where its data does."""
@@ -203,15 +205,17 @@ class FlatShardedParams(ShardedParams):
         return [param.sharded.dtype for param in self.params]
 
     def _lay_out(self) -> Shard:
-        segments = Segments(self._dtypes(), [param.policy for param in self.params])
-        shardings, members = [param.sharding for param in self.params], range(len(self.params))
-        device = self.offload.device
-        shard = Shard(shardings, segments, self._transport, members, device, self.offload, self.layout)
+        shard = self._make_shard()
         if not self.originals:
-            dtype = segments.kinds[0].original
-            self._placeholders = {param: placeholder_for(param, dtype, device) for param in self.params}
+            dtype = shard.segments.kinds[0].original
+            self._placeholders = {param: placeholder_for(param, dtype, self.offload.device) for param in self.params}
         self._bind(shard)
         return shard
+
+    def _make_shard(self) -> Shard:
+        segments = Segments(self._dtypes(), [param.policy for param in self.params])
+        shardings, members = [param.sharding for param in self.params], range(len(self.params))
+        return Shard(shardings, segments, self._transport, members, self.offload.device, self.offload, self.layout)
 
     def _bind(self, shard: Shard) -> None:
         """Copy what lies outside the shard into it. Parameters on another device are left."""

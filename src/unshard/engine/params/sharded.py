@@ -103,10 +103,10 @@ class ShardedParams:
         """Forget params of the unit `reader` that it uses of other units from now on; `rebind` follows."""
         self.params = [param for param in self.params if param not in params]
 
-    def rebind(self, unit: str, fewer: bool = False, in_graph: bool = False) -> bool:
+    def rebind(self, unit: str, fewer: bool = False) -> bool:
         """Take over parameters that were given other storage from outside; true if the layout changed.
 
-        `fewer`: some params were dropped. `in_graph`: a backward through the unsharded parameters is expected.
+        `fewer`: some params were dropped.
 
         `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
         all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.interface import Label, Transport, Work
 from ...errors import StateError, UnsupportedError
-from ...torch_private import as_dtensor, without_function_transforms
+from ...torch_private import as_dtensor, set_local_tensor, without_function_transforms
 from ..dtype_rules import Precision
 from ..gather.all_gather import AllGatherPlan
 from ..gather.extension import Extension, Extensions
@@ -34,23 +34,20 @@ class UnshardedParams:
         slicing: Slicing | None,
     ):
         self._params = sharded.params
-        self._transport = transport
-        shard, extended = sharded.shard, sorted(sharded.extended)
+        self._sharded, self._transport, self._device, self._precision = sharded, transport, device, precision
+        extended = sorted(sharded.extended)
         _check(self._params, extended, slicing)
         if precision is Precision.STORED:
-            shard, slicing = shard.stored(), None
-        members = [index for index in range(len(self._params)) if index not in sharded.extended]
-        streams = sharded.offload.copy_streams
+            slicing = None
+        self._members = [index for index in range(len(self._params)) if index not in sharded.extended]
         with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
-            self.is_shard = _can_use_shard(shard, members, device)
+            shard = self._shard()
+            self.is_shard = _can_use_shard(shard, self._members, device)
             """Whether the shard is the unsharded buffer itself, and nothing is gathered."""
-            self.buffer = UnshardedBuffer(
-                shard, members, device, transport.pool, shard.memory if self.is_shard else None
-            )
-            host_copy = None if streams is None else HostCopy(streams.up, sharded.writes, Samples(shard.locals))
-            self.plan = AllGatherPlan(shard, self.buffer, transport, host_copy)
+            self.buffer = self._make_buffer(shard)
+            self.plan = self._make_plan(shard)
             self.buffer.take()
-            self._made = [self._make(shard, index) for index in members]
+            self._made = [self._make(shard, index) for index in self._members]
             self.buffer.release()
             self._extensions: Extensions | None = None
             if extended:
@@ -62,11 +59,44 @@ class UnshardedParams:
         self.plain = self._extensions is None and self.slices is None
         """Whether nothing but the buffer has to be filled and emptied."""
 
+    def use_new_shard(self) -> None:
+        """All-gather from another shard of the same layout. Graphs hold the unsharded parameters, which stay."""
+        with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+            shard = self._shard()
+            if self.is_shard:
+                self.buffer = self._make_buffer(shard)
+                self._made = [self._moved(shard, *each) for each in zip(self._members, self._made, strict=True)]
+            self.plan = self._make_plan(shard)
+
+    def _shard(self) -> Shard:
+        return self._sharded.shard.stored() if self._precision is Precision.STORED else self._sharded.shard
+
+    def _make_buffer(self, shard: Shard) -> UnshardedBuffer:
+        memory = shard.memory if self.is_shard else None
+        return UnshardedBuffer(shard, self._members, self._device, self._transport.pool, memory)
+
+    def _make_plan(self, shard: Shard) -> AllGatherPlan:
+        streams, writes = self._sharded.offload.copy_streams, self._sharded.writes
+        host_copy = None if streams is None else HostCopy(streams.up, writes, Samples(shard.locals))
+        return AllGatherPlan(shard, self.buffer, self._transport, host_copy)
+
     def _make(self, shard: Shard, index: int) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
         param = self._params[index]
         view = self.buffer.parameter(shard, index)
         parameter = nn.Parameter(as_dtensor(view, param.tp_spec), requires_grad=param.sharded.requires_grad)
         mark_unsharded(parameter, param.name)
+        return param, view, parameter
+
+    def _moved(
+        self, shard: Shard, index: int, made: tuple[ManagedParam, torch.Tensor, nn.Parameter]
+    ) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
+        """The same parameter at its place in the new buffer. What graphs have saved of it stays in the old one."""
+        param, _, parameter = made
+        view = self.buffer.parameter(shard, index)
+        if param.tp_spec is None:
+            parameter.data = view
+        else:
+            set_local_tensor(parameter, view)
         return param, view, parameter
 
     def _extension(
