@@ -314,7 +314,7 @@ def kept(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "wrapper"])
-@world(1, 2, backend="nccl")
+@world(1, 2, 4, backend="nccl")
 def test_units_that_stay_unsharded(kind: str) -> None:
     """After an evaluation. Training steps and other forwards come between its calls."""
 

@@ -84,6 +84,35 @@ def test_recurrent_weights_that_are_written(originals: bool) -> None:
 
 
 @pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
+@world(1, 2, 4, backend="nccl")
+def test_averaged_weights_that_are_swapped_in(originals: bool) -> None:
+    """The program keeps the memory of the others meanwhile. All ranks have the same batch."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).cuda()
+    model = copy.deepcopy(reference)
+    model = wrap(model, list(model), use_orig_params=originals)
+    x, losses = torch.randn(3, 8, device="cuda"), []
+    dist.broadcast(x, 0)
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for _ in range(3):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trained = {}
+            for name, parameter in each.named_parameters():
+                trained[name], parameter.data = parameter.data, parameter.data / 2
+            with torch.no_grad():
+                losses.append(each(x).square().mean())
+            for name, parameter in each.named_parameters():
+                parameter.data = trained[name]
+            with torch.no_grad():
+                losses.append(each(x).square().mean())
+    half_way = len(losses) // 2
+    torch.testing.assert_close(losses[:half_way], losses[half_way:])
+
+
+@pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
 @world(2, 3, 4, backend="nccl")
 def test_offloaded(originals: bool) -> None:
     model = check(CASES[0], use_orig_params=originals, cpu_offload=CPUOffload(offload_params=True))
