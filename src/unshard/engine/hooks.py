@@ -170,7 +170,6 @@ class FSDPState:
             self._first_node = next_sequence_nr()
             if not self._ran:
                 self._ran = True
-                self.warn_of_writes()
                 self.watch_writes()
         return args, kwargs
 
@@ -223,7 +222,7 @@ class FSDPState:
         self._versions = self.unit.versions()
 
     def warn_of_writes(self) -> None:
-        """Writes since then are lost: of a program after `unshard`, or of forward."""
+        """Writes of forward itself are lost."""
         versions, self._versions = self._versions, None
         if versions and self.unit.shows_unsharded:
             now = self.unit.versions()
@@ -478,7 +477,7 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
-            state.watch_writes()
+            state.unit.watch_writes()
 
 
 @never_compiled

@@ -326,9 +326,9 @@ class ParamGroup:
             )
         self._swap.show_unsharded(follow_requires_grad=in_forward)
 
-    def shown(self) -> ShownParams:
-        """The unsharded parameters as programs see them now."""
-        return ShownParams(self.params, self.sharded.flat_parameter, self.unsharded_is_shard)
+    def shown(self, sliced: bool) -> ShownParams:
+        """The unsharded parameters, or slices, as programs see them now."""
+        return ShownParams(self.sharded, self.unsharded_is_shard, sliced)
 
     def show_sharded(self) -> None:
         """The modules hold the sharded parameters, while the unsharded buffer is kept."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from threading import RLock, get_ident
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..comm.order.announcements import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
@@ -74,6 +75,8 @@ class Root:
         """The one that ran the last forward. Backward may run in threads of autograd."""
         self._forwards = 0
         self._backwards = 0
+        self._open_graphs = 0
+        """Forwards with a graph, less backwards, since the last step of an optimizer."""
         self._recovering = RLock()
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
@@ -91,9 +94,7 @@ class Root:
         if unit.precision is not precision:
             self._change_precision(unit, precision)
         if unit.param_state is not ParamState.GATHERING:  # else it was prefetched
-            if unit.stale:
-                unit.reshard()
-            unit.all_gather()
+            unit.refresh()
         if recomputing:
             chosen = unit.options.backward_prefetch
             expected = self._backward_order.visit(self._number[unit])
@@ -203,7 +204,9 @@ class Root:
                 self.after_forward(unit, graph)  # of a list of modules, some of which did not run
         self.in_forward = False
         self._forward_order.end()
-        if not graph:
+        if graph:
+            self._open_graphs += 1
+        else:
             self._backward_order.drop_to(self._awaited_before)
         self._reshard_prefetched()
         if not graph:
@@ -357,6 +360,7 @@ class Root:
         self._in_this_backward.clear()
         self._wait_for_copies()
         self._made_graph, self._makes_graph = self._makes_graph, False
+        self._open_graphs -= 1
         self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
@@ -394,18 +398,38 @@ class Root:
             if unit.param_state is ParamState.GATHERING or not kept:
                 unit.reshard()
 
-    def refuse_unreduced_gradients(self, stepped: Callable[[], set[int]]) -> None:
-        """To be called before an optimizer's step; `stepped` gives the ids of its parameters.
-
-        A loss of parameters alone, of a unit that is kept unsharded, gives gradients without any of our hooks, so they
-        are not reduced. If another backward follows before the step, it reduces them as well.
-        """
-        if not self._backward_order or self.in_backward or self.in_forward:
+    def before_step(self, stepped: Callable[[], set[int]]) -> None:
+        """To be called before an optimizer's step; `stepped` gives the ids of its parameters."""
+        if self.in_backward or self.in_forward:
             return
+        if any(map(_shown, self.units)):  # a loop in C: asked in every step
+            for unit in self.units:
+                unit.show_sharded()  # what the program reads next are the stepped parameters
+        if self._backward_order:
+            self._refuse_unreduced_gradients(stepped())
+        if self._open_graphs:
+            self._outdate_graphs(stepped())
+
+    def _refuse_unreduced_gradients(self, stepped: Set[int]) -> None:
+        """A loss of parameters alone, of a unit that is kept unsharded, gives gradients without any of our hooks, so
+        they are not reduced. If another backward follows before the step, it reduces them as well.
+        """
         for unit in self.units:
-            if unit.has_untaken_gradients and not stepped().isdisjoint(id(param.sharded) for param in unit.params):
+            if unit.has_untaken_gradients and not stepped.isdisjoint(id(param.sharded) for param in unit.params):
                 self.reset()
                 refuse_gradients_past_outputs(unit)
+
+    def _outdate_graphs(self, stepped: Set[int]) -> None:
+        """Count the step as a write to the unsharded parameters.
+
+        Autograd then refuses the backward of a graph that has saved them, as it does without sharding. All-gathers do
+        not count as writes, so such a backward would silently use the new values.
+        """
+        self._open_graphs = 0
+        for group in [group for unit in self.units for group in unit.param_groups]:
+            for param in group.params:
+                if param.unsharded is not None and id(param.sharded) in stepped and group.sharded.is_stepped(param):
+                    increment_version(param.unsharded)
 
     @property
     def awaited(self) -> int:
@@ -494,3 +518,4 @@ class Root:
 
 
 _lends = attrgetter("lends")
+_shown = attrgetter("shown")

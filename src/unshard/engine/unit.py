@@ -13,7 +13,7 @@ from ..comm.interface import Transport
 from ..errors import ParameterError, StateError, listed
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import version_of
-from .checks.lost_writes import warn_of_lost_writes
+from .checks.lost_writes import refuse_lost_writes, warn_of_lost_writes
 from .dtype_rules import Precision
 from .group_use import GroupUse
 from .options import Options
@@ -52,12 +52,12 @@ class Unit:
         self.precision = Precision.POLICY
         self.root: weakref.ref[Root] | None = None
         """Known from the first forward on."""
-        self._writes_before: int | None = None
+        self._writes_before: list[tuple[int, int]] | None = None
         self.kept_for_forward = False
         """Whether it is kept for the next forward, if it is kept: not for a backward."""
         self._shows_sharded = False
-        self._shown: list[ShownParams] | None = None
-        """The unsharded parameters of each group as the program saw them first, if it does."""
+        self.shown: list[ShownParams] | None = None
+        """What the program can touch while the unit is kept unsharded or sliced, for each group; None if nothing."""
         for group in param_groups:
             group.unit = weakref.ref(self)
 
@@ -121,6 +121,8 @@ class Unit:
             self._writes_before = None
         elif state is not ParamState.SLICED:
             return
+        elif lost := self._follow_changes():
+            self._refuse_lost_writes(lost)
         started = 0
         try:
             for group in self.gathers:
@@ -132,6 +134,14 @@ class Unit:
                 group.reshard()
             raise
         self.param_state = ParamState.GATHERING
+
+    def refresh(self) -> None:
+        """All-gather before a forward; if the unit was kept, only if the program has changed parameters since."""
+        if self.param_state is not ParamState.SHARDED:
+            if self.stale:
+                self.reshard()
+            self.shown = None  # what forward itself writes is not the program's
+        self.all_gather()
 
     def upload_early(self) -> None:
         """Copy offloaded shards to the device, because an all-gather follows soon."""
@@ -154,14 +164,19 @@ class Unit:
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
-        """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`."""
-        if self.param_state is ParamState.UNSHARDED:
-            written = self._follow_changes()
+        """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`.
+
+        Slices are dropped.
+        """
+        if self.param_state is ParamState.SLICED:
+            self.reshard()
+        elif self.param_state is ParamState.UNSHARDED:
+            lost = self._follow_changes()
             self._shows_sharded = True
             for group in self.gathers:
                 group.show_sharded()
-            if written:
-                warn_of_lost_writes(self.name, written)
+            if lost:
+                self._refuse_lost_writes(lost)
 
     @property
     def shows_unsharded(self) -> bool:
@@ -173,11 +188,11 @@ class Unit:
         state = self.param_state
         if state is ParamState.SHARDED:
             return
-        if self._shown is not None:
-            written = self._follow_changes()
+        if self.shown is not None:
+            lost = self._follow_changes()
             self.reshard()
-            if written:
-                warn_of_lost_writes(self.name, written)
+            if lost:
+                self._refuse_lost_writes(lost)
             return
         for group in self.gathers:
             if state is ParamState.GATHERING:
@@ -191,12 +206,12 @@ class Unit:
         if self.precision is not Precision.POLICY:
             self.reshard()  # slices exist in the policy's precision only
             return
-        written = self._follow_changes()
+        lost = self._follow_changes()
         for group in self.gathers:
             group.keep_slice()
         self._move(ParamState.SLICED)
-        if written:
-            warn_of_lost_writes(self.name, written)
+        if lost:
+            self._refuse_lost_writes(lost)
 
     def precision_in(self, training: bool) -> Precision:
         """What a forward in training or evaluation mode computes in."""
@@ -226,28 +241,40 @@ class Unit:
         self.precision = precision
 
     def watch_writes(self) -> None:
-        """Notice from now on that sharded parameters are written, which makes unsharded or sliced ones stale.
+        """Notice from now on that the program writes parameters, sharded ones or those that it can see instead.
 
         Only while the unit is kept: counting the writes costs as much as the rest of an all-gather.
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
-        if self._shown is None and self.shows_unsharded:
-            self._shown = [group.shown() for group in self.param_groups]
+        sliced = self.param_state is ParamState.SLICED
+        if self.shown is None and (sliced or self.shows_unsharded):
+            self.shown = [group.shown(sliced) for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
-        """Whether a sharded parameter was written while the unit was kept."""
+        """Whether the program wrote, froze or unfroze a parameter while the unit was kept."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
-        return held and self._writes_before is not None and self._writes_before != self._writes()
+        if not held or self._writes_before is None:
+            return False
+        return self._writes_before != self._writes() or any(each.touched for each in self.shown or ())
 
     def _follow_changes(self) -> list[str]:
-        """Freeze what the program has frozen while it could see the unsharded parameters; returns what it has written.
+        """Take over what the program did to unsharded parameters or slices; returns the writes that cannot be kept.
 
-        A warning of that comes last: as an error it would leave the unit half resharded.
+        Callers raise the error last: before that it would leave the unit half resharded.
         """
-        shown, self._shown = self._shown, None
+        shown, self.shown = self.shown, None
         return [name for each in shown or () for name in each.follow()]
+
+    def _refuse_lost_writes(self, lost: list[str]) -> None:
+        """Raise for all units at once: most programs write all parameters."""
+        root = None if self.root is None else self.root()
+        for unit in () if root is None else root.units:
+            if unit.shown is not None and unit.phase is Phase.IDLE:
+                lost += unit._follow_changes()
+                unit.reshard()
+        refuse_lost_writes(self, lost)
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
         """How often unsharded parameters have been written, if those writes are lost, and whether they lie elsewhere.
@@ -263,8 +290,8 @@ class Unit:
             and not isinstance(param.locations[0].module(), nn.RNNBase)
         }
 
-    def _writes(self) -> int:
-        return sum([group.sharded.writes() for group in self.gathers])
+    def _writes(self) -> list[tuple[int, int]]:
+        return [group.sharded.writes() for group in self.gathers]
 
     def rebind_params(self) -> None:
         """Copy parameters that a program replaced, or gave other memory, into the shards. Only at rest."""
@@ -368,8 +395,11 @@ class Unit:
         """Return to rest after a forward or backward that did not end; drops gradients that no parameter has yet."""
         for group in self.param_groups:
             group.gradients.drop()
+        lost = self._follow_changes()
         self.reshard()
         self.phase = Phase.IDLE
+        if lost:
+            warn_of_lost_writes(self.name, lost)  # an error would keep the other units from being reset
 
     def forget_in_flight(self) -> None:
         """Of collectives that were recorded and never ran; `reset` follows."""

@@ -54,9 +54,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the module has the sharded ones again. Units inside it stay as they are."""
-        state = _state(self)
-        state.warn_of_writes()
-        state.unit.reshard()
+        _state(self).unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard the model and drop the state of an unfinished iteration. Only on the root.

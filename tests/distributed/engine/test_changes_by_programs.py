@@ -245,24 +245,21 @@ def test_freezing_a_resharded_unit_between_forward_and_backward(kind: str) -> No
 
 @pytest.mark.parametrize("how", ["in place", "data"])
 @world(1, 2)
-def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
-    """And that is said. The next step gathers what the optimizer wrote."""
-
+def test_writes_to_unsharded_parameters_are_kept(how: str) -> None:
     def program(kind: str) -> nn.Module:
         model = build(kind)
         optimizer = adam(model)
         train(model, optimizer, range(1), kind)
+        loss_of(model, 5, kind)
+        weight = model.c.weight
+        assert not isinstance(weight, DTensor)
+        if how == "data":
+            weight.data = torch.full_like(weight, 0.5)
+        else:
+            with torch.no_grad():
+                weight.fill_(0.5)
         if kind != "plain":
-            loss_of(model, 5, kind)
-            weight = model.c.weight
-            assert not isinstance(weight, DTensor)
-            if how == "data":
-                weight.data = torch.zeros_like(weight)
-            else:
-                with torch.no_grad():
-                    weight.zero_()
-            with pytest.warns(UserWarning, match=r"'\(root\)' were written \(c\.weight.*lost.*after reshard\(\) of"):
-                model.reshard()
+            model.reshard()
         train(model, optimizer, range(1, 3), kind)
         return model
 
@@ -272,7 +269,7 @@ def test_writes_to_unsharded_parameters_are_lost(how: str) -> None:
 @pytest.mark.parametrize("originals", [False, True])
 @world(2)
 def test_changes_of_a_wrapper_that_is_kept_unsharded(originals: bool) -> None:
-    """SHARD_GRAD_OP: freezing after a backward without synchronisation is kept; writes are lost, and that is said."""
+    """SHARD_GRAD_OP: freezing after a backward without synchronisation is kept, and so are writes."""
 
     def program(kind: str) -> nn.Module:
         torch.manual_seed(3)
@@ -292,34 +289,26 @@ def test_changes_of_a_wrapper_that_is_kept_unsharded(originals: bool) -> None:
             assert not parameter.requires_grad
         optimizer.step()
         train(model, optimizer, range(1, 3), kind)
+        with torch.no_grad():
+            model(torch.ones(1, 7))
+            for parameter in model.parameters():
+                parameter.add_(1.0)
         return model
 
     assert_as_plain(program, "wrapper")
-    model = program("wrapper")
-    with torch.no_grad():
-        model(torch.ones(1, 7))
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-        with pytest.warns(UserWarning, match="written.*lost"):
-            model(torch.ones(1, 7))
-            model.state_dict()
 
 
-@world(2)
-def test_writes_after_unshard_are_lost() -> None:
+@world(1, 2, 3)
+def test_writes_after_unshard_are_kept() -> None:
     model = build("fully_shard")
-    before = values(model)
     for wait in (False, True):
         handle = model.a.unshard(async_op=wait)
         if handle is not None:
             handle.wait()
         with torch.no_grad():
-            model.a.weight.zero_()
-        with pytest.warns(UserWarning, match=r"were written \(weight.*lost"):
-            model.a.reshard()
-        model.a.unshard()
+            model.a.weight.fill_(float(wait))
         model.a.reshard()
-        assert torch.equal(values(model)["a.weight"], before["a.weight"])
+        assert torch.equal(values(model)["a.weight"], torch.full((13, 7), float(wait)))
 
 
 @kinds

@@ -111,15 +111,14 @@ def test_writes_between_forward_and_backward(originals: bool) -> None:
 
 @pytest.mark.parametrize("originals", [False, True])
 @world(1, 2)
-def test_writes_that_are_lost(originals: bool) -> None:
-    """What computes in another dtype is not the shard."""
+def test_writes_in_another_dtype_are_refused(originals: bool) -> None:
     model = wrapped(originals, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     before = full_parameters(model)
     with torch.no_grad():
         model(batch())
-    with pytest.warns(UserWarning, match=r"were written .* are lost"):
-        for parameter in model.parameters():
-            in_place(parameter)
+    for parameter in model.parameters():
+        in_place(parameter)
+    with pytest.raises(RuntimeError, match=r"the program wrote .* summon_full_params"):
         model.state_dict()
     for name, value in full_parameters(model).items():
         assert torch.equal(value, before[name])

@@ -1,11 +1,26 @@
-"""Writes to unsharded parameters, which no sharded parameter ever gets."""
+"""Writes to unsharded parameters and slices that cannot reach the sharded parameters."""
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
-from ...errors import listed
+from ...errors import ParameterError, listed
 from .caller import stack_level_of_program
+
+if TYPE_CHECKING:
+    from ..unit import Unit
+
+
+def refuse_lost_writes(unit: Unit, lost: list[str]) -> None:
+    """`lost`: the names of the parameters, of this unit and of others."""
+    raise ParameterError(
+        f"{unit}: the program wrote {listed(map(repr, lost))} while the unit was kept for a later forward or backward. "
+        "Modules then hold copies in the compute dtype, or slices, which cannot be copied back to the sharded "
+        "parameters without losing precision. The writes are dropped, and the model stays usable. Write parameters "
+        "while they are sharded: before forward, after backward, or after reshard() of the unit; with "
+        "FullyShardedDataParallel, inside summon_full_params()."
+    )
 
 
 def warn_of_lost_writes(unit_name: str, written: list[str]) -> None:

@@ -105,7 +105,7 @@ def _look(optimizer: Any, *unused: Any) -> None:
         checked = _checked[optimizer] = _look_at(optimizer)
     if not inside_backward():
         for root in roots_of_groups(checked.groups):
-            root.refuse_unreduced_gradients(lambda: set(map(id, _parameters(optimizer))))
+            root.before_step(lambda: set(map(id, _parameters(optimizer))))
             root.wait_for_uploads()  # of a forward since the backward
     if LISTENERS:
         _refuse_stepped_by_another(optimizer)

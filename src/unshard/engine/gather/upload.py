@@ -20,7 +20,7 @@ class HostCopy:
     """How an offloaded shard is reached, and how a write to it is noticed."""
 
     stream: SideStream
-    writes: Callable[[], int]
+    writes: Callable[[], tuple[int, int]]
     """Grows when the shard is written."""
     samples: Samples
     """Of the shard: they show writes that are not counted."""
@@ -42,7 +42,7 @@ class Upload:
         self._runs = [self._buffer.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
         self._buffer.release()
         self._host_copy = host_copy
-        self._early: tuple[int, list[torch.Tensor]] | None = None
+        self._early: tuple[tuple[int, int], list[torch.Tensor]] | None = None
         """Writes and samples at the time of a copy that no all-gather has used yet."""
 
     def start_early(self) -> None:

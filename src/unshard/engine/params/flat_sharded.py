@@ -12,7 +12,7 @@ from torch import nn
 from ...comm.interface import Transport
 from ...errors import ArgumentError, ParameterError, StateError
 from ...layout.collective_tensors import Region, UnitLayout
-from ...layout.flat import FLAT_LAYOUT
+from ...layout.flat import FLAT_LAYOUT, FlatSharding
 from ..dtype_rules import Segments
 from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
@@ -308,9 +308,32 @@ class FlatShardedParams(ShardedParams):
         self._shown = []
         return cleared
 
-    def writes(self) -> int:
+    def writes(self) -> tuple[int, int]:
         # Other memory is not counted: a rank without elements of the parameter could not see it, and gather alone.
         return self.steps.count_writes(self._written)
+
+    def is_stepped(self, param: ManagedParam) -> bool:
+        return param.sharded.requires_grad  # a rank without elements of the parameter has no gradient
+
+    def _own_part(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
+        sharding = param.sharding
+        assert isinstance(sharding, FlatSharding)
+        if sharding.world == 1:
+            return unsharded
+        first, count = sharding.elements(self._transport.rank)
+        return unsharded.as_strided((sharding.numel,), (1,), unsharded.storage_offset())[first : first + count]
+
+    def copy_flat(self) -> bool:
+        flat, rank = self.flat, self._transport.rank
+        assert flat.unsharded is not None and flat.padded is not None
+        written = flat.sharded.detach()
+        if written.dtype != flat.local.dtype or written.shape != flat.unsharded.shape:
+            return False
+        if written.data_ptr() != flat.unsharded.data_ptr():
+            flat.unsharded.copy_(written)  # a program gave it other memory
+        if flat.local.data_ptr() != flat.padded.data_ptr():  # else the shard is the unsharded buffer
+            flat.local.copy_(flat.padded[rank * flat.local.numel() : (rank + 1) * flat.local.numel()])
+        return True
 
     # -- refusals -------------------------------------------------------------------------------------------
 

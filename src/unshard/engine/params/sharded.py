@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...comm.interface import Transport
 from ...errors import ParameterError, listed
 from ...layout.collective_tensors import ROW_LAYOUT, Region, UnitLayout
+from ...layout.rows import RowSharding
 from ...torch_private import dtensor_of, has_gradient_hooks, local_of, set_local_tensor, spec_of, storage_key
 from ..checks.caller import stack_level_of_program
 from ..dtype_rules import Segments
@@ -206,9 +207,30 @@ class ShardedParams:
         """Undo that; the parameters whose sums a user cleared."""
         return []
 
-    def writes(self) -> int:
-        """Grows with every write to a parameter at rest, through the DTensor or through its local tensor."""
+    def writes(self) -> tuple[int, int]:
+        """Changes with every write to a parameter at rest, through the DTensor or through its local tensor."""
         return self.steps.count_writes(self._written)
+
+    def is_stepped(self, param: ManagedParam) -> bool:
+        """Whether an optimizer that has the parameter would write it now; the same on every rank."""
+        return param.sharded.grad is not None
+
+    def copy_unsharded(self, param: ManagedParam) -> bool:
+        """Copy this rank's part of an unsharded parameter into the shard; False if the dtypes differ."""
+        source = param.unsharded if param.tp_spec is None else param.unsharded_view
+        if source is None or param.unsharded_view is None or source.dtype != param.local.dtype:
+            return False
+        param.local.copy_(self._own_part(param, source))
+        return True
+
+    def _own_part(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
+        sharding = param.sharding
+        assert isinstance(sharding, RowSharding)
+        return unsharded.narrow(sharding.dim, *sharding.rows(self._transport.rank))
+
+    def copy_flat(self) -> bool:
+        """The same for all of them, if programs see one flat parameter."""
+        return False
 
     def _lay_out(self) -> Shard:
         shardings = [param.sharding for param in self.params]

@@ -8,14 +8,20 @@ through `.data`; where these matter and memory can be read at once, on the host,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...torch_private import version_of
+
+# No Python functions: these look at every parameter of a unit.
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+_gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Steps:
@@ -24,9 +30,13 @@ class Steps:
     def __init__(self) -> None:
         self.taken = 0
 
-    def count_writes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Grows when any of `tensors` may have been written."""
-        return self.taken + sum(map(version_of, tensors))
+    def count_writes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Changes when any of `tensors` may have been written.
+
+        Optimizers skip frozen parameters without gradients, so a frozen unit stays valid after their steps.
+        """
+        stepped = any(map(_requires_grad, tensors)) or any(map(is_not, map(_gradient, tensors), repeat(None)))
+        return self.taken if stepped else -1, sum(map(version_of, tensors))
 
 
 # By default process group: ranks may be threads of this process, and each must gather again after its own steps only.
