@@ -91,7 +91,7 @@ def model_state(model: nn.Module) -> ModelState:
 
 
 def _bring_to_rest(state: FSDPState, module: nn.Module) -> None:
-    state.rest_after_exception()
+    state.before_listing()
     if state.unit.phase is not Phase.IDLE or (isinstance(state, WrapperState) and state.in_summon_full_params):
         raise CheckpointError(
             f"{state.unit} is computing, or is inside summon_full_params. Save and load checkpoints between steps."

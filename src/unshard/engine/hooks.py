@@ -403,11 +403,11 @@ class FSDPState:
         else:
             root.reset()
 
-    def rest_after_exception(self) -> None:
-        """Bring the model to rest, if an exception has left its backward and nobody has noticed yet."""
+    def before_listing(self) -> None:
+        """To be called when the program lists parameters."""
         root = self._root()
         if root is not None:
-            root.rest_after_exception()
+            root.before_listing()
 
     def find_root(self, module: nn.Module) -> Root:
         """The root, which is the first module to run: then all units below it are known."""

@@ -379,11 +379,18 @@ class Root:
             if self.in_backward and self._backwards == number:
                 self.fail_backward(None)
 
-    def rest_after_exception(self) -> None:
-        """To be called when the program looks at parameters: after a failed backward it may come before autograd's
-        thread, and would find unsharded ones."""
+    def before_listing(self) -> None:
+        """To be called when the program lists parameters, which are the sharded ones except between forward and
+        backward: those have the gradients.
+
+        After a failed backward the program may come before autograd's thread, which would end it.
+        """
         if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
             self.drop_backward(self._backwards)
+        if not self.in_backward and not self.in_forward:
+            for unit in self.units:
+                if unit.shown is not None and unit.kept_for_forward:
+                    unit.show_sharded()
 
     def _came_to(self, unit: Unit) -> bool:
         """Whether this backward came to `unit`, or to one that uses its parameters."""

@@ -246,7 +246,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Inside `summon_full_params`, under the original names."""
         if not torch.compiler.is_compiling():
-            self._state.rest_after_exception()
+            self._state.before_listing()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._cleaned(name), parameter
 

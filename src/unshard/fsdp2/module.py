@@ -46,6 +46,7 @@ class FSDPModule:
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
         state.unit.all_gather()
         state.unit.watch_writes()
+        state.unit.kept_for_forward = False  # the program may list what it has asked for
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -190,7 +191,7 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of every module: the sharded parameters, except between forward and backward."""
         if not torch.compiler.is_compiling():
-            _state(self).rest_after_exception()
+            _state(self).before_listing()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -239,6 +239,21 @@ def test_parameters_read_after_a_step_are_new(shard: Callable[..., Any]) -> None
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-5)
 
 
+@world(2)
+def test_gradients_are_found_after_an_evaluation() -> None:
+    """In the parameters that the model lists, so that programs can clip and scale them."""
+
+    def program(run: Run) -> None:
+        run.loss(2).backward()
+        run.evaluate()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    for shard in (default, kept, always_kept):
+        compare(program, shard)
+
+
 # -- freezing --------------------------------------------------------------------------------------------------------
 
 
