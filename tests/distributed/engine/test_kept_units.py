@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -124,7 +125,10 @@ def compare(program: Callable[[Run], None], shard: Callable[[Net], Any]) -> None
         run.evaluate()
     assert len(mine.seen) >= 2
     for found, expected in zip(mine.seen, reference.seen, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        where = f"{program.__name__}, {shard.__name__}"
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=1e-5, msg=lambda text, where=where: f"{where}: {text}"
+        )
 
 
 # -- writes ----------------------------------------------------------------------------------------------------------
@@ -192,10 +196,9 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
 @world(1, 2, 3, 4)
-def test_writes_take_effect(program: Callable[[Run], None]) -> None:
-    for shard in CONFIGS:
+def test_writes_take_effect() -> None:
+    for program, shard in product(PROGRAMS, CONFIGS):
         if program in PROGRAMS[:4] and shard is sliced and dist.get_world_size() == 4:
             continue  # slices cannot be written: below
         if program is initialise and shard is flat_wrapper:
@@ -281,10 +284,9 @@ def freeze_after_forward(run: Run) -> None:
     run.step(3)
 
 
-@pytest.mark.parametrize("program", [unfreeze_all, unfreeze_some, freeze_after_forward], ids=lambda each: each.__name__)
-@world(1, 2, 3, 4)
-def test_freezing_takes_effect(program: Callable[[Run], None]) -> None:
-    for shard in CONFIGS:
+@world(1, 2, 3, 4, slow=[2, 3])
+def test_freezing_takes_effect() -> None:
+    for program, shard in product([unfreeze_all, unfreeze_some, freeze_after_forward], CONFIGS):
         compare(program, shard)
 
 
