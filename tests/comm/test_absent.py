@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
+import pytest
+
 from unshard.comm.order.absent import absent_ranks, raised_lately
 from unshard.comm.order.announcements import RECENT, Announcement, first_line_of
+from unshard.comm.order.check import Order
 
 MINE = Announcement(0, issued=50)
 
@@ -27,8 +33,10 @@ def test_a_rank_that_is_behind() -> None:
 
 def test_a_rank_that_has_ended_or_been_killed() -> None:
     ended = other(1, ended="has ended with KeyError: 'x'")
-    assert absent(ended) == {1: "rank 1 has ended with KeyError: 'x'; last announced to all-gather unit 'a', 20 s ago"}
-    assert "rank 1 shows no sign of life since 10 s" in absent(other(), silent=(1,))[1]
+    seen = "last announced to all-gather unit 'a', 20 s ago; was last seen at train.py:7"
+    assert absent(ended) == {1: f"rank 1 has ended with KeyError: 'x'; {seen}"}
+    killed = absent(other(), silent=(1,))[1]
+    assert killed.startswith("rank 1 shows no sign of life since 10 s") and killed.endswith(seen)
     assert absent(Announcement(1), silent=(1,)) == {
         1: "rank 1 has not sharded any module over this process group: it ended before it did, or runs PyTorch's FSDP "
         "(start all ranks with `unshard run`)"
@@ -62,3 +70,34 @@ def test_exceptions_that_ranks_have_in_common_are_no_cause() -> None:
 def test_an_exception_in_one_line() -> None:
     assert first_line_of(ValueError("a\nb")) == "ValueError: a"
     assert first_line_of(ValueError()) == "ValueError"
+
+
+# --- messages of a rank that waits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("they", "limit", "said"),
+    [
+        (other(1, issued=49), 900.0, [30, 60, 120, 240]),  # seconds: early, and sparsely then
+        (other(1, issued=49), 12.0, [15, 30, 60, 120, 240]),  # half the timeout is less
+        (other(1, issued=49, ended="has ended"), 900.0, [10, 20, 30, 60, 120, 240]),  # it cannot come any more
+        (other(1, issued=50), 900.0, []),  # this rank is not ahead: it computes, or writes a checkpoint
+    ],
+)
+def test_when_a_rank_says_that_it_waits(
+    they: Announcement, limit: float, said: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Announcement(0, issued=50, last="all-gather unit 'b'")
+    announcer = SimpleNamespace(interval=5.0, add=lambda order: None, own=lambda order: mine)
+    store = SimpleNamespace(name="", announcer=announcer, rank=0, ranks=[0, 1], announcements=lambda: [they])
+    order, times = Order(store, waits_on_host=True, peer_seconds=limit), []
+    for seconds in range(0, 300, 5):
+        announcer.stalled = lambda order, seconds=seconds: float(seconds)
+        with caplog.at_level(logging.WARNING, "unshard"):
+            order.warn_of_absent()
+        if caplog.messages:
+            times.append(seconds)
+            assert caplog.messages[0].startswith(f"rank 0 has waited {seconds} s to all-gather unit 'b': rank 1 ")
+            assert caplog.messages[0].endswith("at train.py:7")
+        caplog.clear()
+    assert times == said

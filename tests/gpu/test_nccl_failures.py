@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -91,10 +93,51 @@ def a_rank_ends() -> None:
     torch.cuda.synchronize()
 
 
+class Notes(logging.Handler):
+    """Tells the other ranks that this one has logged where the last one is."""
+
+    expected = re.compile(
+        r"rank \d has waited \d+ s to .*: rank 2 .*; is now at \S*test_nccl_failures.py:\d+ in a_rank"
+    )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.expected.match(record.getMessage()):
+            dist.distributed_c10d._get_default_store().set(f"said by {dist.get_rank()}", "")
+
+
+def a_rank_is_late() -> None:
+    """The others say where it is, and go on once it comes."""
+    logging.getLogger("unshard").addHandler(Notes())
+    with mock.patch.multiple(order, POLL_SECONDS=0.5, WARN_SECONDS=1.5):
+        model = trained()
+        if is_last():
+            dist.distributed_c10d._get_default_store().wait(["said by 0", "said by 1"], timedelta(seconds=TIMEOUT))
+        step(model, [0, 1, 2])
+        torch.cuda.synchronize()
+
+
+def test_a_rank_that_waits_says_where_the_others_are(ranks: Pool) -> None:
+    ranks.run(a_rank_is_late, RANKS, backend="nccl", timeout=8 * TIMEOUT)
+
+
+def other_numbers_of_micro_batches() -> None:
+    """All ranks run four before the last step, so that collectives match."""
+    with mock.patch.multiple(order, POLL_SECONDS=0.5):
+        model = trained(steps=0)
+        optimizer = torch.optim.SGD(model.parameters())
+        for counts in ([2, 2], [1, 3] if is_last() else [3, 1]):
+            for count in counts:
+                for _ in range(count):
+                    step(model, [0, 1, 2])
+                optimizer.step()
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
         (another_order, "did not come to do the same"),
+        (other_numbers_of_micro_batches, "step its optimizer"),
         (a_rank_raises, "rank 2 raised ValueError: bad data"),
         (a_rank_ends, "the worker ended with exit status 3"),
     ],

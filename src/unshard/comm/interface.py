@@ -71,6 +71,23 @@ class Traits:
     """There is an all-gather; an object that only looks like a process group may have none."""
 
 
+class CallOrder(Protocol):
+    """Compares what the ranks of one process group do; its transports share one."""
+
+    name: str
+    error: str
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members of the process group, as the whole job numbers them."""
+
+    def meet(self, what: str) -> Label:
+        """Wait until all ranks want to do `what`; raises if one of them wants something else."""
+
+    def compare_step(self) -> None:
+        """To be called before an optimizer steps parameters of this process group."""
+
+
 class Transport(ABC):
     """Moves the pieces of a unit between the ranks that shard it.
 
@@ -82,6 +99,8 @@ class Transport(ABC):
     traits: Traits
     pool: Pool | None = None
     """Where the buffers of collectives should come from, if not from the usual allocator."""
+    order: CallOrder | None = None
+    """None if collectives are not compared."""
 
     @abstractmethod
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:

@@ -6,17 +6,22 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.order.calls import SharedCall
 from ..engine.api import ManagedParam
-from ..optim.clip import checked_limit, checked_order, scale
+from ..optim.clip import CLIP, checked_limit, checked_order, scale
 from ..torch_private import foreach_norm
 from .flat_parameter import flat_sharded_of, shard_begins
+from .groups import Groups
 from .state import WrapperState, wrapper_states
+
+_SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
@@ -38,7 +43,7 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
     others.update(dict.fromkeys(each for each in root.parameters() if each not in sharded))
     every = {**sharded, **others}
     apart = _take_tensor_parallel(states, sharded, others)
-    norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].call.groups.own)
+    norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].call.groups)
     if states[0].call.cpu_offload.offload_params:
         norm = norm.cpu()
     gradients = _gradients(every)
@@ -58,26 +63,27 @@ def _total_norm(
     apart: dict[Kind, list[torch.Tensor]],
     order: float,
     device: torch.device,
-    group: Any,
+    groups: Groups,
 ) -> torch.Tensor:
-    """Over the ranks of `group`, which hold shards of some parameters and copies of the others."""
+    """Over the ranks of `groups.own`, which hold shards of some parameters and copies of the others."""
     of_others = _norm(_gradients(others), order, device)
     reduced = bool(sharded) or any(kind.sharded for kind in apart)
     if not reduced and not apart:
         return of_others
+    call, op = SharedCall(CLIP, [groups.own, groups.replicas]), _SUM if order < math.inf else _MAX
     of_shards = _norm(_gradients(sharded), order, device)
     if math.isinf(order):
         largest = torch.maximum(of_shards, of_others)
         for kind, gradients in apart.items():
-            largest = torch.maximum(largest, kind.reduced(_norm(gradients, order, device), dist.ReduceOp.MAX))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            largest = torch.maximum(largest, kind.reduced(_norm(gradients, order, device), op, call))
+        call.run(partial(dist.all_reduce, largest, op, groups.own))
         return largest
     power, rest = of_shards.pow(order), of_others.pow(order)
     for kind, gradients in apart.items():
-        own = kind.reduced(_norm(gradients, order, device).pow(order), dist.ReduceOp.SUM)
+        own = kind.reduced(_norm(gradients, order, device).pow(order), op, call)
         (power if kind.sharded else rest).add_(own)
     if reduced:
-        dist.all_reduce(power, group=group)
+        call.run(partial(dist.all_reduce, power, op, groups.own))
     return (power + rest).pow(1 / order)
 
 
@@ -91,9 +97,9 @@ class Kind:
     sharded: bool
     tensor_parallel: tuple[Any, ...]
 
-    def reduced(self, number: torch.Tensor, op: Any) -> torch.Tensor:
+    def reduced(self, number: torch.Tensor, op: Any, call: SharedCall) -> torch.Tensor:
         for group in self.tensor_parallel:
-            dist.all_reduce(number, op, group)
+            call.run(partial(dist.all_reduce, number, op, group))
         return number
 
 

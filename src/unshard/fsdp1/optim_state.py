@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.order.calls import SharedCall
 from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name, without_mark
 from ..errors import ArgumentError, StateError, listed
@@ -178,7 +179,8 @@ def _described_by_all_ranks(
     everybody: list[Any] = [(mine, empty, absent)]
     if unit.group is not None and unit.group.size() > 1:
         everybody = [None] * unit.group.size()
-        dist.all_gather_object(everybody, (mine, empty, absent), group=unit.group)
+        with SharedCall("gather optimizer state (optim_state_dict)", [unit.group], meet=True):
+            dist.all_gather_object(everybody, (mine, empty, absent), group=unit.group)
     merged: dict[int, dict[str, Any]] = {}
     seen: dict[int, dict[str, Any]] = {}
     for without in (True, False):  # ranks with elements overwrite those without
@@ -372,7 +374,9 @@ def _param_groups(
 def broadcast_states(optim_state_dict: StateDict | None, group: Any = None) -> StateDict:
     """Rank 0's state dict on all ranks."""
     holder = [optim_state_dict]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
+    group = dist.group.WORLD if group is None else group
+    with SharedCall("broadcast optimizer state", [group], meet=True):
+        dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]  # type: ignore[return-value]
 
 

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.order.calls import SharedCall
 from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
 from ..errors import ConflictError, UnsupportedError
 from ..torch_private import as_dtensor, own_parameters
 from .flat_parameter import FLAT_PARAM, flat_sharded_of, in_memory_order, shard_begins
 from .state import WrapperState, wrapper_state_of, wrapper_states
 from .tensor_parallel import tensor_parallel_groups, tp_part
+
+_SUMMON = "gather full parameters (summon_full_params or a state dict)"
 
 
 @contextmanager
@@ -48,6 +51,7 @@ def summon_full_params(
         states += [each for each in owners if each not in states and not each.in_summon_full_params]
     for state in states:
         _check(state, offload_to_cpu, with_grads)
+    SharedCall(_SUMMON, [state.call.groups.own for state in states if state.call.groups.traits.shards])
     with ExitStack() as stack:
         for state in states:
             if not state.handle:  # it has no parameters, but it cleans the names of those below it

@@ -18,6 +18,8 @@ from ..errors import ArgumentError, GradientError, listed
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
 
+CLIP = "clip gradients (clip_grad_norm_)"
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -44,7 +46,8 @@ def clip_grad_norm_(
     order, limit = checked_order(norm_type), checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
     _refuse_flat_parameters(given)
-    ranks = reduce_group_of(given, process_group, otherwise=given[0].device if given else torch.device("cpu"))
+    device = given[0].device if given else torch.device("cpu")
+    ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
     scalable = scalable_gradients(given)
     gradients = _local_gradients(scalable, ranks.size)
     power = _power_of_norm(gradients, order, ranks, foreach)

@@ -18,6 +18,8 @@ from ..torch_private import OpenGradScaler, unscale_and_check
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
 from .masked_step import step_unless
 
+_UNSCALE = "unscale gradients (GradScaler)"
+
 # Optimizers that have taken a step, so that their state exists, and those of which all steps so far were skipped.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _not_started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -65,7 +67,7 @@ class GradScaler(OpenGradScaler):
                 f"{name!r} is a flat shard of FullyShardedDataParallel, so a rank cannot tell from it which ranks have "
                 "to agree. Pass process_group, or use ShardedGradScaler."
             )
-        ranks = reduce_group_of(parameters, self._process_group, otherwise=inverse.device)
+        ranks = reduce_group_of(parameters, self._process_group, otherwise=inverse.device, what=_UNSCALE)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
         scalable = scalable_gradients(parameters)
         for gradient in [*(each.tensor for each in scalable.flat_gradients), *map(local_gradient, scalable.others)]:

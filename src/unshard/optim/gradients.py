@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm.groups import covering_group, device_of, is_group, ranks_of, widest_of
+from ..comm.order.calls import SharedCall
 from ..comm.scalars import largest_over, sum_over
 from ..errors import ArgumentError
 from ..torch_private import local_of, served_device_types, spec_of
@@ -42,6 +43,7 @@ class ReduceGroup:
     group: Any
     device: torch.device
     """Where the group can reduce; gradients may be on another device, the host."""
+    call: SharedCall
 
     @property
     def size(self) -> int:
@@ -49,25 +51,29 @@ class ReduceGroup:
 
     def sum(self, number: torch.Tensor) -> None:
         if self.group is not None:
-            sum_over(self.group, number)
+            sum_over(self.group, number, self.call)
 
     def max(self, number: torch.Tensor) -> None:
         if self.group is not None:
-            largest_over(self.group, number)
+            largest_over(self.group, number, self.call)
 
 
-def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device) -> ReduceGroup:
+def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
     """The group of all ranks of the parameters' meshes; `group` if a user gave one. `otherwise`: the device if none.
 
-    Parameters count whether or not they have gradients: a rank without gradients joins the reduction, too.
+    Parameters count whether or not they have gradients: a rank without gradients joins the reduction, too. The ranks
+    compare that all of them do `what`.
     """
     meshes = _meshes(parameters)
     if group is not None:
         _check_group(group, meshes)
-        return ReduceGroup(group, device_of(widest_of(meshes)) if meshes else _served_device(group, parameters))
+    sharded_over = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    call = SharedCall(what, [group, *sharded_over])
+    if group is not None:
+        return ReduceGroup(group, device_of(widest_of(meshes)) if meshes else _served_device(group, parameters), call)
     if meshes:
-        return ReduceGroup(covering_group(meshes), device_of(widest_of(meshes)))
-    return ReduceGroup(None, otherwise)
+        return ReduceGroup(covering_group(meshes), device_of(widest_of(meshes)), call)
+    return ReduceGroup(None, otherwise, call)
 
 
 def _meshes(parameters: Sequence[torch.Tensor]) -> list[DeviceMesh]:

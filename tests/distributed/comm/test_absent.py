@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -99,6 +101,39 @@ def test_a_rank_that_shards_nothing(front_end: str) -> None:
                 FullyShardedDataParallel(model, process_group=group)
             else:
                 fully_shard(model, mesh=mesh)
+
+
+@world(2, 3)
+def test_a_rank_that_waits_says_where_the_others_are() -> None:
+    """Long before it gives up; and training goes on, since the rank was only slow."""
+    rank, late = dist.get_rank(), dist.get_world_size() - 1
+    expected = re.compile(
+        rf"rank {rank} has waited \d+ s to all-gather unit '.*': rank {late} last announced to reduce-scatter .* ago; "
+        r"is now at \S*test_absent.py:\d+ in test_a_rank_that_waits"
+    )
+    store, said = dist.distributed_c10d._get_default_store(), threading.Event()
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if expected.match(record.getMessage()) and not said.is_set():
+                said.set()
+                if store.add("have said so", 1) == late:
+                    store.set("all have said so", "")
+
+    handler = Notes()
+    logging.getLogger("unshard").addHandler(handler)
+    try:
+        with quick(WARN_SECONDS=1.5):
+            model, reference = sharded(), Branches()
+            step(model, [0, 1, 2])
+            if is_last():
+                store.wait(["all have said so"])
+            for each in (model, reference):
+                each.zero_grad()
+                step(each, [0, 1, 2])
+        assert_gradients(model, reference)
+    finally:
+        logging.getLogger("unshard").removeHandler(handler)
 
 
 # --- ranks that raise ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from bed import loopback, world
 from bed.branches import Branches, quick, sharded, step
 from bed.recorders import Collectives
-from bed.stack import assert_at_rest, assert_gradients, batch
+from bed.stack import WIDTH, assert_at_rest, assert_gradients, batch
 from bed.world import mostly_slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -229,6 +230,7 @@ def test_a_rank_ends_and_the_other_says_so(launcher: socket.socket, way: str, sa
         program.ended(1)
         assert program.codes() == [0, code], errors
     assert "Rank 0 wanted to all-gather unit '(root)'" in output and f"waited for rank 1: rank 1 {said}" in output
+    assert re.search(r"; was last seen at \S+:\d+ in ", output)
 
 
 def _line(read: Callable[[], bytes]) -> bytes:
@@ -396,6 +398,61 @@ def test_an_error_among_the_shards_of_one_replica_reaches_the_others() -> None:
             step(model, [0, 2, 1] if is_last() else [0, 1, 2])
             step(model, [0, 1, 2])
         assert_at_rest(model)
+
+
+# --- a rank that has no data for a unit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remedy", ["none", "dummy input", "part of another unit"])
+@world(2, 3)
+def test_what_the_error_suggests_works(remedy: str) -> None:
+    """For a rank that skips a unit."""
+    with quick():
+        if remedy == "none":
+            model = sharded()
+            model.set_reduce_scatter_unused_params(True)
+            suggested = (
+                r"dummy input .* add `0 \* output.sum\(\)` to the loss; .*set_reduce_scatter_unused_params\(True\)"
+            )
+            with pytest.raises(OrderError, match=suggested):
+                step(model, [0, 1, 2] if is_last() else [0, 2])
+            return
+        if remedy == "dummy input":
+            model = Skipping()
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        else:
+            model = Branches()
+            for number in (0, 2):
+                fully_shard(model.blocks[number])
+            fully_shard(model).set_reduce_scatter_unused_params(True)
+        for _ in range(3):
+            model.zero_grad()
+            step(model, [0, 1, 2] if is_last() else [0, 2])
+        assert_gradients(model, _mean_over_ranks())
+
+
+class Skipping(Branches):
+    """Runs the blocks that it skips on a dummy input."""
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> dict[int, torch.Tensor]:
+        x = self.stem(x)
+        outputs = {}
+        for number, block in enumerate(self.blocks):
+            outputs[number] = block(x if number in which else torch.zeros(1, WIDTH, requires_grad=True))
+        outputs[which[0]] = outputs[which[0]] + sum(0 * each.sum() for each in outputs.values())
+        return outputs
+
+
+def _mean_over_ranks() -> nn.Module:
+    """The model of one process, with the mean of the gradients that the ranks would compute for themselves."""
+    model = Branches()
+    for rank in range(dist.get_world_size()):
+        step(model, [0, 1, 2] if rank == dist.get_world_size() - 1 else [0, 2])
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+    return model
 
 
 # --- agreement -----------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def described(each: Announcement, mine: Announcement, silent: bool, now: float) 
         )
     elif each.last:
         facts.append(f"last announced to {each.last}, {_ago(each.since, now)}")
-    if each.place and not silent and not each.ended:
-        facts.append(f"is now at {each.place}")
+    if each.place:
+        facts.append(f"{'was last seen' if silent or each.ended else 'is now'} at {each.place}")
     return f"rank {each.rank} " + "; ".join(facts)
 
 

@@ -48,7 +48,7 @@ class Announcement:
     last: str = ""
     since: float = 0.0
     place: str = ""
-    """The line of the program that the main thread is at."""
+    """The line of the program that the main thread is at, or was at before the rank ended."""
     raised: str = ""
     raised_after: int = -1
     """As `issued`, when the last exception left forward or backward."""
@@ -67,6 +67,7 @@ class Announcer:
         self._orders: weakref.WeakSet[Order] = weakref.WeakSet()
         self._last: dict[str, tuple[int, float]] = {}
         self._raised: dict[str, Any] = {}
+        self._place = ""
         self._count = 0
         self._lock = threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -90,7 +91,7 @@ class Announcer:
             while not self._stop.is_set():
                 self._wake.wait(self.interval)
                 self._wake.clear()
-                if self._has_left():
+                if self.has_left():
                     self.end("has left the job (destroy_process_group)")
                     break
                 self.announce()
@@ -98,8 +99,11 @@ class Announcer:
                     order.warn_of_absent()
         _announcers.discard(self)
 
-    def _has_left(self) -> bool:
-        """No local variable of the thread may hold the process group while it waits: it would outlive the job."""
+    def has_left(self) -> bool:
+        """Return True if the job is over.
+
+        No local variable of the thread may hold the process group while it waits: it would outlive the job.
+        """
         group = self._group()
         return group is None or group is not dist.group.WORLD
 
@@ -118,7 +122,8 @@ class Announcer:
                 if self._last.get(order.name, (-1, 0))[0] != issued:
                     self._last[order.name] = issued, now
                 groups[order.name] = issued, text, self._last[order.name][1]
-            record = {"count": self._count, "written": now, "place": _place(), "groups": groups, "ended": ended}
+            self._place = _place() or self._place  # at the end of the program, the main thread has left its code
+            record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
             self._store.set(_key(self._rank), json.dumps({**record, **self._raised}))
 
     def raised(self, text: str, waited_for: Iterable[int] = ()) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -19,17 +20,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...errors import CollectiveError, OrderError, listed
+from ...errors import CollectiveError, OrderError, UnshardError, listed
 from ...torch_private import group_timeout
 from ..interface import Label
 from .absent import absent_ranks, described, named, raised_alone, raised_lately
 from .announcements import RECENT, Announcement
 from .polling import WaitThread
 from .predictor import SequencePredictor
+from .remedies import FAILED_REMEDY, RAISED_REMEDY, REMEDY
 from .store import OrderStore
 
 POLL_SECONDS = 5.0  # that a rank waits before it looks whether something is wrong
 PEER_SECONDS: float | None = None  # to wait for ranks that do not come; None: half the process group's timeout
+WARN_SECONDS = 30.0  # to wait before a log message says where the others are; less if PEER_SECONDS is less
 CHECKS_PER_LABEL = 32  # how often a label may be checked, on the average ...
 EXTRA_CHECK_EVERY = 1000  # ... and beyond that, one collective in so many
 MAX_LABELS = 1 << 14  # whose texts are kept, unless all of them were used lately
@@ -37,22 +40,7 @@ MAX_LABELS = 1 << 14  # whose texts are kept, unless all of them were used latel
 _log = logging.getLogger("unshard")
 _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDictionary()
 
-_REMEDY = (
-    "Every rank must run the same forwards and backwards in the same order: look for branches, loops and losses that "
-    "depend on the rank or on its data, and for exceptions that only one rank catches. (Parameters that only some "
-    "ranks use: set_reduce_scatter_unused_params.) The process group cannot be used any more; end the job."
-)
-_RAISED_REMEDY = (
-    "After an exception, training goes on only if all ranks raise one at the same point. Otherwise some ranks have "
-    "issued collectives that others never issue, and the process group cannot be used any more: end the job on all "
-    "ranks and start it again from a checkpoint. To skip bad data, let all ranks decide together before forward: "
-    "all-reduce a flag and skip the step everywhere."
-)
-_FAILED_REMEDY = (
-    "Every rank must shard the same modules, run the same forwards and backwards, and end after the same number of "
-    "steps. If a rank is only slow, give init_process_group a longer timeout. The process group cannot be used any "
-    "more: end the job on all ranks and start it again from a checkpoint."
-)
+_STEP = "step its optimizer"
 
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
@@ -76,6 +64,18 @@ def all_orders() -> list[Order]:
     return [order for orders in list(_orders.values()) for order in orders.values()]
 
 
+def known_orders(groups: Iterable[Any]) -> list[Order]:
+    """The orders of those process groups that units are sharded over."""
+    real = {group for group in groups if type(group) is dist.ProcessGroup}
+    return [order for group in real for order in _orders.get(group, {}).values()]
+
+
+def explained(error: RuntimeError) -> str:
+    """Why a collective of this rank failed, if another rank is the cause and known; otherwise an empty string."""
+    orders = [order for order in all_orders() if order.in_job]
+    return max(orders, key=lambda order: len(order.ranks)).explained(error) if orders else ""
+
+
 class Order:
     """The sequence of collectives of one process group, as this rank sees it.
 
@@ -94,16 +94,18 @@ class Order:
         self._store, self._announcer = store, store.announcer
         self.waits_on_host, self._peer_seconds = waits_on_host, peer_seconds
         self._predictor = SequencePredictor()
+        self._step, self._calls = Label(lambda: _STEP), dict[str, Label]()
         self._texts: dict[int, str] = {}
         self._numbers = self._units = 0
         self._learning = True
         self._expected_in_a_row = 0
         self._checks = 0
         self._published = 0
+        self._met, self._patience = -1, 1
         self._unlabelled = 0
         self._last_unlabelled = 0, ""
         self._failure = ""
-        self._warned_after = 0.0
+        self._next_look = 0.0
         self._announcer.add(self)
 
     @cached_property
@@ -132,18 +134,59 @@ class Order:
             return
         self._check_unexpected(label, meet)
 
+    def compare_step(self) -> None:
+        """To be called before an optimizer steps parameters of this process group.
+
+        A step issues no collective, so it is compared as if it did. Steps in a row count as one: ranks may divide their
+        parameters among different numbers of optimizers.
+        """
+        number = self._step.number
+        if number < 0 or self._predictor.latest != number:
+            self.check(self._step)
+
+    def compare_call(self, what: str) -> Label:
+        """To be called before this rank does `what` with all others, outside of forward and backward.
+
+        `what` is one of few constants: after a new text, the ranks compare every collective of an iteration.
+        """
+        label = self._calls.setdefault(what, Label(lambda: what))
+        self.check(label)
+        return label
+
+    def meet(self, what: str) -> Label:
+        """The same for a rare call whose collectives do not look for errors while they wait: all ranks have come then.
+
+        Waits as long as these would.
+        """
+        self._patience = 2
+        try:
+            label = self.compare_call(what)
+            position = self._predictor.position - 1
+            if self._met != position:
+                self._compare(position)
+                self._wait_for_all(position, self._texts[label.number])
+            return label
+        finally:
+            self._patience = 1
+
     def begin_noting(self) -> list[Label]:
         """Collect the labels that `check` is called with, instead of checking them, until `end_noting`."""
         noted: list[Label] = []
         # An attribute of the object hides the method. A flag would cost every collective of a step a look at it.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
+        self.compare_step = lambda: noted.append(self._step)  # type: ignore[method-assign]
         # What goes wrong with collectives that never run is no news for other ranks.
         self.raised = lambda text: True  # type: ignore[method-assign]
         self.raise_failed = _raise_as_it_is  # type: ignore[method-assign]
         return noted
 
     def end_noting(self) -> None:
-        del self.check, self.raised, self.raise_failed
+        del self.check, self.compare_step, self.raised, self.raise_failed
+
+    @property
+    def in_job(self) -> bool:
+        """False if the process has left the job that the process group belongs to."""
+        return not self._announcer.has_left()
 
     @property
     def ranks(self) -> list[int]:
@@ -163,9 +206,10 @@ class Order:
         # Once as many collectives as there are labels were expected in a row, a whole iteration was.
         self._learning = new or (self._learning and self._expected_in_a_row < known)
         if not new:
-            if not allowed:
+            # Steps are always compared: at another point than the others', a step fails nowhere, and weights are wrong.
+            if not allowed and self._step.number not in (number, self._predictor.missed):
                 return  # the order varies by design, or the program is very irregular
-            self._checks += 1
+            self._checks += allowed
         self._compare(position)
         if meet or not (all_check and self.waits_on_host):
             self._wait_for_all(position, self._texts[number])
@@ -187,40 +231,47 @@ class Order:
         """Why the ranks may differ, and the remedy."""
         announcements = [self._announcer.own(self), *self._store.announcements()]
         raised = raised_lately(announcements, time.time())
-        return f"The cause is an exception: {raised}. {_RAISED_REMEDY}" if raised else _REMEDY
+        return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
 
     def _wait_for_all(self, position: int, text: str) -> None:
-        """Wait until all ranks have joined at the same position."""
+        """Wait until all ranks have joined at the same position, or one of them is gone."""
         store, began, named = self._store, time.monotonic(), False
+        next_look, counts = POLL_SECONDS, dict[int, int]()
+        self._met, limit = position, self._patience * self._peer_seconds
         if store.join(position):
             return
         while not store.all_joined(position):
             waited = time.monotonic() - began
             self._raise_published_error()
-            if waited > self._peer_seconds:
-                self._fail_for_missing(position, text)
+            if waited > limit:
+                self._fail_for_missing(position, text, limit)
             if waited > POLL_SECONDS and not named:
                 named = True
                 store.add_name(position)
                 _log.warning("rank %d waits for other ranks to %s as well", store.rank, _shown(text))
             if waited > POLL_SECONDS and (error := store.error_elsewhere()):
                 self._publish_error(error)
+            if waited > next_look and self.waits_on_host:
+                next_look, before = waited + 3 * self._announcer.interval, counts
+                others = store.announcements()
+                if any(each.ended or before.get(each.rank) == each.count for each in others):
+                    return  # the collective fails at once if the rank is gone, and waits for it otherwise
+                counts = {each.rank: each.count for each in others}
             time.sleep(min(0.25, waited / 4))  # in proportion, so that little is lost and the store not flooded
         if named:
             store.remove_name(position)
 
-    def _fail_for_missing(self, position: int, text: str) -> None:
+    def _fail_for_missing(self, position: int, text: str, waited: float) -> None:
         store = self._store
         store.add_name(position)
         missing = store.missing(position)
         mine, now = self._announcer.own(self), time.time()
         doing = [described(each, mine, False, now) for each in store.announcements() if each.rank in missing]
         self._publish_error(
-            f"Rank {store.rank} wants to {_shown(text)}, which it did not do at this point before (position "
-            f"{position} of the process group of {named(store.ranks)}), but within {self._peer_seconds:g} s "
-            f"{named(missing)} did not come to do the same: {listed(doing)}. {self._cause()} If the others are only "
-            "slow, give init_process_group a longer timeout (half of it is waited here), or set "
-            "UNSHARD_ORDER_TIMEOUT to seconds."
+            f"Rank {store.rank} wants to {_shown(text)} (position {position} of the process group of "
+            f"{named(store.ranks)}), but within {waited:g} s {named(missing)} did not come to do the same: "
+            f"{listed(doing)}. {self._cause()} If the others are only "
+            "slow, give init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to seconds."
         )
 
     # -- a wait that takes long -----------------------------------------------------------------------------
@@ -283,6 +334,15 @@ class Order:
             raise error
         raise CollectiveError(self._failure) from error
 
+    def explained(self, error: RuntimeError) -> str:
+        """Why a collective of a rank failed, if another rank is the cause; otherwise an empty string."""
+        try:
+            self.raise_failed(error, None)
+        except UnshardError as found:
+            return str(found)
+        except RuntimeError:
+            return ""
+
     def _explained(self, what: str, patient: bool) -> str:
         rank = self._store.rank
         begin = f"Rank {rank} wanted to {what}, in the process group of {named(self._store.ranks)}, and the backend "
@@ -296,13 +356,13 @@ class Order:
         except RuntimeError:
             return (
                 f"{begin}failed. The other ranks cannot be asked either, because the job's store does not answer: the "
-                f"process that hosts it has ended, which is rank 0 or the launcher. {_FAILED_REMEDY}"
+                f"process that hosts it has ended, which is rank 0 or the launcher. {FAILED_REMEDY}"
             )
         who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
         with suppress(RuntimeError):
             self._announcer.raised(f"CollectiveError: {who}", absent)
             self._wait_for_readers(set(absent))
-        return f"{begin}failed while {who}. {_RAISED_REMEDY if raised else _FAILED_REMEDY}"
+        return f"{begin}failed while {who}. {RAISED_REMEDY if raised else FAILED_REMEDY}"
 
     def _find_absent(self, patient: bool) -> dict[int, str]:
         """The ranks that a collective waited for, with descriptions; waits for signs of life if no end is known."""
@@ -330,17 +390,19 @@ class Order:
             time.sleep(self._announcer.interval / 20)
 
     def warn_of_absent(self) -> None:
-        """From a thread: log for which ranks this one waits, if it has been for long, or if one of them has failed."""
-        stalled = self._announcer.stalled(self)
+        """From a thread: log which ranks this one waits for, after WARN_SECONDS or once one of them has failed."""
+        stalled, limit = self._announcer.stalled(self), min(WARN_SECONDS, self._peer_seconds)
         if stalled < 2 * self._announcer.interval:
-            self._warned_after = 0.0
-        elif stalled > 2 * self._warned_after and not self.error and not self._failure:
-            self._warned_after = stalled
+            self._next_look = 0.0
+        elif stalled >= self._next_look and not self.error and not self._failure:
+            self._next_look = 2 * stalled if stalled >= limit else min(2 * stalled, limit)
             mine, now = self._announcer.own(self), time.time()
-            behind = [each for each in self._store.announcements() if _fails(each, mine, stalled > self._peer_seconds)]
+            if mine.last == _STEP:
+                return  # the rank does not wait there
+            behind = [each for each in self._store.announcements() if _fails(each, mine, stalled >= limit)]
             if behind:
                 what = listed([described(each, mine, False, now) for each in behind])
-                _log.warning("rank %d waits since %.0f s: %s", self._store.rank, stalled, what)
+                _log.warning("rank %d has waited %.0f s to %s: %s", self._store.rank, stalled, mine.last, what)
 
     def _raise_published_error(self) -> None:
         error = self._store.error()

@@ -15,6 +15,8 @@ from .polling import PollingWork, with_timeout
 class OrderCheckedTransport(Transport):
     """Checks the label, has another transport issue the collective, and gives up a wait when the order is broken."""
 
+    order: Order
+
     def __init__(self, base: Transport, order: Order):
         self.rank, self.world, self.traits, self.pool = base.rank, base.world, base.traits, base.pool
         self._base, self.order = base, order

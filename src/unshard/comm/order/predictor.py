@@ -23,6 +23,8 @@ class SequencePredictor:
         """For each place, the one before it with the same number, or -1."""
         self._dropped = 0
         self._next = -1  # the place of the expected number, always one that has been seen; -1: none is expected
+        self.missed = -1
+        """The number that was expected when another one came last."""
 
     @property
     def position(self) -> int:
@@ -37,6 +39,10 @@ class SequencePredictor:
         recent = self._seen[-count:]
         return list(enumerate(recent, self.position - len(recent)))
 
+    @property
+    def latest(self) -> int:
+        return self._seen[-1] if self._seen else -1
+
     def step(self, number: int) -> bool:
         """Add the next number; returns whether it was expected."""
         seen, expected = self._seen, self._next
@@ -44,7 +50,11 @@ class SequencePredictor:
         self._before.append(self._latest.get(number, -1))
         self._latest[number] = len(seen)
         seen.append(number)
-        self._next = expected + 1 if matches else self._most_similar()
+        if matches:
+            self._next = expected + 1
+        else:
+            self.missed = seen[expected] if expected >= 0 else -1
+            self._next = self._most_similar()
         if len(seen) > 2 * self._memory:
             self._forget()
         return matches

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...comm.interface import CallOrder
 from ...errors import StateError, UnsupportedError, listed
 from ...torch_private import caller_in_checkpoint, inside_backward, own_parameters, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
@@ -20,7 +21,7 @@ from ..params.param import Replacements, dropped_name, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
 from ..reduce.listeners import LISTENERS
 from ..root import Root
-from ..shard_lookup import cut_flat, lies_flat, lost_to, roots_of_groups, sharded_grads_of
+from ..shard_lookup import cut_flat, lies_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
 from .caller import stack_level_of_program
 from .saved_shards import rank_of_other_shard
 from .shared_parameters import all_modules
@@ -38,6 +39,8 @@ class _Checked(NamedTuple):
     """The param groups of its parameters."""
     steps: set[Steps]
     """What counts the steps for these, and for the units of this rank."""
+    orders: list[CallOrder]
+    """What compares the steps of the ranks, for each process group of these."""
 
 
 _checked: weakref.WeakKeyDictionary[Any, _Checked] = weakref.WeakKeyDictionary()
@@ -92,7 +95,8 @@ def _look_at(optimizer: Any) -> _Checked:
     parameters = _parameters(optimizer)
     groups = param_groups_of(parameters)
     steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
-    return _Checked(len(parameters), id(optimizer.state), Replacements.seen, weakref.WeakSet(groups), steps)
+    orders = orders_of_groups(groups)
+    return _Checked(len(parameters), id(optimizer.state), Replacements.seen, weakref.WeakSet(groups), steps, orders)
 
 
 def _look(optimizer: Any, *unused: Any) -> None:
@@ -107,6 +111,8 @@ def _look(optimizer: Any, *unused: Any) -> None:
         for root in roots_of_groups(checked.groups):
             root.before_step(lambda: set(map(id, _parameters(optimizer))))
             root.wait_for_uploads()  # of a forward since the backward
+        for order in checked.orders:
+            order.compare_step()
     if LISTENERS:
         _refuse_stepped_by_another(optimizer)
 
