@@ -24,7 +24,7 @@ from .manifest import TensorEntry
 from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import SHARDED, merged, optimizer_state, tensor_name
-from .ranks import on_first_rank, rank_and_size, together
+from .ranks import begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
@@ -49,6 +49,7 @@ def full_optimizer_state_dict(
         tensors, entry = optimizer_state(optimizer, state)
         return RankPart.of(model, state, tensors, entry)
 
+    begin("gather the full optimizer state", model)
     ranks = together(what, collect)
     gathering = Gathering([each.tensors for each in ranks], tensors, ranks[0].device_type)
     full = dict(gathering.tensors(rank0_only, cpu_offload))
@@ -104,6 +105,7 @@ def load_full_optimizer_state_dict(
         source, values = _describe(state_dict, optimizer)
         return source
 
+    begin("load a full optimizer state dict", model)
     loading = FullOptimizerLoading(on_first_rank(what, describe), values)
     answers = together(what, lambda: loading.compare(model, optimizer))
     Differences.of_all_ranks([each for each, _, _ in answers]).refuse("The state dict", strict, what="state dict")

@@ -17,7 +17,7 @@ from .full_tensors import Gathering, broadcast, fill, sending_device_type
 from .manifest import TensorEntry
 from .model_state import HeldTensor, ModelState, model_state, non_persistent_names
 from .plan import Described, describe
-from .ranks import on_first_rank, rank_and_size, together
+from .ranks import begin, on_first_rank, rank_and_size, together
 
 EXTRA = "_extra_state"
 """The last part of the name that torch gives to the extra state of a module."""
@@ -58,6 +58,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
         state = model_state(model)
         return RankPart.of(model, state, state.tensors)
 
+    begin("gather the full state dict", model)
     ranks = together(what, collect)
     gathering = Gathering([each.tensors for each in ranks], state.tensors, ranks[0].device_type)
     found: dict[str, Any] = {
@@ -122,6 +123,7 @@ def load_full_state_dict(
     CheckpointError and nothing is changed; `strict=False` loads what fits if only names are missing or unexpected.
     """
     what = "Loading a full state dict"
+    begin("load a full state dict", model)
     loading = FullLoading(state_dict, on_first_rank(what, lambda: _describe(state_dict, model)))
     answers = together(what, lambda: loading.compare(model))
     found = Differences.of_all_ranks([differences for differences, _ in answers])

@@ -17,7 +17,9 @@ from .files import copy_pieces
 from .manifest import TensorEntry
 from .model_state import HeldTensor
 from .plan import Described, make_plan
-from .ranks import rank_and_size
+from .ranks import exchanging, rank_and_size
+
+_WHAT = "Sending a tensor between the ranks"
 
 
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
@@ -93,8 +95,9 @@ class Gathering:
 
 def _wait_for(operations: list[dist.P2POp]) -> None:
     # As one batch they use the group's own communicator; NCCL makes a new one for every pair of ranks otherwise.
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    with exchanging(_WHAT):
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
 
 # -- broadcasting -------------------------------------------------------------------------------------------
@@ -113,7 +116,8 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
     else:
         tensor = tensor.to(device).resolve_conj().resolve_neg().contiguous()
     if tensor.numel():
-        dist.broadcast(_bytes(tensor), 0)
+        with exchanging(_WHAT):
+            dist.broadcast(_bytes(tensor), 0)
     return tensor
 
 

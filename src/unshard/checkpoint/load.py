@@ -25,7 +25,7 @@ from .manifest import Manifest, TensorEntry, read_manifest
 from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import check_optimizer
-from .ranks import error_text, on_first_rank, rank_and_size, refuse_different_parts, together
+from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
 from .rng import check_rng_state, seed_new_rank, set_rng_state
 from .values import decode, stored_names
 
@@ -61,6 +61,7 @@ def load(
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     check_optimizer(optimizer)
     given = {name: each for name, each in parts.items() if each is not None}
+    begin("load a checkpoint", model)
     with torch.inference_mode(False):  # an optimizer could not change state that is made in it
         loading = _verified(what, Path(path), lambda loading: loading.compare(model, given, rng), strict)
         with closing(loading):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
+from ..comm.interface import CallOrder
+from ..comm.order.check import explained, known_orders
+from ..engine.api import orders_of
 from ..errors import CheckpointError, listed
 
 T = TypeVar("T")
@@ -24,7 +30,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank; returns the results of all. All ranks have to call.
 
     An exception on any rank is raised on all of them, as a CheckpointError that names the ranks. No rank goes on with
-    what others could not do. If a rank dies, the others raise a CheckpointError as well.
+    what others could not do. If a rank dies, the others raise a CheckpointError that names it.
     """
     _, size = rank_and_size()
     result, error = None, None
@@ -36,14 +42,38 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     answers: list[Any] = [own]
     if size > 1:
         answers = [None] * size
-        try:
+        with exchanging(what, own[1]):
             dist.all_gather_object(answers, own)
-        except RuntimeError as failure:  # of the backend: the work of this rank is done
-            raise CheckpointError(_lost(what, own[1], failure)) from failure
     failed = {number: text for number, (_, text) in enumerate(answers) if text is not None}
     if failed:
         raise CheckpointError(_message(what, failed, size)) from error
     return [value for value, _ in answers]
+
+
+@contextmanager
+def exchanging(what: str, error: str | None = None) -> Iterator[None]:
+    """Around collectives: their failure is a CheckpointError, which names the ranks that are gone if they are known.
+
+    `error`: of this rank, before the exchange.
+    """
+    try:
+        yield
+    except RuntimeError as failure:  # of the backend
+        raise CheckpointError(_lost(what, error, failure)) from failure
+
+
+def begin(what: str, model: nn.Module | None = None) -> None:
+    """To be called first in a call that all ranks of the job have to make: raises if another rank does something else.
+
+    `what` completes "rank 0 wants to ...", and is a constant.
+    """
+    if dist.is_available() and dist.is_initialized():
+        orders: set[CallOrder] = {*known_orders([dist.group.WORLD])}
+        orders.update(() if model is None else orders_of(model.parameters()))
+        for order in sorted(orders, key=attrgetter("name")):
+            # After an error among some ranks, a checkpoint is still exchanged over the process group of all of them.
+            if not order.error or len(order.ranks) == dist.get_world_size():
+                order.meet(what)
 
 
 def on_first_rank(what: str, work: Callable[[], T]) -> T:
@@ -63,8 +93,10 @@ def refuse_different_parts(given: list[list[str]]) -> None:
 
 
 def _lost(what: str, own: str | None, failure: RuntimeError) -> str:
-    first = (str(failure).splitlines() or [""])[0]
     here = "" if own is None else f" On this rank: {own}"
+    if found := explained(failure):
+        return f"{what} failed.{here} {found} Published checkpoints are intact."
+    first = (str(failure).splitlines() or [""])[0]
     return (
         f"{what} failed.{here} A collective of this rank with the others failed: {first} A rank has probably died, or "
         "was slower than the timeout of the process group; its output says why. Published checkpoints are intact. "

@@ -17,7 +17,7 @@ from .boxes import Box
 from .differences import Differences, LoadedNames
 from .files import copy_pieces
 from .model_state import HeldTensor, ModelState, model_state, non_persistent_names
-from .ranks import together
+from .ranks import begin, together
 from .safetensors_format import INDEX, HeaderEntry, read_header, read_index
 
 UNMAP_BYTES = 64 * 2**20
@@ -36,6 +36,7 @@ def load_safetensors(
     `strict=False` loads what fits if only names are missing or unexpected.
     """
     what, loading = f"Loading {path}", SafetensorsLoading(Path(path), prefix)
+    begin("load safetensors files", model)
     answers = together(what, lambda: loading.compare(model))
     if len({checksum for checksum, _ in answers}) > 1:
         raise CheckpointError(f"The ranks read different files in {path}. All ranks have to see the same disk.")

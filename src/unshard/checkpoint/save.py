@@ -21,7 +21,7 @@ from .model_state import HeldTensor, model_state
 from .optimizer_state import check_optimizer, merged, optimizer_state
 from .parts import whole
 from .plan import Described, Plan, describe, make_plan
-from .ranks import on_first_rank, rank_and_size, refuse_different_parts, together
+from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, together
 from .rng import rng_state
 from .values import encode
 
@@ -61,6 +61,7 @@ def save(
     check_step(step, keep_last)
     what, saving = f"Saving step {step} to {path}", Saving(Path(path), step)
     shared = {"scheduler": scheduler, "scaler": scaler}
+    begin("save a checkpoint", model)
     saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
     try:
         folder, algorithm = on_first_rank(what, saving.make_folder)

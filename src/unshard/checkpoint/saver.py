@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from .background import BackgroundSave
 from .folders import check_step, folder_name
 from .host_buffers import HostBuffers
-from .ranks import on_first_rank, rank_and_size, together
+from .ranks import begin, on_first_rank, rank_and_size, together
 from .save import Saving
 from .staging import Staging
 
@@ -90,6 +90,7 @@ class Saver:
     def _planned(
         self, what: str, step: int, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any
     ) -> Saving:
+        begin("save a checkpoint (Saver)", model)
         saving, shared = Saving(self._path, step), {"scheduler": scheduler, "scaler": scaler}
         saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
         return saving
@@ -111,6 +112,7 @@ class Saver:
                 "Call wait() before the process group is destroyed."
             )
         self._pending = None
+        begin("wait for a checkpoint (Saver.wait)")
         try:
             together(pending.what, pending.finish_writing)
             # All entries are there, so rank 0 waits for nothing but the disk.

@@ -10,11 +10,13 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from bed import pool, world
+from bed.branches import quick
 from bed.damage import failing, flip
 from bed.pool import JobFailed
 from bed.runs import Run, assert_same
@@ -162,6 +164,7 @@ def test_damage_that_one_rank_sees(damage: str, tmp_path: Path) -> None:
 # -- ranks that die -----------------------------------------------------------------------------------------------
 
 
+@quick()
 def die_while_saving(path: str, rank: int, function: str, at: int) -> None:
     """Save steps 1 and 2; the rank kills itself at the `at`th call of a function of `os` in the second."""
     run = Run("fully_shard")
@@ -209,7 +212,13 @@ def check_after_death(path: Path) -> None:
     assert names(path / names(path)[0]) == ["manifest.json", "rank_00000.bin", "rank_00001.bin"]
 
 
-LOST = r"A collective of this rank with the others failed: .+ A rank has probably died.* checkpoints are intact\."
+def lost(rank: int) -> str:
+    """What the other rank says."""
+    return (
+        rf"Rank {1 - rank} wanted to .* waited for rank {rank}: rank {rank} shows no sign .* checkpoints are intact\."
+    )
+
+
 MOMENTS = [
     *((0, "write", at) for at in (1, 2, 9)),
     *((1, "write", at) for at in (1, 5)),
@@ -228,10 +237,11 @@ QUICK = {(1, "write", 1), (0, "rename", 1)}
 def test_a_rank_that_is_killed(rank: int, function: str, at: int, tmp_path: Path) -> None:
     with pytest.raises(JobFailed) as caught:
         start(die_while_saving, 2, path=str(tmp_path), rank=rank, function=function, at=at)
-    assert re.search(rf"CheckpointError: Saving step 2 to .* failed\. {LOST}", caught.value.failures[1 - rank])
+    assert re.search(rf"CheckpointError: Saving step 2 to .* failed\. {lost(rank)}", caught.value.failures[1 - rank])
     check_after_death(tmp_path)
 
 
+@quick()
 def die_while_loading(path: str, where: str) -> None:
     """Rank 1 dies in one of the stages."""
     run = Run("fully_shard")
@@ -246,13 +256,62 @@ def die_while_loading(path: str, where: str) -> None:
 def test_a_rank_that_is_killed_while_it_loads(where: str, tmp_path: Path) -> None:
     with pytest.raises(JobFailed) as caught:
         start(die_while_loading, 2, path=str(tmp_path), where=where)
-    assert re.search(rf"CheckpointError: Loading {tmp_path} failed\. {LOST}", caught.value.failures[0])
+    assert re.search(rf"CheckpointError: Loading {tmp_path} failed\. {lost(1)}", caught.value.failures[0])
     assert checkpoint.verify(tmp_path)
+
+
+@quick()
+def die_while_exchanging(loads: bool) -> None:
+    """Rank 2 dies between two tensors."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    if dist.get_rank() == 2:
+        target = (
+            "unshard.checkpoint.full_state_dict.fill" if loads else "unshard.checkpoint.full_tensors.Gathering._send"
+        )
+        mock.patch(target, lambda *unused: os.kill(os.getpid(), signal.SIGKILL)).start()
+    if loads:
+        checkpoint.load_full_state_dict(model, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict())
+    checkpoint.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_rank_that_is_killed_while_tensors_are_exchanged(loads: bool) -> None:
+    """Both others name it, whichever collective of theirs fails, and with which of the backend's messages."""
+    with pytest.raises(JobFailed) as caught:
+        start(die_while_exchanging, 3, loads=loads)
+    what = "load a full state dict" if loads else "gather the full state dict"
+    for rank in range(2):
+        expected = (
+            rf"CheckpointError: .* failed\. Rank {rank} wanted to {what}, .* waited for rank 2: rank 2 shows no sign"
+        )
+        assert re.search(expected, caught.value.failures[rank]), caught.value.failures
+
+
+@quick()
+def die_before_saving(path: str) -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint.save(path, model=model, step=1)
+
+
+@pytest.mark.slow  # starts workers of its own
+def test_a_rank_that_is_killed_before_the_others_save(tmp_path: Path) -> None:
+    """They do not wait for it until the timeout, although they compare the call before its first collective."""
+    workers = pool.Pool(grace=60)
+    try:
+        with pytest.raises(JobFailed) as caught:
+            workers.run((__name__, "die_before_saving"), 2, {"path": str(tmp_path)}, filters=["ignore"])
+    finally:
+        workers.close()
+    assert re.search(lost(1), caught.value.failures[0]), caught.value.failures
 
 
 # -- ranks that die while a thread saves ---------------------------------------------------------------------------
 
 
+@quick()
 def die_in_background(path: str, rank: int, function: str, at: int, trains: bool) -> None:
     """As `die_while_saving`, in the thread of a saver."""
     run = Run("fully_shard")
@@ -303,7 +362,9 @@ def test_a_rank_that_is_killed_while_its_thread_saves(rank: int, function: str, 
     with pytest.raises(JobFailed) as caught:
         start(die_in_background, 2, path=str(tmp_path), rank=rank, function=function, at=at, trains=trains)
     if not trains:
-        assert re.search(rf"CheckpointError: Saving step 2 to .* failed\. {LOST}", caught.value.failures[1 - rank])
+        assert re.search(
+            rf"CheckpointError: Saving step 2 to .* failed\. {lost(rank)}", caught.value.failures[1 - rank]
+        )
     check_after_death(tmp_path)
 
 
