@@ -4,7 +4,7 @@ Nothing outside `engine/` imports another module of it; a test asserts that. A n
 """
 
 from . import observer
-from .checks.optimizer_steps import note_optimizer_step, without_mark
+from .checks.optimizer_steps import note_optimizer_step
 from .checks.root_checks import refuse_shared_memory
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .checks.shared_parameters import refuse_different_units
@@ -106,7 +106,6 @@ __all__ = [
     "unlisten",
     "finish_steps",
     "note_optimizer_step",
-    "without_mark",
     # tools: what is stored, computed and reduced in which dtype
     "Dtypes",
     "Members",

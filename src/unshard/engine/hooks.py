@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name
@@ -30,7 +31,7 @@ from .checks.forward_errors import explain
 from .checks.lost_writes import warn_of_lost_writes
 from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
-from .checks.saved_shards import FULL_STATE_DICT, ShardsNote, refuse_plain_tensors, refuse_shards_of_another_rank
+from .checks.saved_shards import FULL_STATE_DICT, refuse_plain_tensors, refuse_shards_of_another_rank, warn_when_pickled
 from .dtype_rules import Precision, cast_floats, cast_inputs
 from .input_watch import InputWatch, alias_of
 from .nested_tensors import map_tensors, moved, tensors_in
@@ -45,7 +46,7 @@ from .trace import traced
 from .transport_settings import TransportSettings
 from .unit import ROOT, STATE_KEY, Unit
 
-_WATCHED = "unshard_watched"
+_watched = WeakTensorKeyDictionary()  # unsharded parameters that have the hook
 _NESTED = 0  # of `FSDPState._handled`, where all other numbers are ids
 _FINDING_ROOT = threading.RLock()
 
@@ -313,8 +314,8 @@ class FSDPState:
             if param.unsharded is not None and param.unsharded.requires_grad
         ]
         for parameter in trained:
-            if not hasattr(parameter, _WATCHED):
-                setattr(parameter, _WATCHED, True)
+            if parameter not in _watched:
+                _watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self)))
         return bool(trained)
 
@@ -366,7 +367,7 @@ class FSDPState:
         self.unit.rebind_params()
 
     def post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        ShardsNote.put(state_dict, local_metadata, self.full_state_dict)
+        warn_when_pickled(state_dict, self.full_state_dict)
 
     def pre_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
         refuse_shards_of_another_rank(state_dict, prefix, self.full_state_dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,33 +32,30 @@ if TYPE_CHECKING:
     from .group_use import GroupUse
     from .unit import Unit
 
-ATTRIBUTE = "unshard_param_group"
-"""The attribute of a sharded parameter, and of the parameter it was made from, that refers to its group.
 
-An attribute and not a weak dictionary: torch does not convert parameters of sharded modules that have weak references.
-"""
+class _Member:
+    """Ties a parameter to its group without an attribute, which would be copied and pickled with the parameter.
+
+    The group owns it. It holds a sharded parameter strongly, as the group does, because torch does not convert DTensors
+    that have weak references; other parameters, such as those that were sharded or replaced, weakly.
+    """
+
+    __slots__ = ("__weakref__", "group", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, group: weakref.ref[ParamGroup], weak: bool):
+        self.group = group
+        self.tensor: Callable[[], torch.Tensor | None] = weakref.ref(tensor) if weak else (lambda: tensor)
 
 
-class GroupReference:
-    """Weak, so that deleting a model frees it at once. A copied or unpickled parameter belongs to no group."""
-
-    def __init__(self, group: ParamGroup | None = None):
-        self._group = None if group is None else weakref.ref(group)
-
-    def __call__(self) -> ParamGroup | None:
-        return None if self._group is None else self._group()
-
-    def __deepcopy__(self, memo: object) -> GroupReference:
-        return GroupReference()
-
-    def __reduce__(self) -> Any:
-        return GroupReference, ()
+_members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionary()
+"""By the id of the parameter."""
 
 
 def param_group_of(parameter: torch.Tensor) -> ParamGroup | None:
     """The param group that a parameter belongs to, or was replaced by; none if it is not sharded."""
-    reference = getattr(parameter, ATTRIBUTE, None)
-    return None if reference is None else reference()
+    member = _members.get(id(parameter))
+    # Ids are used again.
+    return member.group() if member is not None and member.tensor() is parameter else None
 
 
 def param_groups_of(parameters: Iterable[torch.Tensor]) -> list[ParamGroup]:
@@ -118,13 +115,22 @@ class ParamGroup:
         }
         self._label = self._labels[Precision.POLICY]
         self._slices_label = Label(lambda: f"all-gather the slices of unit {name()!r}", number)
+        self._members: dict[int, _Member] = {}
         self._register()
 
     def _register(self) -> None:
-        """Let the parameters know this group."""
-        reference = GroupReference(self)
-        for parameter in self.sharded.parameters():
-            setattr(parameter, ATTRIBUTE, reference)
+        """Let `param_group_of` find this group for its parameters, those they were made from, and replaced ones."""
+        group, held = weakref.ref(self), {id(each): each for each in self.sharded.parameters()}
+        for key, member in list(self._members.items()):
+            former = member.tensor()
+            if former is None:
+                del self._members[key]
+            elif key not in held:
+                member.tensor = weakref.ref(former)
+        members = {id(each): _Member(each, group, weak=True) for each in self.sharded.origins()}
+        members.update({key: _Member(each, group, weak=False) for key, each in held.items()})
+        self._members.update(members)
+        _members.update(members)
 
     @property
     def unit_name(self) -> str:
@@ -432,7 +438,7 @@ class ParamGroup:
         for param, group, theirs in found:
             for each in (param.sharded, param.origin()):
                 if each is not None:
-                    setattr(each, ATTRIBUTE, GroupReference())
+                    self._members.pop(id(each), None)
                     mark_dropped(each, f"{param.name!r}", f"{theirs.name!r} of unit {group.unit_name!r}")
             group.lend(theirs, param.locations, reader)
         return True

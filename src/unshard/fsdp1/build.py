@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.agreement import require_agreement
 from ..comm.broadcast import broadcast_tensors
@@ -50,8 +51,8 @@ from .precision import CastBuffers, WrapperPolicy, policy_for
 from .state import Call, WrapperState
 from .tensor_parallel import check_tensor_parallel
 
-_WRAPPED_IN = "unshard_sharded_by"
-"""Attribute of an original parameter that belongs to a unit: the class of the module that was wrapped."""
+_wrapped_in = WeakTensorKeyDictionary()
+"""Of an original parameter that belongs to a unit, or did: the class of the module that was wrapped."""
 
 
 def build_state(
@@ -183,7 +184,7 @@ def _check_parameters(
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
             check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, groups)
-        owner = getattr(parameter, _WRAPPED_IN, None)
+        owner = _wrapped_in.get(parameter)
         if owner is not None:
             raise ArgumentError(
                 f"Parameter {name!r} of {title} belongs to another wrapped module already ({owner}). Parameters "
@@ -243,7 +244,7 @@ def _flat_unit(
     for (parameter, places), begin in zip(managed.parameters.items(), flat.begins, strict=True):
         params.append(_managed_param(parameter, places, begin, flat.shard_numel, shards, policy, use_orig_params))
         if use_orig_params:
-            setattr(parameter, _WRAPPED_IN, title)
+            _wrapped_in[parameter] = title
     offload: OffloadPolicy = OffloadPolicy()
     if call.cpu_offload.offload_params:
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")

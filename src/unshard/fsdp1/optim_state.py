@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm.order.calls import SharedCall
 from ..comm.transports import transport_for
-from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name, without_mark
+from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name
 from ..errors import ArgumentError, StateError, listed
 from ..names import clean_tensor_name
 from ..torch_private import as_dtensor
@@ -44,7 +44,7 @@ def optim_state_dict(
     units, state = units_of(model), {}
     names = names_of(model, units)
     _refuse_unknown_parameters(optim, names)
-    given = without_mark(optim.state_dict() if optim_state_dict is None else optim_state_dict)
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)

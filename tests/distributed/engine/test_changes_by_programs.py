@@ -410,7 +410,10 @@ def test_hooks_that_are_never_called(kind: str) -> None:
 @kinds
 @world(2, 3)
 def test_state_that_one_rank_saved_and_all_load(kind: str, fresh: bool, tmp_path: Path) -> None:
-    """Refused at the step, on the ranks that did not save it. What each rank saved itself is loaded."""
+    """Refused at the step, on the ranks that did not save it, unless all shards are plain tensors of one size.
+
+    What each rank saved itself is loaded.
+    """
     rank = dist.get_rank()
     model = build(kind)
     optimizer = adam(model)
@@ -424,8 +427,8 @@ def test_state_that_one_rank_saved_and_all_load(kind: str, fresh: bool, tmp_path
     loss_of(other, 1, kind).backward()
     loaded.load_state_dict(torch.load(tmp_path / "0.pt", weights_only=False))
     before = [parameter.detach().clone() for parameter in other.parameters()]
-    if rank:
-        with refused(RuntimeError, r"Adam has loaded the state of (shard 0 of|rank 0 on).*each rank can load only"):
+    if rank and kind in ("fully_shard", "originals"):
+        with refused(RuntimeError, r"Adam has .*loaded the state of (another rank|rank 0 on).*each rank can load only"):
             loaded.step()
         for parameter, value in zip(other.parameters(), before, strict=True):
             left, right = (each.to_local() if isinstance(each, DTensor) else each for each in (parameter, value))
@@ -436,7 +439,6 @@ def test_state_that_one_rank_saved_and_all_load(kind: str, fresh: bool, tmp_path
         each.zero_grad()
         train(each, its, range(2, 4), kind)
     assert all(torch.equal(value, values(other)[name]) for name, value in values(model).items())
-    assert "unshard_shard" not in loaded.param_groups[0]
 
 
 # -- unsharded parameters of the wrapper --------------------------------------------------------------------------

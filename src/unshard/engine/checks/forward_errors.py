@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ...errors import listed
 from ...torch_private import BATCH_NORM, own_buffers, own_parameters
 from ..dtype_rules import Precision
 from ..params.param import unsharded_name
-from ..unit import ROOT, Unit
+from ..unit import ROOT, STATE_KEY, Unit
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)|type promoting", re.IGNORECASE)
 # What torch itself says; then some value was of another dtype even where none is in sight.
@@ -30,7 +30,6 @@ _CERTAINLY = re.compile(
     re.IGNORECASE,
 )
 _SHARDED_AND_PLAIN = "got mixed torch.Tensor and DTensor"
-_SEEN = "_unshard_seen"
 _SHOWN = 12
 _CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
 
@@ -52,10 +51,8 @@ class Place:
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
     """Append to an error of mixed tensors that left the forward of `top` where it happened and what to do."""
-    if not isinstance(error, RuntimeError | TypeError | ValueError) or getattr(error, _SEEN, False):
+    if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
-    # The innermost unit judges: by the time the error reaches those around it, its parameters are sharded again.
-    setattr(error, _SEEN, True)
     text = str(error)
     if _SHARDED_AND_PLAIN in text:
         place = _innermost(error.__traceback__, top)
@@ -91,13 +88,31 @@ def _where(place: Place, top: nn.Module, unit: Unit) -> str:
     return f"{kind} {path!r}" if path else f"{kind}, the root"
 
 
+def _left_a_unit(trace: TracebackType | None) -> bool:
+    """Whether the error has left the forward of another unit before: the innermost unit judges.
+
+    By the time the error reaches those around it, its parameters are sharded again. The first frame is this unit's.
+    """
+    while trace is not None and (trace := trace.tb_next) is not None:
+        if trace.tb_frame.f_code.co_filename == _CALLS:
+            owner = _first_argument(trace.tb_frame)
+            if isinstance(owner, nn.Module) and STATE_KEY in owner.__dict__:
+                return True
+    return False
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """In a method of a module it is the module, whatever its author calls it."""
+    arguments = frame.f_code.co_varnames
+    return frame.f_locals.get(arguments[0]) if arguments else None
+
+
 def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
     names = {module: name for name, module in top.named_modules()}
     found = None
     while trace is not None:
         frame = trace.tb_frame
-        arguments = frame.f_code.co_varnames  # the first is the module, whatever its author calls it
-        owner = frame.f_locals.get(arguments[0]) if arguments else None
+        owner = _first_argument(frame)
         if isinstance(owner, nn.Module) and owner in names and frame.f_code.co_filename != _CALLS:
             found = owner, frame.f_locals
         trace = trace.tb_next

@@ -21,7 +21,7 @@ from ..params.param import Replacements, dropped_name, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
 from ..reduce.listeners import LISTENERS
 from ..root import Root
-from ..shard_lookup import cut_flat, lies_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
+from ..shard_lookup import cut_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
 from .caller import stack_level_of_program
 from .saved_shards import rank_of_other_shard
 from .shared_parameters import all_modules
@@ -129,7 +129,6 @@ def _check(optimizer: Any, parameters: list[Any]) -> None:
     _refuse_state_of_another_rank(optimizer, parameters)
     if optimizer not in _guarded:
         optimizer.register_state_dict_pre_hook(_refuse_local_state)
-        optimizer.register_state_dict_post_hook(_mark_state_dict)
         optimizer.register_load_state_dict_post_hook(_forget)
         _guarded.add(optimizer)
 
@@ -185,44 +184,13 @@ _OVER_WHOLE: dict[type, str] = {
     torch.optim.Adafactor: "means over the rows and columns of each parameter",
 }
 
-_MARK = "unshard_shard"
-"""A key of the first param group in state dicts: which shard, of how many, the plain tensors in it are."""
-
-
-def _shard_of(parameters: list[Any]) -> list[int] | None:
-    """Which shard, of how many, plain tensors of state are on this rank; DTensors know it themselves."""
-    flat = [each for each in parameters if lies_flat([each], ranks=2)]
-    groups = param_groups_of(flat[:1])
-    return [groups[0].shards.rank, groups[0].shards.world] if groups else None
-
-
-def _mark_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """So that a load by another rank is noticed: a param group is all that a new optimizer keeps of it."""
-    shard = _shard_of(_parameters(optimizer))
-    if shard is not None and state_dict["param_groups"]:
-        state_dict["param_groups"][0][_MARK] = shard
-
-
-def without_mark(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict for those who make another one of it."""
-    if not any(_MARK in group for group in state_dict.get("param_groups", ())):
-        return state_dict
-    groups = [{key: each for key, each in group.items() if key != _MARK} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
-
 
 def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None:
-    """Saved by one rank and loaded by all: moments of other elements, which have the right shape at best."""
-    first = optimizer.param_groups[0] if optimizer.param_groups else {}
-    found, mine = first.get(_MARK), _shard_of(parameters)
-    if found is not None and mine is not None and list(found) != mine:
-        shard, shards = found
-        raise StateError(
-            f"This {type(optimizer).__name__} has loaded the state of shard {shard} of {shards}, while this rank has "
-            f"shard {mine[0]} of {mine[1]}. {_EACH_ITS_OWN} what FullyShardedDataParallel.optim_state_dict(model, "
-            f"optimizer) returns, and load it with {_LOADERS[False]}."
-        )
-    first.pop(_MARK, None)
+    """Saved by one rank and loaded by all: moments of other elements.
+
+    DTensors know whose shards they are. Plain tensors tell by their size alone: shards of one size look the same.
+    """
+    _refuse_state_of_other_size(optimizer, parameters)
     for entry in optimizer.state.values():
         for key, value in _tensors(entry).items():
             other = rank_of_other_shard(value)
@@ -233,6 +201,24 @@ def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None
                     "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, and load it with "
                     f"{_LOADERS[True]}."
                 )
+
+
+def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
+    """Only for torch's optimizers, all of whose states have the parameter's shape, or no dimensions."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind in _OVER_WHOLE:
+        return
+    for each in parameters:
+        wrong = {key: its for key, its in _tensors(optimizer.state.get(each)).items() if its.shape != each.shape}
+        name = cut_flat([each]) if wrong else None
+        if name is not None:
+            key, state = next(iter(wrong.items()))
+            raise StateError(
+                f"This {kind.__name__} has {key!r} of {state.numel()} elements for {name!r}, of which rank "
+                f"{dist.get_rank()} has {each.numel()}: it has loaded the state of another rank, or of another number "
+                f"of ranks. {_EACH_ITS_OWN} what FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, "
+                f"and load it with {_LOADERS[False]}."
+            )
 
 
 _EACH_ITS_OWN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections import OrderedDict
@@ -16,41 +17,29 @@ from ...errors import ParameterError
 from ...torch_private import ShardedTensor
 from .caller import stack_level_of_program
 
-_NOTE = "unshard_shards"
-
 FULL_STATE_DICT = "unshard.checkpoint.full_state_dict(model)"
 """What gives unsharded parameters."""
 
 
-class ShardsNote:
-    """Lies in the metadata of a state dict and is pickled with it, which is the moment to say what the file holds.
+class _Metadata(OrderedDict[str, Any]):
+    """The metadata of a state dict of shards. It is pickled with it, which is the moment to say what the file holds.
 
-    One for each state dict, so that one `torch.save` warns once.
+    Pickles, copies and looks as the metadata that it takes the place of.
     """
 
-    _notes: weakref.WeakValueDictionary[int, ShardsNote] = weakref.WeakValueDictionary()
+    def __init__(self, metadata: Any, state_dict: Any, full: str):
+        super().__init__(metadata)
+        self._state_dict, self._full = weakref.ref(state_dict), full
 
-    def __init__(self, state_dict: OrderedDict[str, Any], full: str):
-        """`full`: the call that gives unsharded parameters instead."""
-        self._of = weakref.ref(state_dict)
-        self._full = full
+    def __repr__(self) -> str:
+        return repr(OrderedDict(self))
 
-    @classmethod
-    def put(cls, state_dict: Any, metadata: dict[str, Any], full: str) -> None:
-        """Into the metadata that a module adds to `state_dict`."""
-        if not isinstance(state_dict, OrderedDict):
-            return  # a user's own dict has no metadata
-        note = cls._notes.get(id(state_dict))
-        if note is None or note._of() is not state_dict:
-            note = cls._notes[id(state_dict)] = cls(state_dict, full)
-        metadata[_NOTE] = note
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied, metadata = memo.get(id(self._state_dict())), copy.deepcopy(OrderedDict(self), memo)
+        return metadata if copied is None else _Metadata(metadata, copied, self._full)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardsNote:
-        copied = memo.get(id(self._of()))
-        return self if copied is None else ShardsNote(copied, self._full)
-
-    def __reduce__(self) -> Any:
-        state_dict = self._of()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state_dict = self._state_dict()
         if state_dict is None or any(map(_is_cut, state_dict.values())):
             warnings.warn(
                 f"A state dict of shards is being pickled by rank {dist.get_rank()}, which holds its own shards only. "
@@ -59,7 +48,14 @@ class ShardsNote:
                 f"{self._full} on all ranks, and save its result; or save shards with torch.distributed.checkpoint.",
                 stacklevel=stack_level_of_program(),
             )
-        return OrderedDict, ()  # what a load with weights_only=True accepts
+        return OrderedDict(self).__reduce_ex__(protocol)
+
+
+def warn_when_pickled(state_dict: Any, full: str) -> None:
+    """`full`: the call that gives unsharded parameters instead."""
+    metadata = getattr(state_dict, "_metadata", None)  # a user's own dict has none
+    if type(metadata) is OrderedDict and isinstance(state_dict, OrderedDict):
+        state_dict._metadata = _Metadata(metadata, state_dict, full)  # type: ignore[attr-defined]
 
 
 def _is_cut(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...layout.flat import FlatSharding
 from ...layout.rows import RowSharding
@@ -96,7 +97,11 @@ class ManagedParam:
         return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
 
 
-_FORMER = "unshard_former_name"
+# What is known of parameters is kept beside them: an attribute would be copied and pickled with the parameter. Only
+# for parameters that no module has at rest, because torch does not convert DTensors that have weak references.
+_former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_dropped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Replacements:
@@ -105,39 +110,34 @@ class Replacements:
     seen = 0
 
 
-def mark_replaced(parameter: nn.Parameter, name: str) -> None:
+def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
     """Let a sharded parameter that a program has replaced by another be known as one: optimizers may still have it."""
-    setattr(parameter, _FORMER, name)
+    _former[parameter] = name
+    _former.pop(by, None)  # put back
     Replacements.seen += 1
 
 
 def former_name(parameter: Any) -> str | None:
     """The name, in its unit, of a sharded parameter that was replaced; None if it was not."""
-    return getattr(parameter, _FORMER, None)
-
-
-_UNSHARDED = "unshard_unsharded_name"
+    return _former.get(parameter)
 
 
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
     """Let an unsharded parameter be known as one: an optimizer must not be built of it."""
-    setattr(parameter, _UNSHARDED, name)
+    _unsharded[parameter] = name
 
 
 def unsharded_name(parameter: Any) -> str | None:
     """The name of an unsharded parameter; None if it is not one."""
-    return getattr(parameter, _UNSHARDED, None)
-
-
-_DROPPED = "unshard_dropped"
+    return _unsharded.get(parameter)
 
 
 def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
     """Let a sharded parameter be known as one that no module has any more: it was tied to another unit's."""
-    setattr(parameter, _DROPPED, (name, owner))
+    _dropped[parameter] = name, owner
     Replacements.seen += 1
 
 
 def dropped_name(parameter: Any) -> tuple[str, str] | None:
     """The name of a dropped parameter, and of the one in its place; None if it is not one."""
-    return getattr(parameter, _DROPPED, None)
+    return _dropped.get(parameter)

@@ -51,9 +51,12 @@ class ShardedParams:
         self.shard = self._lay_out()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those at rest, and those they were made from, as far as they live."""
-        origins = [origin for param in self.params if (origin := param.origin()) is not None]
-        return origins + [param.sharded for param in self.params]
+        """Those at rest."""
+        return [param.sharded for param in self.params]
+
+    def origins(self) -> list[nn.Parameter]:
+        """Those they were made from, as far as they live."""
+        return [origin for param in self.params if (origin := param.origin()) is not None]
 
     @property
     def flat_parameter(self) -> nn.Parameter | None:
@@ -307,7 +310,7 @@ class ShardedParams:
         current = next((p for p in registered if p is not param.sharded), param.sharded)
         self._check_replacement(param, current, unit)
         if current is not param.sharded:
-            mark_replaced(param.sharded, param.name)
+            mark_replaced(param.sharded, param.name, current)
         param.sharded = current
         for location in param.locations:
             if location.parameters[location.name] is not current:
