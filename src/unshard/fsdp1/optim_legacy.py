@@ -70,8 +70,7 @@ def shard_full_optim_state_dict(
 ) -> StateDict:
     """This rank's shards of a full state dict, which all ranks have."""
     _deprecated("shard_full_optim_state_dict", optim_input)
-    listed = _listed(model, optim, optim_input, full_optim_state_dict)
-    return optim_state_dict_to_load(model, listed, full_optim_state_dict, settings=_full(False))
+    return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict, _full(False))
 
 
 def flatten_sharded_optim_state_dict(
@@ -79,7 +78,7 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """This rank's shards of a sharded state dict."""
     _deprecated("flatten_sharded_optim_state_dict")
-    return optim_state_dict_to_load(model, optim, sharded_optim_state_dict, settings=_sharded())
+    return _to_load(model, optim, sharded_optim_state_dict, _sharded())
 
 
 def scatter_full_optim_state_dict(
@@ -92,7 +91,20 @@ def scatter_full_optim_state_dict(
     """This rank's shards of a full state dict, which rank 0 has."""
     _deprecated("scatter_full_optim_state_dict", optim_input)
     full = broadcast_states(full_optim_state_dict, group)
-    return optim_state_dict_to_load(model, _listed(model, optim, optim_input, full), full, settings=_full(False))
+    return _to_load(model, _listed(model, optim, optim_input), full, _full(False))
+
+
+def _to_load(model: nn.Module, optim: Any, given: StateDict, settings: StateDictSettings) -> StateDict:
+    """With the groups of `given`, as in PyTorch: programs add parameters that it does not have themselves."""
+    result = optim_state_dict_to_load(model, optim, given, settings=settings)
+    if "param_groups" in given:
+        names = names_of(model, units_of(model))
+        own = [parameter for group in optim.param_groups for parameter in group["params"]]
+        numbers = {name: number for number, each in enumerate(own) for name in names[id(each)]}
+        found = [{numbers[name] for name in group["params"] if name in numbers} for group in given["param_groups"]]
+        groups = zip(given["param_groups"], found, strict=True)
+        result["param_groups"] = [{**group, "params": sorted(params)} for group, params in groups if params]
+    return result
 
 
 def rekey_optim_state_dict(
@@ -128,27 +140,11 @@ class Listed:
     param_groups: list[dict[str, Any]]
 
 
-def _listed(model: nn.Module, optim: Any, optim_input: Any, given: StateDict | None = None) -> Any:
-    """`optim` or, without one, the parameters that it would be built from: `optim_input`, or all of the model's.
-
-    The parameters of the model are divided into the groups of the state dict `given`, if it has several.
-    """
+def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
+    """`optim` or, without one, the parameters that it would be built from: `optim_input`, or all of the model's."""
     if optim is not None:
         return optim
-    if optim_input is not None:
-        inputs = list(optim_input)
-        if all(isinstance(each, dict) for each in inputs):
-            return Listed([{"params": list(each["params"])} for each in inputs])
-        return Listed([{"params": inputs}])
-    parameters = list(model.parameters())
-    groups = [] if given is None else given["param_groups"]
-    if len(groups) < 2:
-        return Listed([{"params": parameters}])
-    names = names_of(model, units_of(model))
-    number = {name: index for index, group in enumerate(groups) for name in group["params"]}
-    divided: list[dict[str, Any]] = [{"params": []} for _ in groups]
-    for parameter in parameters:
-        mine = number.get(names[id(parameter)][0])
-        if mine is not None:
-            divided[mine]["params"].append(parameter)
-    return Listed(divided)
+    inputs = list(model.parameters() if optim_input is None else optim_input)
+    if inputs and all(isinstance(each, dict) for each in inputs):
+        return Listed([{"params": list(each["params"])} for each in inputs])
+    return Listed([{"params": inputs}])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from bed import world
 from bed.wrapped import wrap
 from torch import nn
@@ -178,3 +179,49 @@ def test_f1_101_unmanaged_parameters_in_the_older_methods(originals: bool, group
     other.load_state_dict(FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=other))
     names = FSDP.rekey_optim_state_dict(other.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=other)
     assert same(names["state"], full["state"])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@flat_or_originals
+@quiet
+@world(2)
+def test_unmanaged_parameters_that_were_not_saved(originals: bool, groups: int) -> None:
+    """As in PyTorch: the older methods leave their numbers out, for the program to add them and their state."""
+    found = []
+    for api in (FSDP, torch_fsdp.FullyShardedDataParallel):
+
+        def model_of(extra: bool, api: Any = api) -> tuple[nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(0)
+            model = nn.Module()
+            if extra:
+                model.unmanaged = nn.Parameter(torch.ones(5, 5))
+            for name in ("a", "b"):
+                unit = api(nn.Linear(4, 4), use_orig_params=originals, device_id=torch.device("cpu"))
+                model.register_module(name, unit)
+            cut = 1 + (2 if originals else 1) * 1
+            parameters = list(model.parameters())
+            parts = [parameters] if groups == 1 else [parameters[: cut - (not extra)], parameters[cut - (not extra) :]]
+            return model, torch.optim.Adam([{"params": part} for part in parts], lr=0.1)
+
+        saved_model, saved = model_of(extra=False)
+        saved_model.b(saved_model.a(torch.ones(2, 4))).sum().backward()
+        saved.step()
+        full = api.full_optim_state_dict(saved_model, saved, rank0_only=False)
+        model, optimizer = model_of(extra=True)
+        given = [{"params": group["params"]} for group in optimizer.param_groups]
+        results = [
+            api.shard_full_optim_state_dict(full, model, optim=optimizer),
+            api.shard_full_optim_state_dict(full, model, optim_input=given),
+            api.shard_full_optim_state_dict(full, model),
+            api.scatter_full_optim_state_dict(full, model, optim=optimizer),
+            api.flatten_sharded_optim_state_dict(api.sharded_optim_state_dict(saved_model, saved), model, optimizer),
+        ]
+        found.append([result["param_groups"] for result in results])
+        for result in results:
+            assert 0 not in result["state"] and 0 not in result["param_groups"][0]["params"]
+            result["param_groups"][0]["params"].insert(0, 0)
+            result["state"][0] = {name: torch.zeros(5, 5) for name in ("exp_avg", "exp_avg_sq")}
+            result["state"][0]["step"] = torch.tensor(1.0)
+            optimizer.load_state_dict(result)
+            assert optimizer.state_dict()["state"][1]["exp_avg"].any() or dist.get_rank()
+    assert found[0] == found[1]
