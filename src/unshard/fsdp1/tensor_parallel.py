@@ -6,6 +6,7 @@ the unsharded parameter is a DTensor on the tensor-parallel mesh again.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,20 +48,35 @@ def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> Non
 
 
 def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module) -> Any:
-    """`mesh` without its last dimension, if it has one more than the strategy asks for and that one is tensor parallel.
+    """`mesh` without its last dimension, if it has one more than the strategy asks for.
 
-    Anything else is returned as it is, to be checked with the other arguments.
+    Ranks of that dimension are tensor parallel, or share nothing. Anything else is returned, to be checked with the
+    other arguments; also a mesh for a hybrid strategy whose last dimension is not tensor parallel.
     """
     traits = STRATEGIES.get(strategy, STRATEGIES[ShardingStrategy.FULL_SHARD])
-    dims = 2 if traits.shards and traits.replicates else 1
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != dims + 1 or mesh.mesh_dim_names is None:
+    hybrid = traits.shards and traits.replicates
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):
         return mesh
+    names = mesh.mesh_dim_names
+    is_parallel = names is not None and _has_parameters_on(mesh[names[-1]], module)
+    if hybrid:
+        return mesh[names[:-1]] if names is not None and is_parallel else mesh
+    if not is_parallel and mesh.size(1) > 1:
+        first, last = (0, 1) if names is None else map(repr, names)
+        warnings.warn(
+            f"device_mesh has two dimensions: this {type(module).__name__} is sharded over {first}, as in PyTorch, and "
+            f"nothing is averaged over {last}, where it has no tensor-parallel parameters. Give the ranks of {last} "
+            "the same data. For shards and replicas pass sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
+            stacklevel=3,
+        )
+    return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type) if names is None else mesh[names[0]]
+
+
+def _has_parameters_on(mesh: DeviceMesh, module: nn.Module) -> bool:
     found = [each.device_mesh for each in module.parameters() if isinstance(each, DTensor)]
     for state in wrapper_states(module):
         found += [param.tp_spec.mesh for param in state.unit.params if param.tp_spec is not None]
-    last = mesh[mesh.mesh_dim_names[-1]]
-    is_parallel = any(each == last for each in {id(each): each for each in found}.values())
-    return mesh[mesh.mesh_dim_names[:-1]] if is_parallel else mesh
+    return any(each == mesh for each in {id(each): each for each in found}.values())
 
 
 def tensor_parallel_groups(params: Iterable[ManagedParam]) -> list[Any]:

@@ -446,7 +446,7 @@ def test_meshes(originals: bool) -> None:
         assert all(value.device_mesh == whole for name, value in found.items() if name != "scale")
         assert found["second.weight"].placements[-2:] == (Shard(0), Shard(1))
     with pytest.raises(ValueError, match="one dimension"):
-        FSDP(Net(), device_mesh=mesh)
+        FSDP(Net(), device_mesh=three)
     with pytest.raises(NotImplementedError, match=r"'first.weight' of Net is already a DTensor over the ranks"):
         FSDP(parallel(mesh["tp"]), use_orig_params=originals)
     odd = nn.Linear(2, 2)
