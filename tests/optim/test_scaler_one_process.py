@@ -282,3 +282,16 @@ def test_a_group_that_does_not_say_which_devices_it_serves() -> None:
         scaler.step(optimizer)
         assert weight.tolist() == [1.0]
         assert any("allreduce" in call.op for call in group.log)
+
+
+def test_unscaling_as_torch_calls_it() -> None:
+    """`_unscale_grads_` of PyTorch's sharded scaler has a default, and programs call it with three arguments."""
+    scaler, table = GradScaler("cpu"), nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    found = scaler._unscale_grads_(optimizer, torch.tensor([0.5]), torch.zeros(1))
+    assert {device: flag.item() for device, flag in found.items()} == {torch.device("cpu"): 0.0}
+    assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    table.weight.grad.values().fill_(INF)
+    found = scaler._unscale_grads_(optimizer, torch.tensor([0.5]), torch.zeros(1), True)
+    assert [flag.item() for flag in found.values()] == [1.0]

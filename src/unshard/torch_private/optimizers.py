@@ -23,7 +23,7 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Multiply the gradients by `inverse`. Returns for each device 1 if any gradient is not finite, else 0."""
         raise NotImplementedError
 
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         return self.unscale_gradients(optimizer, inv_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
