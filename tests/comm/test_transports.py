@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from unshard.comm import process_group
 from unshard.comm.agreement import require_agreement
-from unshard.comm.groups import group_like
+from unshard.comm.groups import group_like, group_of
 from unshard.comm.interface import Label, Transport, Work
 from unshard.comm.order import check, polling
 from unshard.comm.order.checked_transport import OrderCheckedTransport
@@ -279,6 +279,19 @@ def test_ranks_of_a_second_group_may_be_in_different_numbers_of_groups() -> None
     assert (own is mine) == (dist.get_rank() < 2)  # one group for both is right, too, and only slower
     assert second_group(dist.group.WORLD) is not dist.group.WORLD
     conforms(transport_for(mine, CPU, separate=True), mine.rank(), 2)
+
+
+@world(3)
+def test_groups_of_some_ranks_do_not_disturb_later_groups_of_all() -> None:
+    """Torch 2.14 and newer count them on their ranks alone, and name the next group of all ranks by that count."""
+    pair = [0, 1]
+    if dist.get_rank() in pair:
+        made = [group_of(pair, "one purpose"), group_of(pair, "another")]
+        assert made[0] is not made[1] and group_of(pair, "another") is made[1]
+        for each in made:
+            conforms(transport_for(each, CPU), each.rank(), 2)
+    later = dist.new_group()  # of the program, or of a device mesh
+    conforms(transport_for(later, CPU), later.rank(), 3)
 
 
 @world(2)

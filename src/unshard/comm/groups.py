@@ -17,6 +17,7 @@ from ..torch_private import (
     group_timeout,
     nccl_options,
     number_of_groups,
+    own_group_name,
     root_mesh,
 )
 
@@ -34,7 +35,8 @@ def group_of(ranks: Sequence[int], purpose: str) -> Any:
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:
-        made[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"unshard {purpose}")
+        with own_group_name(ranks):
+            made[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"unshard {purpose}")
     return made[key]
 
 
@@ -59,6 +61,7 @@ def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[]
 def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
     nccl, whole = backend == "nccl", group.size() == dist.get_world_size()
     timeout, description = group_timeout(group, device), "unshard reduce-scatters"
+    ranks = dist.get_process_group_ranks(group)
     if nccl and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
         # Torch makes groups by splitting communicators then. `new_group` splits that of the whole job, for which all
         # ranks of the job have to call; `split_group` crashes with that one if it is not the first of the process
@@ -66,20 +69,22 @@ def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
         if not backend_of(group, device).supports_splitting:  # in torch's debug mode
             return None
         if not whole:
-            return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
-    # Torch names a group of some ranks by how many groups a rank is in. With different names the ranks would wait for
-    # each other; a group of all ranks has a number that all of them count.
+            with own_group_name(ranks):
+                return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
+    # Until 2.13, torch names a group of some ranks by how many groups a rank is in. With different names the ranks
+    # would wait for each other.
     if not whole and not _same_on_all_ranks(number_of_groups(), group, device):
         return None
-    return dist.new_group(
-        None if whole else dist.get_process_group_ranks(group),
-        timeout,
-        backend if backend in ("nccl", "gloo") else None,
-        nccl_options(group, device) if nccl else None,
-        use_local_synchronization=not whole,
-        group_desc=description,
-        device_id=device if nccl else None,  # makes the communicator at once
-    )
+    with own_group_name(ranks):
+        return dist.new_group(
+            None if whole else ranks,
+            timeout,
+            backend if backend in ("nccl", "gloo") else None,
+            nccl_options(group, device) if nccl else None,
+            use_local_synchronization=not whole,
+            group_desc=description,
+            device_id=device if nccl else None,  # makes the communicator at once
+        )
 
 
 def _same_on_all_ranks(number: int, group: Any, device: torch.device) -> bool:

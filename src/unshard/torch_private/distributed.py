@@ -6,7 +6,9 @@ import copy
 import importlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -113,8 +115,33 @@ def call_before_destruction(callback: Callable[[], None]) -> None:
 
 
 def number_of_groups() -> int:
-    """How many process groups this rank is in; there is no public way. All versions."""
+    """How many process groups this rank is in; there is no public way. All versions.
+
+    Until 2.13, torch names a group for which only its ranks call by this number.
+    """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+_OWN_NUMBERS = 1 << 32  # above any number that torch itself gives out
+_own_groups: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()  # by default group
+
+
+@contextmanager
+def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
+    """Name the process group of these ranks that is made inside by a number of our own.
+
+    Torch names groups by a counter that all ranks must agree on. Since 2.14 it also counts groups for which only their
+    ranks call. Other ranks then have another count, and the next `new_group` of the whole job waits forever. Our
+    numbers depend on the ranks of the group alone, and torch's counter stays as it was. There is no public way. All
+    versions; 2.11 to 2.13 use the counter for groups of the whole job only.
+    """
+    world, made = dist.distributed_c10d._world, _own_groups.setdefault(dist.group.WORLD, Counter())
+    before, world.group_count = world.group_count, _OWN_NUMBERS + made[tuple(ranks)]
+    made[tuple(ranks)] += 1
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def nccl_options(group: Any, device: torch.device) -> Any:
