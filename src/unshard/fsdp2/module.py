@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.memory import pool_of_group, symmetric_pool
 from ..comm.user_collectives import AllGather, ReduceScatter
 from ..engine.api import FSDPState, Unit, UnshardHandle, refuse_shared_memory, state_of
-from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError
+from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError, UnsupportedError
 from ..torch_private import frame_not_compiled
 from .copying import copy_sharded
 
@@ -134,6 +134,35 @@ class FSDPModule:
         """False: more backwards follow in this iteration (pipeline schedules)."""
         _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: the backwards of this iteration end with `finalize_backward` (pipeline schedules of torch 2.15)."""
+        _state(self).root_options().last_backward = not _bool("enabled", enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since `set_manual_backward_finalization(True)`: reduce gradients that wait, and reshard.
+
+        To reduce gradients that were accumulated without synchronisation, turn synchronisation on before. `async_op`
+        returns a handle; the gradients are complete already.
+        """
+        state = _state(self)
+        if state.is_initialised:
+            options = state.root_options()
+            before, options.last_backward = options.last_backward, True
+            try:
+                state.find_root(state.modules()[0]).end_backward()
+            finally:
+                options.last_backward = before
+        return GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Not supported: `reshard` frees the memory of unsharded parameters. For programs that turn it off."""
+        if _bool("keep", keep):
+            raise UnsupportedError(
+                "set_keep_unsharded_storage(True) is not supported: unshard frees unsharded parameters when it "
+                "reshards. To capture steps as CUDA graphs, use unshard.capture; to keep parameters, "
+                "set_reshard_after_forward(False)."
+            )
+
     def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for trainable parameters without gradient, so that ranks may use different parameters."""
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
@@ -224,6 +253,13 @@ class FSDPModule:
         """A second sharded model with the same values."""
         assert isinstance(self, nn.Module)
         return copy_sharded(self, memo)
+
+
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns."""
+
+    def wait(self) -> None:
+        """Return at once: the gradients are complete."""
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

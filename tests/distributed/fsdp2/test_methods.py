@@ -56,6 +56,37 @@ def test_one_gather_for_a_whole_accumulation() -> None:
         assert_at_rest(model)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@world(2)
+def test_backwards_that_the_program_ends(async_op: bool) -> None:
+    """As the pipelines of torch 2.15 do: unreduced gradients of all backwards, and one call at the end."""
+    model, reference = sharded(reshard_after_forward=False), Stack()
+    model.finalize_backward()  # before the first forward: no effect
+    for _ in range(2):
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            loss_of(reference, seed).backward()
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            handle.wait()
+        model.set_manual_backward_finalization(False)
+        assert_gradients(model, reference)
+        assert_at_rest(model)
+    loss_of(model, 3).backward()  # ends by itself again
+    loss_of(reference, 3).backward()
+    assert_gradients(model, reference)
+    assert_at_rest(model)
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(NotImplementedError, match=r"unshard\.capture"):
+        model.set_keep_unsharded_storage(True)
+
+
 @world(2)
 def test_pipeline_like_order_of_backwards() -> None:
     """Contract API-04, ACC-11: several forwards, then their backwards, only the last of which synchronises."""

@@ -23,6 +23,7 @@ from ...fsdp2.meshes import (
 )
 from ...fsdp2.module import (
     FSDPModule,
+    GradientReductionHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,
