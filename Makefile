@@ -66,7 +66,8 @@ test-gpu:
 
 # Pairs of Python and torch, each with an environment of its own under .versions/. The interpreters must be on the PATH.
 # The package index has torch for Linux with CUDA libraries only: 3 GB to download for each version of torch.
-VERSIONS ?= 3.10-2.11.0 3.12-2.12.1 3.13-2.13.0
+# The last one is the newest torch; `torch_private/versions.py` names it as well.
+VERSIONS ?= 3.10-2.11.0 3.12-2.12.1 3.13-2.13.0 3.11-2.14.1 3.11-2.15.0
 test-versions:
 	@failed=""; for each in $(VERSIONS); do \
 	  echo "Python $${each%-*}, torch $${each#*-}"; \

@@ -1,8 +1,9 @@
 """Every private torch API that this library needs, with the reason and the torch versions that have it.
 
-"All versions" are the supported ones; checked with torch 2.11 (CUDA) and 2.13 (CPU).
+"All versions" are the supported ones, 2.11 to 2.15; checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU).
 """
 
+from . import versions as versions  # first: it checks the version, before anything else can fail
 from .autograd import *
 from .checkpoints import *
 from .distributed import *

@@ -1,0 +1,35 @@
+"""The versions of torch that unshard runs with. Importing this module checks the installed one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+import torch
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""The tests have run with these versions and those between. Patch releases and builds (2.15.1+cu130) do not matter."""
+
+
+def check(version: str) -> None:
+    """Refuse a torch that is too old. Log a warning on rank 0 if it is newer than any that was tested.
+
+    It is a log message, not a Python warning: programs that turn warnings into errors would fail at the import.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:  # someone's own build, which only they can judge
+        return
+    found = int(match[1]), int(match[2])
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    if found < OLDEST:
+        raise ImportError(f"unshard needs torch {oldest} or newer, found torch {version}. Upgrade torch.")
+    if found > NEWEST and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("unshard").warning(
+            "torch %s is newer than the versions that this unshard was tested with (%s to %s). unshard uses some "
+            "private APIs of torch. If an error names one, upgrade unshard or install torch %s.",
+            *(version, oldest, newest, newest),
+        )
+
+
+check(torch.__version__)
