@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import re
 from pathlib import Path
 
+import pytest
+from bed.programs import python
+
 import unshard
+from unshard.torch_private import versions
 
 REPOSITORY = Path(__file__).parent.parent
+PACKAGE = Path(unshard.__file__).parent
 
 # The names of the surface, and those that programs of power users import from inside PyTorch's.
 PUBLIC = (
@@ -55,6 +61,95 @@ def test_arguments_of_fully_shard() -> None:
     ]
     keywords = [each for name, each in parameters.items() if name != "module"]
     assert all(each.kind is each.KEYWORD_ONLY and each.default is None for each in keywords)
+
+
+LAZILY = """
+import sys, unshard
+assert unshard.__version__ and "torch" not in sys.modules
+assert not hasattr(unshard, "__wrapped__") and "torch" not in sys.modules  # what tools look up in any module
+unshard.capture = mine = object()
+assert issubclass(unshard.errors.ArgumentError, ValueError)  # a module that is no public name
+assert unshard.capture is mine and unshard.fully_shard.__module__ == "unshard.fsdp2.fully_shard"
+assert set(unshard.__all__) | {"__version__"} <= set(dir(unshard)) and set(unshard.__all__) <= set(vars(unshard))
+from unshard import *
+assert FSDPModule is unshard.FSDPModule
+try:
+    unshard.no_such_name
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_the_package_imports_torch_when_a_name_is_used() -> None:
+    """So that the command line answers at once. A program sees no difference."""
+    assert python("-c", LAZILY).stdout == "module 'unshard' has no attribute 'no_such_name'\n"
+
+
+def test_every_package_can_be_imported_first() -> None:
+    """Nothing depends on what `unshard/__init__.py` would have imported before."""
+    names = [f"unshard.{each.stem}" for each in sorted(PACKAGE.glob("[a-z]*")) if each.name != "py.typed"]
+    assert len(names) > 15
+    assert python("-c", IMPORTS_EACH, *names).stdout.split() == ["ended", *["0"] * len(names)]
+
+
+# Forks, so that torch is imported once.
+IMPORTS_EACH = """
+import importlib, os, sys
+import torch.distributed.fsdp, torch.distributed.tensor
+assert "unshard" not in sys.modules
+found = ["ended"]
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        importlib.import_module(name)
+        os._exit(0)
+    found.append(os.waitpid(child, 0)[1])
+print(*found)
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "logged"),
+    [
+        ("2.11.0", False),
+        ("2.11.0a0+git1234", False),
+        ("2.15.7+cu130", False),
+        ("2.15.0.dev20261001", False),
+        ("2.16.0", True),
+        ("2.16.0a0+git1234", True),
+        ("2.16.0.dev20261201+cpu", True),
+        ("3.0.0rc1", True),
+        ("our-build", False),
+    ],
+)
+def test_a_newer_torch_is_told_once(version: str, logged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "unshard"):
+        versions.check(version)
+    assert [each.name for each in caplog.records] == ["unshard"] * logged
+    if logged:
+        assert f"torch {version} is newer" in caplog.text and "2.11 to 2.15" in caplog.text
+
+
+def test_only_rank_0_tells(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("RANK", "1")
+    versions.check("2.99.0")
+    assert not caplog.records
+
+
+def test_an_old_torch_is_refused() -> None:
+    for version in ("2.10.1+cu128", "1.13.0"):
+        with pytest.raises(ImportError, match=f"needs torch 2.11 or newer, found torch {re.escape(version)}"):
+            versions.check(version)
+
+
+def test_the_versions_of_torch_agree() -> None:
+    """Of the dependency, which has no upper bound: pip would replace a newer torch; and of `make test-versions`."""
+    oldest, newest = (".".join(map(str, each)) for each in (versions.OLDEST, versions.NEWEST))
+    assert re.findall(r'"(torch\b[^"]*)"', (REPOSITORY / "pyproject.toml").read_text())[0] == f"torch>={oldest}"
+    pairs = re.search(r"^VERSIONS \?= (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert pairs is not None
+    tested = [pair.split("-")[1].rpartition(".")[0] for pair in pairs[1].split()]
+    assert tested[0] == oldest and tested[-1] == newest
 
 
 def test_one_version() -> None:

@@ -1,93 +1,25 @@
 """Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
 
-from . import checkpoint, optim, tools, wrap
-from .captured_step import CapturedStep, capture
-from .comm.broadcast import sync_module_states
-from .comm.user_collectives import AllGather, Comm, ReduceScatter
-from .engine.api import UnshardHandle
-from .errors import CheckpointError, CollectiveError, OrderError, UnshardError
-from .fsdp1.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from .fsdp1.flat_parameter import FlatParameter
-from .fsdp1.optim_legacy import OptimStateKeyType
-from .fsdp1.wrapper import FullyShardedDataParallel
-from .fsdp2.fully_shard import fully_shard
-from .fsdp2.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from .fsdp2.module import (
-    FSDPModule,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from .fsdp2.placements import ShardPlacementResult
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
-from .wrap import CustomPolicy, ModuleWrapPolicy
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CapturedStep",
-    "CheckpointError",
-    "CollectiveError",
-    "Comm",
-    "CustomPolicy",
-    "DDPMeshInfo",
-    "DataParallelMeshDims",
-    "FSDPMeshInfo",
-    "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "HSDPMeshInfo",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ModuleWrapPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "OptimizerOffloadPolicy",
-    "OrderError",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardError",
-    "UnshardHandle",
-    "capture",
-    "checkpoint",
-    "disable_fsdp_module_new_init",
-    "fully_shard",
-    "get_cls_to_fsdp_cls",
-    "optim",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "sync_module_states",
-    "tools",
-    "wrap",
-]
+if TYPE_CHECKING:
+    from ._public import *
+    from ._public import __all__ as __all__
 
 __version__ = "0.2.0"
+
+if not TYPE_CHECKING:  # type checkers see the names above, and would take any other name for `Any`
+
+    def __getattr__(name: str) -> Any:
+        """Import all public names when the first one is used: `unshard --help` does not wait for torch."""
+        if name == "__all__" or not name.startswith("__"):
+            public = importlib.import_module("._public", __name__)
+            for each in ("__all__", *public.__all__):
+                globals().setdefault(each, getattr(public, each))  # keeps what a program has assigned
+            if name in globals():  # also modules that are no public names, such as `unshard.errors`
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

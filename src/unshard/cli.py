@@ -1,52 +1,78 @@
-"""The command `unshard`."""
+"""The command `unshard`. Commands import torch when they need it: help and wrong arguments do not wait for it."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib.metadata
+import os
+import signal
 import sys
+from collections.abc import Iterable
+from typing import NoReturn
 
-from . import checkpoint
-from .dropin.running import USAGE, run
-from .errors import ArgumentError
+from . import __version__
+from .usage import CHECKPOINT, COMMANDS, EXPORT, RUN
 
-CHECKPOINT_USAGE = """usage: unshard checkpoint verify PATH
-       unshard checkpoint inspect PATH
-       unshard checkpoint diff PATH PATH
-
-PATH is a checkpoint that unshard.checkpoint.save wrote, or the folder with several, of which the latest is taken.
-verify reads all of it and compares all checksums; the exit status is 1 if it is damaged. inspect prints a table of its
-tensors. diff prints what differs between two; the exit status is 0 if they are equal, else 1. None of them needs the
-other ranks or a GPU."""
-
-EXPORT_USAGE = """usage: unshard export CHECKPOINT FOLDER [--dtype DTYPE] [--max-file-size SIZE] [--prefix PREFIX]
-                      [--tied-name NAME]... [--overwrite]
-
-Writes the model of a checkpoint as safetensors files. --dtype: of floating-point tensors, such as bfloat16.
---max-file-size: such as 5GB, which is the default. --prefix: put before all names. --tied-name: the name to write a
-tied tensor under, instead of the first one. --overwrite: replace the files of an earlier export."""
-
+_HELP = ("-h", "--help")
+_COMMANDS = ("run", "checkpoint", "export")
+_OPTIONS = ("--help", "--version")
 _PATHS = {"verify": 1, "inspect": 1, "diff": 2}
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["run"]:
-        return run(arguments[1:])
-    if arguments[:1] == ["checkpoint"]:
-        return _checkpoint(arguments[1:])
-    if arguments[:1] == ["export"]:
-        return _export(arguments[1:])
-    asked = arguments[:1] in (["-h"], ["--help"])
-    print(f"{USAGE}\n\n{CHECKPOINT_USAGE}\n\n{EXPORT_USAGE}", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    command, *rest = sys.argv[1:] or [""]
+    if command == "run" and rest and rest[0] not in _HELP:
+        from .dropin.running import run
+
+        return run(rest)  # outside the `try`: exceptions belong to the program
+    try:
+        status = _answer(command, rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has left: `unshard checkpoint inspect PATH | head`
+        # Python flushes stdout once more at exit, and would report the same error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return _refuse(f"unshard {command}: interrupted.", 128 + signal.SIGINT)
+
+
+def _answer(command: str, rest: list[str]) -> int:
+    if command == "checkpoint":
+        return _checkpoint(rest)
+    if command == "export":
+        return _export(rest)
+    if command == "run":
+        return _show(RUN, asked=bool(rest))
+    if command in ("-V", "--version"):
+        return _show(_version())
+    if command in ("", *_HELP):
+        return _show(COMMANDS, asked=bool(command))
+    return _unknown("unshard", command, _COMMANDS)
+
+
+def _version() -> str:
+    try:
+        return f"unshard {__version__} (torch {importlib.metadata.version('torch')})"
+    except importlib.metadata.PackageNotFoundError:  # a torch that was not installed as a package
+        return f"unshard {__version__}"
 
 
 def _checkpoint(arguments: list[str]) -> int:
-    asked = arguments[:1] in (["-h"], ["--help"])
-    if asked or not arguments or _PATHS.get(arguments[0]) != len(arguments) - 1:
-        print(CHECKPOINT_USAGE, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    command, *paths = arguments
+    command, *paths = arguments or [""]
+    if command in ("", *_HELP) or (paths and paths[0] in _HELP):
+        return _show(CHECKPOINT, asked=bool(command))
+    if command not in _PATHS:
+        return _unknown("unshard checkpoint", command, _PATHS)
+    title, count = f"unshard checkpoint {command}", _PATHS[command]
+    options = [each for each in paths if each.startswith("-")]
+    if options:
+        return _refuse(f"{title}: unknown option {options[0]!r}. See `unshard checkpoint --help`.")
+    if len(paths) != count:
+        return _refuse(f"{title}: expected {count} PATH argument{'s'[: count - 1]}, got {len(paths)}.")
+    from . import checkpoint
+
     try:
         if command == "diff":
             found = checkpoint.diff(*paths)
@@ -57,35 +83,57 @@ def _checkpoint(arguments: list[str]) -> int:
         else:
             print(f"{checkpoint.verify(*paths)} is whole: all checksums agree.")
     except checkpoint.CheckpointError as error:
-        print(f"unshard checkpoint {command}: {error}", file=sys.stderr)
-        return 1
+        return _refuse(f"{title}: {error}", 1)
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
-        return f"{EXPORT_USAGE}\n"
+        return f"{EXPORT}\n"
 
-    format_usage = format_help
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
 def _export(arguments: list[str]) -> int:
     parser = _Parser("unshard export")
-    parser.add_argument("checkpoint")
-    parser.add_argument("folder")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("folder", metavar="FOLDER")
     parser.add_argument("--dtype")
     parser.add_argument("--max-file-size", default="5GB")
     parser.add_argument("--prefix", default="")
     parser.add_argument("--tied-name", action="append", default=[], dest="tied_names")
     parser.add_argument("--overwrite", action="store_true")
     given = vars(parser.parse_args(arguments))
+    from . import checkpoint
+    from .errors import ArgumentError
+
     try:
         files = checkpoint.export(given.pop("checkpoint"), given.pop("folder"), **given)
     except (checkpoint.CheckpointError, ArgumentError) as error:
-        print(f"unshard export: {error}", file=sys.stderr)
-        return 1
+        return _refuse(f"unshard export: {error}", 1)
     print(*files, sep="\n")
     return 0
+
+
+def _show(text: str, asked: bool = True) -> int:
+    """Print what was asked for; without a command, the same text is an error."""
+    print(text, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def _unknown(title: str, command: str, known: Iterable[str]) -> int:
+    kind, known = ("option", _OPTIONS) if command.startswith("-") else ("command", tuple(known))
+    near = difflib.get_close_matches(command, known, 1)
+    if command.endswith(".py"):
+        near = [f"run {command}"]
+    hint = f"Did you mean `{title} {near[0]}`?" if near else f"Known: {', '.join(known)}."
+    return _refuse(f"{title}: unknown {kind} {command!r}. {hint} See `{title} --help`.")
+
+
+def _refuse(message: str, status: int = 2) -> int:
+    print(message, file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

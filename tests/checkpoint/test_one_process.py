@@ -277,7 +277,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (folder / "rank_00000.bin").write_bytes(b"")
     assert command(monkeypatch, "checkpoint", "verify", tmp_path) == 1
     assert "has 0 bytes, expected 128" in capsys.readouterr().err
-    for wrong in ((), ("verify",), ("delete", tmp_path)):
-        assert command(monkeypatch, "checkpoint", *wrong) == 2
-    assert "usage: unshard checkpoint" in capsys.readouterr().err
-    assert command(monkeypatch, "checkpoint", "--help") == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from bed.programs import DROPIN, TORCHRUN, python
 from bed.world import mostly_slow
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from unshard import cli
 from unshard.comm.process_group import EXIT_DELAY
 from unshard.dropin import running
 
@@ -302,7 +300,7 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
     assert done.stderr.count("replaces torch") == 1
 
 
-def test_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert running.run([]) == running.run(["-m"]) == running.run(["-m", "-x"]) == 2
     assert "usage: unshard run" in capsys.readouterr().err
     assert running.run(["--no-python", "program"]) == 2
@@ -312,8 +310,3 @@ def test_usage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert "--no-such-option" in capsys.readouterr().err
     assert running.run(["no_such_file.py"]) == 2
     assert "no file 'no_such_file.py'" in capsys.readouterr().err
-    for arguments, status in ((["--help"], 0), (["run", "--help"], 0), ([], 2), (["walk"], 2), (["run"], 2)):
-        monkeypatch.setattr(sys, "argv", ["unshard", *arguments])
-        assert cli.main() == status
-        told = capsys.readouterr()
-        assert "usage: unshard run" in (told.err if status else told.out)

@@ -14,14 +14,9 @@ from types import ModuleType
 import torch
 
 from .. import __version__
+from ..engine.api import Unit
+from ..usage import RUN
 from . import install
-
-USAGE = """usage: unshard run script.py [arguments]
-       unshard run -m module [arguments]
-       unshard run --nproc-per-node 8 [other options of torchrun] script.py [arguments]
-
-Runs a program as Python itself would, with torch.distributed.fsdp replaced by unshard. With options of torchrun it
-starts that many processes, as torchrun does."""
 
 
 def run(arguments: list[str]) -> int:
@@ -30,7 +25,7 @@ def run(arguments: list[str]) -> int:
     rest = arguments[1:] if as_module else arguments
     asked = rest[:1] in (["-h"], ["--help"])
     if not rest or asked or (as_module and rest[0].startswith("-")):
-        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        print(RUN, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     if rest[0].startswith("-"):
         return _run_processes(arguments)
@@ -38,10 +33,30 @@ def run(arguments: list[str]) -> int:
         print(f"unshard run: there is no file {rest[0]!r}", file=sys.stderr)
         return 2
     install(child_processes=True)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})", file=sys.stderr)
-    (_run_module if as_module else _run_script)(rest)
+    _say(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})")
+    try:
+        (_run_module if as_module else _run_script)(rest)
+    except SystemExit as end:
+        if not end.code:
+            _say(_summary())
+        raise
+    _say(_summary())
     return 0
+
+
+def _summary() -> str:
+    if Unit.built:
+        return f"unshard sharded {Unit.built} unit{'s' if Unit.built > 1 else ''}."
+    return (
+        "unshard sharded nothing: this process called neither fully_shard nor FullyShardedDataParallel. The program "
+        "may need an option or a configuration that turns FSDP on. Child processes are not counted."
+    )
+
+
+def _say(text: str) -> None:
+    """On rank 0 alone, and not in the program's output."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def _run_processes(arguments: list[str]) -> int:

@@ -37,9 +37,13 @@ class Unit:
     meshes for some of them.
     """
 
+    built = 0
+    """Units that this process has built, for the last line of `unshard run`."""
+
     def __init__(
         self, param_groups: list[ParamGroup], device: torch.device, policy: MixedPrecisionPolicy, options: Options
     ):
+        Unit.built += 1
         self.name = ""
         self.param_groups = param_groups
         self.gathers: list[ParamGroup | GroupUse] = list(param_groups)

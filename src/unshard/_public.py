@@ -1,0 +1,93 @@
+"""The public names of the package. `unshard/__init__.py` imports this module when one of them is first used."""
+
+from . import checkpoint, optim, tools, wrap
+from .captured_step import CapturedStep, capture
+from .comm.broadcast import sync_module_states
+from .comm.user_collectives import AllGather, Comm, ReduceScatter
+from .engine.api import UnshardHandle
+from .errors import CheckpointError, CollectiveError, OrderError, UnshardError
+from .fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .fsdp1.flat_parameter import FlatParameter
+from .fsdp1.optim_legacy import OptimStateKeyType
+from .fsdp1.wrapper import FullyShardedDataParallel
+from .fsdp2.fully_shard import fully_shard
+from .fsdp2.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from .fsdp2.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from .fsdp2.placements import ShardPlacementResult
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from .wrap import CustomPolicy, ModuleWrapPolicy
+
+__all__ = [
+    "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "CapturedStep",
+    "CheckpointError",
+    "CollectiveError",
+    "Comm",
+    "CustomPolicy",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
+    "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "GradientReductionHandle",
+    "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "OptimizerOffloadPolicy",
+    "OrderError",
+    "ReduceScatter",
+    "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardError",
+    "UnshardHandle",
+    "capture",
+    "checkpoint",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "optim",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "sync_module_states",
+    "tools",
+    "wrap",
+]
