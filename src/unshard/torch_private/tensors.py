@@ -124,6 +124,24 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     return dtensor
 
 
+def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """`make_dtensor` at the storage offset of `local`, which is in a larger buffer.
+
+    `torch.compile` makes a fake DTensor of the fake local tensor, and fails if the real DTensor has another offset. But
+    torch neither copies nor saves a DTensor that has one, so this one does that itself, and copies only its own bytes.
+    The methods are attributes of the object because they have to leave torch's class alone. All versions.
+    """
+
+    def copied() -> DTensor:
+        return make_dtensor(local.detach().clone(), mesh, placements, shape)
+
+    dtensor = DTensor(local, make_dtensor(local, mesh, placements, shape)._spec, requires_grad=False)
+    if dtensor.storage_offset():
+        vars(dtensor)["__deepcopy__"] = lambda memo: copied()
+        vars(dtensor)["__reduce_ex__"] = lambda protocol: copied().__reduce_ex__(protocol)
+    return dtensor
+
+
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:

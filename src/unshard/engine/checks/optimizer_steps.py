@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.interface import CallOrder
 from ...errors import StateError, UnsupportedError, listed
-from ...torch_private import caller_in_checkpoint, inside_backward, own_parameters, stepped_by_plain_scaler
+from ...torch_private import caller_in_checkpoint, inside_backward, never_compiled, own_parameters, stepped_by_plain_scaler
 from ..param_group import ParamGroup, param_groups_of
 from ..params.param import Replacements, dropped_name, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
@@ -56,9 +56,9 @@ def watch_optimizers() -> None:
 
 @cache
 def _register() -> None:
-    """Once per process."""
-    register_optimizer_step_pre_hook(_look)
-    register_optimizer_step_post_hook(_go_on)
+    """Once per process. A compiled step calls the hooks between its graphs: traced, they would run only once."""
+    register_optimizer_step_pre_hook(never_compiled(_look))
+    register_optimizer_step_post_hook(never_compiled(_go_on))
 
 
 def _go_on(optimizer: Any, *unused: Any) -> None:

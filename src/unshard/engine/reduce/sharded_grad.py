@@ -23,7 +23,7 @@ from ...torch_private import (
     DTensorSpec,
     foreach_add,
     local_of,
-    make_dtensor,
+    make_gradient,
     post_accumulate_hooks,
     spec_of,
     storage_use_count,
@@ -108,11 +108,12 @@ class ShardedGrad:
 
     def _add(self, param: ManagedParam, dtype: torch.dtype, offset: int, rank: int) -> None:
         spec = spec_of(param.sharded)
-        local = torch.empty(param.sharding.local_shape(rank), dtype=dtype, device=self.buffer.device)
-        grad = make_dtensor(local, spec.mesh, spec.placements, param.sharded.shape)
-        if local.numel():
-            moved = self.buffer.tensor(dtype, offset, local.shape)
-            local.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())
+        shape = param.sharding.local_shape(rank)
+        if prod(shape):
+            local = self.buffer.tensor(dtype, offset, shape)
+        else:
+            local = torch.empty(shape, dtype=dtype, device=self.buffer.device)
+        grad = make_gradient(local, spec.mesh, spec.placements, param.sharded.shape)
         self._params.append(param)
         self.grads.append(grad)
         self.locals.append(local)
