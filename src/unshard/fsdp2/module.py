@@ -76,30 +76,42 @@ class FSDPModule:
         """With replicas: whether backward also all-reduces over them, or only reduce-scatters and accumulates."""
         self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's gradients by `factor` instead of by the number of ranks."""
+    # PyTorch's versions of the next four change one unit only, and have no `recurse`.
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divide the sum of gradients by `factor` instead of by the number of ranks.
+
+        By default this changes only the parameters of this module's own unit, also on the root. To change the whole
+        model, call it on the root with `recurse=True`.
+        """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
-        self._set("divide_factor", float(factor), recurse=False)
+        self._set("divide_factor", float(factor), recurse)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """The older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+        self.set_gradient_divide_factor(factor, recurse=recurse)
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Only sum in this module's collectives, and divide the sharded gradients afterwards."""
-        self._set("force_sum", _bool("enable", enable), recurse=False)
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Only sum in collectives, and divide the sharded gradients afterwards. By default for this unit only."""
+        self._set("force_sum", _bool("enable", enable), recurse)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+        recurse: bool = False,
     ) -> None:
-        """Call `hook` with this module's reduced gradients as a flat tensor, before they are divided and cast.
+        """Call `hook` with a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
-        The hook may change the tensor in place. With `stream` it runs there, which a mesh of replicas does not allow.
+        By default it is called for this unit only. The hook may change the tensor in place. With `stream` it runs
+        there, which a mesh of replicas does not allow.
         """
-        if stream is not None and any(group.replicas.world > 1 for group in _state(self).unit.param_groups):
+        groups = [group for state in self._states(recurse) for group in state.unit.param_groups]
+        if stream is not None and any(group.replicas.world > 1 for group in groups):
             raise ArgumentError("The argument stream cannot be combined with a mesh of replicas. Leave it out.")
-        self._set("all_reduce_hook", _on_stream(hook, stream), recurse=False)
+        self._set("all_reduce_hook", _on_stream(hook, stream), recurse)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this module's parameters with `comm` instead of the process group."""
@@ -123,7 +135,10 @@ class FSDPModule:
         self._set("reshard_after_backward", _bool("reshard_after_backward", reshard_after_backward), recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward unshards this module. False only if no gradient needs its weights, as in an embedding."""
+        """Whether backward unshards this module's own unit.
+
+        False only if no gradient needs its weights, as in an embedding.
+        """
         self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -193,13 +208,19 @@ class FSDPModule:
         for state in self._states(recurse):
             state.transport_settings.separate(enable)
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Allocate the buffers of this module's collectives with the backend's allocator, if it has one (NCCL)."""
-        _state(self).transport_settings.allocate_from(pool_of_group if _bool("enable", enable) else None)
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool, *, recurse: bool = False) -> None:
+        """Allocate the buffers of collectives with the backend's allocator, if it has one (NCCL).
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Allocate the buffers of this module's collectives in torch's symmetric memory. CUDA only."""
-        _state(self).transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
+        By default for this unit only, as in PyTorch.
+        """
+        _bool("enable", enable)
+        for state in self._states(recurse):
+            state.transport_settings.allocate_from(pool_of_group if enable else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
+        """Allocate the buffers of collectives in torch's symmetric memory. CUDA only. By default for this unit only."""
+        for state in self._states(recurse):
+            state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect: all-gathers are always asynchronous. For programs that call it."""

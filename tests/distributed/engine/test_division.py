@@ -87,6 +87,19 @@ def test_a_factor_counts_for_one_module(setter: str) -> None:
     assert_gradients(model, reference)
 
 
+@pytest.mark.parametrize("setter", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
+@world(2)
+def test_a_factor_for_the_whole_model(setter: str) -> None:
+    """Contract API-15: with `recurse=True`, every unit below the module."""
+    model, reference = sharded(), Stack()
+    getattr(model, setter)(1.0, recurse=True)
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    for parameter in reference.parameters():
+        parameter.grad.mul_(2)
+    assert_gradients(model, reference)
+
+
 @pytest.mark.parametrize("factor", [2.0, 4.0, 6.0])
 @world(2)
 def test_another_factor_in_half_precision(factor: float) -> None:

@@ -21,23 +21,27 @@ RECURSIVE = {
     "set_reduce_scatter_unused_params": (True, "reduce_unused"),
     "set_reduce_scatter_max_input_buffers": (2, "reduce_buffers"),
 }
-SINGLE = {
+SINGLE_BY_DEFAULT = {
     "set_gradient_divide_factor": (3.0, "divide_factor"),
+    "set_reduce_scatter_divide_factor": (3.0, "divide_factor"),
     "set_force_sum_reduction_for_comms": (True, "force_sum"),
-    "set_unshard_in_backward": (False, "unshard_in_backward"),
+    "set_all_reduce_hook": (print, "all_reduce_hook"),
 }
+SINGLE = {"set_unshard_in_backward": (False, "unshard_in_backward")}
 
 
 @world(2)
 def test_whom_a_switch_reaches_and_that_it_sends_nothing() -> None:
     """Contract API-38, API-39: every sharded module below, or with `recurse=False` one; no collective."""
-    for name, (value, option) in (RECURSIVE | SINGLE).items():
-        for recurse in (True, False) if name in RECURSIVE else (False,):
+    for name, (value, option) in (RECURSIVE | SINGLE_BY_DEFAULT | SINGLE).items():
+        for recurse in (False,) if name in SINGLE else (True, False, None):
             model = Stack()
             fully_shard(model.blocks[1].first)
             fully_shard(model.blocks[1])
             fully_shard(model)
-            arguments = {"recurse": recurse} if name in RECURSIVE else {}
+            arguments = {} if recurse is None or name in SINGLE else {"recurse": recurse}
+            if recurse is None:  # the default, which is PyTorch's
+                recurse = name in RECURSIVE
             with Collectives() as calls:
                 getattr(model.blocks[1], name)(value, **arguments)
             reached = [getattr(unit.options, option) == value for unit in units(model)]
