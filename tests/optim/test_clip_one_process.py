@@ -97,9 +97,8 @@ def test_wrong_arguments() -> None:
     for given, limit, order, message in (
         (mine, -1.0, 2, "max_norm must not be negative, got -1.0"),
         (mine, math.nan, 2, "max_norm must not be negative"),
-        (mine, 1.0, 0, "norm_type must be positive or infinite, got 0"),
-        (mine, 1.0, -math.inf, "norm_type must be positive"),
-        (mine, 1.0, math.nan, "norm_type must be positive"),
+        (mine, 1.0, -1, "norm_type must be 0, positive or infinite, got -1"),
+        (mine, 1.0, math.nan, "norm_type must be 0, positive"),
         (None, 1.0, 2, "parameters must be tensors, got None"),
         ([1.0], 1.0, 2, "parameters must be tensors, got a float"),
         (named, 1.0, 2, r"got a tuple\..*not named_parameters"),

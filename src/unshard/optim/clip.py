@@ -41,20 +41,30 @@ def clip_grad_norm_(
     Each rank counts each of its parameters once, in full. Where ranks hold different plain parameters, the p-th power
     of the norm is the mean over the ranks. The stages of a pipeline hold different parameters on purpose: with all
     ranks in `process_group` and the number of stages in `pipeline_stages`, it is the sum over the stages.
+
+    The norm of order 0 is the number of gradients that are not all zero, as in torch; that of order -inf is the
+    smallest absolute value.
     """
     given = _checked(parameters)
-    order, limit = checked_order(norm_type), checked_limit(max_norm)
+    order, limit = _checked_order(norm_type), checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
     _refuse_flat_parameters(given)
     device = given[0].device if given else torch.device("cpu")
     ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
     scalable = scalable_gradients(given)
+    if order <= 0:
+        # Flat gradients hold several parameters, whose norms count one by one, and zeros between them.
+        scalable = Scalable([], given, [])
     gradients = _local_gradients(scalable, ranks.size)
-    power = _power_of_norm(gradients, order, ranks, foreach)
+    if order == 0:
+        power = _nonzero_gradients(given, gradients, ranks)
+    else:
+        power = _power_of_norm(gradients, order, ranks, foreach)
     if pipeline_stages > 1 and not math.isinf(order):
         power *= pipeline_stages  # stages have equally many ranks: the mean times their number is the sum
     double = bool(given) and all(parameter.dtype == torch.float64 for parameter in given)
-    norm = (power if math.isinf(order) else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
+    is_norm = order == 0 or math.isinf(order)
+    norm = (power if is_norm else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         _refuse_nonfinite(norm, order, given)
     scale([each.scaled for each in gradients], torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
@@ -70,6 +80,8 @@ class LocalGradient:
     measured: torch.Tensor
     weight: float
     """Makes the sum over all ranks count each gradient once."""
+    parameter: torch.Tensor | None = None
+    """None if there are several."""
 
 
 def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
@@ -80,7 +92,7 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
         if isinstance(gradient, DTensor):
             spec = spec_of(gradient)
             if any(placement.is_partial() for placement in spec.placements):
-                found += _partial_gradient(gradient, local, ranks)
+                found += _partial_gradient(parameter, gradient, local, ranks)
                 continue
             key = id(spec.mesh), spec.placements
             weight = weights.get(key)
@@ -89,7 +101,7 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
         else:
             weight = 1 / ranks
         if local is not None:
-            found.append(LocalGradient(local, local, weight))
+            found.append(LocalGradient(local, local, weight, parameter))
     return found
 
 
@@ -100,24 +112,27 @@ def _weight(spec: DTensorSpec, ranks: int) -> float:
     return mesh.size() / (ranks * copies)
 
 
-def _partial_gradient(gradient: DTensor, local: torch.Tensor | None, ranks: int) -> list[LocalGradient]:
+def _partial_gradient(
+    parameter: torch.Tensor, gradient: DTensor, local: torch.Tensor | None, ranks: int
+) -> list[LocalGradient]:
     """A partial gradient has no norm yet: its sum is measured, and the partial gradient itself is scaled."""
     placements = [Replicate() if placement.is_partial() else placement for placement in spec_of(gradient).placements]
     summed = gradient.redistribute(placements=placements)
-    return [] if local is None else [LocalGradient(local, local_of(summed), _weight(spec_of(summed), ranks))]
+    measured, weight = local_of(summed), _weight(spec_of(summed), ranks)
+    return [] if local is None else [LocalGradient(local, measured, weight, parameter)]
 
 
 def _power_of_norm(
     gradients: list[LocalGradient], order: float, ranks: ReduceGroup, foreach: bool | None
 ) -> torch.Tensor:
-    """The norm to the power of its order, or the largest element, over all ranks.
+    """The norm to the power of its order, or the largest or smallest element, over all ranks.
 
     In float64, because powers of large numbers overflow where the norm itself does not.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = defaultdict(list)
     for each in gradients:
         buckets[each.measured.device, each.measured.dtype, each.weight].append(each.measured)
-    powers = [torch.zeros((), dtype=torch.float64, device=ranks.device)]
+    powers = [] if order < 0 and buckets else [torch.zeros((), dtype=torch.float64, device=ranks.device)]
     for (_, dtype, weight), tensors in buckets.items():
         # Half precision would overflow at norms of 65504; complex numbers have norms of a type of their own.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
@@ -126,13 +141,44 @@ def _power_of_norm(
         else:
             norms = list(foreach_norm(tensors, order, dtype=wide))
         stacked = torch.stack(norms).double()
-        power = stacked.amax() if math.isinf(order) else stacked.pow(order).sum() * weight
+        if math.isinf(order):
+            power = stacked.amin() if order < 0 else stacked.amax()
+        else:
+            power = stacked.pow(order).sum() * weight
         powers.append(power.to(ranks.device))
+    if order < 0:
+        smallest = torch.stack(powers).amin() if gradients else powers[0] - 1  # -1: there is none on this rank
+        ranks.min(smallest)
+        return smallest.clamp_(min=0)  # 0 if no rank has gradients, as in torch
     if math.isinf(order):
         largest = torch.stack(powers).amax()
         ranks.max(largest)
         return largest
     total = torch.stack(powers).sum()
+    ranks.sum(total)
+    return total
+
+
+def _nonzero_gradients(
+    parameters: list[torch.Tensor], gradients: list[LocalGradient], ranks: ReduceGroup
+) -> torch.Tensor:
+    """How many gradients have an element that is not zero, on any rank of the parameter's mesh.
+
+    Torch takes the norm of the gradients' norms. Of order 0 that is the number of norms, not of elements, that are not
+    zero, so the ranks of a mesh compare gradient by gradient.
+    """
+    nonzero = {id(each.parameter): each.measured.any() for each in gradients}
+    by_mesh: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        by_mesh[id(spec_of(parameter).mesh) if isinstance(parameter, DTensor) else 0].append(parameter)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for members in by_mesh.values():
+        mesh = reduce_group_of(members, None, otherwise=ranks.device)
+        zero = torch.zeros((), device=mesh.device)
+        flags = torch.stack([nonzero[id(each)].to(zero) if id(each) in nonzero else zero for each in members])
+        mesh.sum(flags)
+        total += flags.count_nonzero().to(ranks.device)
+    total /= ranks.size  # each rank counts each of its parameters once
     ranks.sum(total)
     return total
 
@@ -195,7 +241,15 @@ def _checked(parameters: Any) -> list[torch.Tensor]:
     return given
 
 
+def _checked_order(norm_type: Any) -> float:
+    order = _number("norm_type", norm_type)
+    if not (order >= 0 or order == -math.inf):
+        raise ArgumentError(f"norm_type must be 0, positive or infinite, got {norm_type!r}.")
+    return order
+
+
 def checked_order(norm_type: Any) -> float:
+    """The orders that the wrapper takes. PyTorch's wrapper computes no others: of 0 it divides by zero."""
     order = _number("norm_type", norm_type)
     if not order > 0:
         raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.groups import covering_group, device_of, is_group, ranks_of, widest_of
 from ..comm.order.calls import SharedCall
-from ..comm.scalars import largest_over, sum_over
+from ..comm.scalars import largest_over, smallest_over, sum_over
 from ..errors import ArgumentError
 from ..torch_private import local_of, served_device_types, spec_of
 
@@ -56,6 +56,11 @@ class ReduceGroup:
     def max(self, number: torch.Tensor) -> None:
         if self.group is not None:
             largest_over(self.group, number, self.call)
+
+    def min(self, number: torch.Tensor) -> None:
+        """-1 is the number of a rank that has none."""
+        if self.group is not None:
+            smallest_over(self.group, number, self.call)
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:

@@ -59,7 +59,7 @@ def check(model: nn.Module, reference: nn.Module, order: float = 2.0, limit: flo
     with Collectives() as calls:
         norm = clip_grad_norm_(model.parameters(), limit, order)
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit, order)
-    assert expected > limit
+    assert expected > (0 if order < 0 else limit)
     assert type(norm) is torch.Tensor and (norm.shape, norm.dtype) == ((), torch.float32)
     assert len(set(everywhere(norm.item()))) == 1
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
@@ -71,12 +71,64 @@ def check(model: nn.Module, reference: nn.Module, order: float = 2.0, limit: flo
             compared += 1
     assert compared
     alone = dist.get_world_size() == 1
+    if order == 0:  # gradient by gradient first
+        return
     assert [(call.kind, call.outputs[0][1], call.ranks) for call in calls.calls] == (
         [] if alone else [("all_reduce", 1, dist.get_world_size())]
     )
 
 
 ORDERS = pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.5, INF])
+
+
+@pytest.mark.parametrize("order", [0.0, -INF])
+@world(1, 2, 3, 4)
+def test_orders_that_are_not_positive(order: float) -> None:
+    """Of each gradient by itself: a part that is zero, a whole one that is, and the zeros of padding do not count."""
+    model, reference = Net(), Net()
+    fully_shard(model.first, reshard_after_forward=False)
+    fully_shard(model, ignored_params={model.last.bias})
+    for each in (model, reference):
+        backward(each)
+        if order == 0:
+            each.second.bias.grad.zero_()
+            each.last.bias.grad.zero_()
+    if order == 0 and dist.get_rank() == 0:
+        model.odd.weight.grad.to_local()[0] = 0
+    if order == 0:
+        reference.odd.weight.grad[0] = 0
+    check(model, reference, order, limit=0.125 if order == 0 else 1e-5)
+
+
+@pytest.mark.parametrize("order", [0.0, -INF])
+@world(4)
+def test_orders_that_are_not_positive_on_meshes(order: float) -> None:
+    """Replicas, tensor parallelism, and gradients that are not summed yet."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for build in (lambda: tensor_parallel(mesh, "dp"), lambda: fully_shard(Net(), mesh=replicas)):
+        model, reference = build(), Net()
+        for each in (model, reference):
+            backward(each)
+            if order == 0:
+                each.second.weight.grad.zero_()
+        check(model, reference, order, limit=0.125 if order == 0 else 1e-5)
+    weight = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate(), Replicate()]))
+    mine = torch.tensor([3.0, 8.0, 1.0]) * (1 if mesh.get_local_rank("dp") else -1)
+    weight.grad = DTensor.from_local(mine.clone(), mesh, [Partial(), Replicate()], run_check=False)
+    assert clip_grad_norm_([weight], 1.0, order).item() == 0.0  # the sum is zero
+
+
+@world(2)
+def test_the_smallest_where_a_rank_has_nothing_or_nan() -> None:
+    """A row that only rank 0 has, no gradients anywhere, and a NaN on one rank."""
+    model = fully_shard(nn.Linear(3, 1, bias=False))
+    assert clip_grad_norm_(model.parameters(), 1.0, -INF).item() == 0.0  # as torch: no gradients
+    model(torch.tensor([[2.0, 3.0, 5.0]])).sum().backward()
+    assert clip_grad_norm_(model.parameters(), 10.0, -INF).item() == 2.0
+    plain = nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor([1.0, math.nan if dist.get_rank() else 7.0])
+    assert math.isnan(clip_grad_norm_([model.weight, plain], 10.0, -INF).item())
 
 
 @ORDERS
@@ -337,7 +389,7 @@ def test_torchs_own_on_one_mesh(build: Callable) -> None:
     torch.testing.assert_close(clip_grad_norm_(parameters, 1.0), torch.tensor(0.01), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, INF])
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, INF, -INF])
 @world(4)
 def test_stages_of_a_pipeline(order: float) -> None:
     """Two stages of two ranks with different layers: the norm is that of both together."""

@@ -15,7 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.interface import CallOrder
 from ...errors import StateError, UnsupportedError, listed
-from ...torch_private import caller_in_checkpoint, inside_backward, never_compiled, own_parameters, stepped_by_plain_scaler
+from ...torch_private import (
+    caller_in_checkpoint,
+    inside_backward,
+    never_compiled,
+    own_parameters,
+    stepped_by_plain_scaler,
+)
 from ..param_group import ParamGroup, param_groups_of
 from ..params.param import Replacements, dropped_name, unsharded_name
 from ..params.writes import Steps, steps_of_this_rank
