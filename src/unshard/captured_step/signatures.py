@@ -40,6 +40,20 @@ class Signature:
         return self._hash
 
 
+def changed_rates(one: Signature, other: Signature) -> list[int]:
+    """Numbers of the param groups whose learning rates differ; empty if anything else differs, too."""
+    mine, theirs = (each.trained.settings_of_param_groups for each in (one, other))
+    rest = (each.trained._replace(settings_of_param_groups=()) for each in (one, other))
+    if one.arguments != other.arguments or next(rest) != next(rest) or len(mine) != len(theirs):
+        return []
+    changed = [number for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
+    return changed if all(_without_rate(mine[each]) == _without_rate(theirs[each]) for each in changed) else []
+
+
+def _without_rate(settings: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in settings if name != "lr"]
+
+
 def difference(one: Signature, other: Signature) -> str:
     """The first thing in which they differ."""
     if one.arguments != other.arguments:

@@ -26,7 +26,7 @@ from .effects import HostEffects
 from .learning_rates import LearningRates
 from .recording import Recorder, Recording
 from .seeds import refusing_seeds
-from .signatures import Signature, difference
+from .signatures import Signature, changed_rates, difference
 from .stopped import described, frames_to_program
 from .trained import Identity, Left, Trained, TrainedState
 
@@ -38,6 +38,7 @@ SIGNATURES = 64  # that are remembered without a recording
 UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
 WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
 TRIES = 3  # to record with ranks that come late
+RATES = 3  # learning rates that come too seldom to be recorded, before a warning
 REFUSALS_TOLD = 64  # calls for which other ranks are told that this one does not record
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
@@ -122,6 +123,8 @@ class CapturedStep(Generic[P, R]):
         """How often another rank came late, did not want to record, and how often recordings were dropped."""
         self._rejected = self._refusals_told = 0
         """How often other ranks could not record a call, and how often they were told that this one cannot."""
+        self._new_rates = 0
+        """Signatures since the last recording that differ from others in learning rates alone."""
         _alive.add(self)
 
     @property
@@ -303,6 +306,8 @@ class CapturedStep(Generic[P, R]):
         self._trained.keep_left()
         if any(map(has_skipped_all, self._trained.optimizers)):
             return  # a recording would make the optimizer's state, in every replay
+        if signature not in self._counts and self._new_rates < RATES:
+            self._count_rates(signature)
         self._counts[signature] = self._counts.pop(signature, 0) + 1
         if len(self._counts) > SIGNATURES:
             del self._counts[next(iter(self._counts))]
@@ -312,6 +317,20 @@ class CapturedStep(Generic[P, R]):
             self._warn(
                 f"in {self._calls} calls no signature came more than {max(self._counts.values())} times. The "
                 f"last two differ in {difference(one, other)}"
+            )
+
+    def _count_rates(self, signature: Signature) -> None:
+        """Warn if a schedule makes a signature of every call."""
+        groups = next(filter(None, (changed_rates(signature, each) for each in self._counts)), [])
+        self._new_rates += bool(groups)
+        if groups and self._new_rates == RATES:
+            owners = [type(each).__name__ for each in self._trained.optimizers for _ in each.param_groups]
+            name = " and ".join(dict.fromkeys(owners[group] for group in groups))
+            self._warn(
+                f"in {RATES} calls since the last recording only the learning rate was new, and {name} reads it on the "
+                f"host, so every value needs a recording of its own. Pass fused=True to {name}, and call "
+                "unshard.optim.flat(optimizer) if fully_shard has sharded its parameters. If it has no fused=True, "
+                "pass the learning rate as a tensor on the GPU, if it takes one"
             )
 
     def _learning_rates(self, recorded: bool = False) -> ExitStack:
@@ -353,6 +372,7 @@ class CapturedStep(Generic[P, R]):
             leaves = trained.left()
             recorded = Recorded(recording, None if leaves == before.left else leaves, trained.staying(), self._calls)
             self._recorded[signature] = recorded
+            self._new_rates = 0
             trained.release_memory()
             return recorded
         if recording is not None:

@@ -490,23 +490,45 @@ def test_learning_rates_that_are_read_on_the_host() -> None:
     assert " ".join(happened) == "run run record replay replay run run record replay replay"
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @world(2)
-def test_schedules_that_recordings_cannot_follow_are_named() -> None:
+def test_schedules_that_recordings_cannot_follow_are_named(micro_batches: int) -> None:
+    """After three values, once, with the optimizer and the remedy; with accumulation, too."""
     with simulated_recorder() as happened:
         model = sharded()
         optimizer = torch.optim.SGD(model.parameters(), RATE)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-        def step(x: torch.Tensor) -> None:
+        def step(x: torch.Tensor, last: bool) -> None:
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
 
-        captured = capture(step, model, optimizer, warmup=1)
-        with pytest.warns(UserWarning, match="in 10 calls no signature came .*'lr'.*fused=True"):
-            for number in range(10):
-                optimizer.param_groups[0]["lr"] = RATE / (1 + number)
-                captured(batch())
+        captured, said = capture(step, model, optimizer), []
+        for number in range(8):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                for micro_batch in range(micro_batches):
+                    captured(batch(), micro_batch == micro_batches - 1)
+            rates.step()
+            said += [(number, str(each.message)) for each in found]
+        assert len(said) == 1 and said[0][0] == (3 if micro_batches == 1 else 2)
+        assert "only the learning rate was new" in said[0][1] and "SGD reads it on the host" in said[0][1]
+        assert "Pass fused=True to SGD, and call unshard.optim.flat(optimizer)" in said[0][1]
         assert set(happened) == {"run"}
+
+
+@world(2)
+def test_learning_rates_that_change_seldom_are_recorded_in_silence() -> None:
+    with simulated_recorder() as happened:
+        training = Training(captured=False)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), RATE)
+        training.step = capture(training.once, training.model, training.optimizer, warmup=1, max_graphs=8)
+        for number in range(6):
+            training.optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+            training.run(3)
+        assert happened.count("record") == 6
 
 
 @world(2)
