@@ -46,6 +46,10 @@ class GroupUse:
     def sharded(self) -> ShardedParams:
         return self.group.sharded
 
+    @property
+    def tensors_of_memory(self) -> int:
+        return self.group.tensors_of_memory
+
     def others(self) -> list[GroupUse]:
         """The uses by other units that still exist."""
         return [use for use in self.group.users() if use is not self]

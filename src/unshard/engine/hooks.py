@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ from .dtype_rules import Precision, cast_floats, cast_inputs
 from .input_watch import InputWatch, alias_of
 from .nested_tensors import map_tensors, moved, tensors_in
 from .options import Options
+from .output_memory import shares_memory, with_own_memory
 from .params.cast_boundaries import CastBoundary
 from .params.module_buffers import ModuleBuffers
 from .params.param import ManagedParam, ParamLocation
@@ -80,6 +81,7 @@ class FSDPState:
         self._ran = False  # a forward that writes parameters does so the first time, too
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
+        self._tensors_before = 0
         self.casts_inputs = unit.policy.cast_forward_inputs
         """Whether inputs of forward are cast; for some policies that depends on where the root is."""
         self.buffers: ModuleBuffers | None = None
@@ -146,9 +148,11 @@ class FSDPState:
         if self.buffers is not None:
             self.buffers.enter(cast=precision is Precision.POLICY)
         root = self._root() or self._become_root(module)
-        if root.in_backward or root.in_forward:
-            root.recover(unit)
+        if root.in_backward:
+            root.recover()
         if unit is root.unit:
+            if root.in_forward:
+                root.recover()
             if root.gave_up_units:
                 root = self._become_root(module)
             if root.unmanaged.changed and torch.is_grad_enabled():
@@ -161,25 +165,29 @@ class FSDPState:
             unit.select(precision)
             unit.unshard()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
             return args, kwargs
-        if self._runs_as_list(root):
+        if len(self._modules) > 1 and self._runs_as_list(root):
             if unit.phase is Phase.FORWARD:
                 return args, kwargs  # the first module of the list has gathered, and its inputs are watched
             self._to_run = set(self._modules)
         root.before_forward(unit, precision)
+        if self._side_outputs.aliases:
+            self._side_outputs.restore_aliases()
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
             self._first_node = next_sequence_nr()
             if not self._ran:
                 self._ran = True
                 self.watch_writes()
+        else:
+            self._tensors_before = unit.tensors_of_memory
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
-        """Whether the modules of a list are to be gathered once and freed when the last of them has run.
+        """Whether the modules of the list are to be gathered once and freed when the last of them has run.
 
         Called alone, outside the root's forward (a loss computed in chunks), each is on its own.
         """
-        return len(self._modules) > 1 and root.in_forward and not inside_backward()
+        return root.in_forward and not inside_backward()
 
     @traced("post_forward")
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -204,13 +212,19 @@ class FSDPState:
             # Without grad mode it may be the first forward of a reentrant checkpoint. Of a list of modules, the output
             # of another one may be used.
             returns = not graph or len(self._modules) > 1
+            outputs = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output))
+            if shares_memory(outputs):
+                output = with_own_memory(output)
+                outputs = tuple(tensors_in(output))
             if graph:
-                output, watched = self._watch_outputs(output)
+                output, watched = self._watch_outputs(output, outputs)
                 returns = returns or watched
                 if self._side_outputs.expected():
-                    self._watch_side_outputs(output)
+                    self._watch_side_outputs(outputs)
                     if self._versions is not None:
                         self.warn_of_writes()
+            elif (search := unit.tensors_of_memory > self._tensors_before) or self._side_outputs.places:
+                self._side_outputs.copy_aliases(self.modules(), search)
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_as_list(root)):
@@ -251,7 +265,7 @@ class FSDPState:
             return output  # the outer call ends the forward, unless it catches the exception
         self._to_run.discard(weakref.ref(module))
         if unit.phase is Phase.FORWARD and torch.is_grad_enabled():
-            output, _ = self._watch_outputs(output)  # forward may call backward itself
+            output, _ = self._watch_outputs(output, tuple(tensors_in(output)))  # forward may call backward itself
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
@@ -268,23 +282,24 @@ class FSDPState:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, output: Any) -> tuple[Any, bool]:
-        """Backward of the unit begins when a gradient reaches any output; false if none can."""
-        outputs: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        watched = [tensor for tensor in outputs if tensor.requires_grad]
-        begin = self._pre_backward_hook()
-        for tensor in watched:
-            add_gradient_hook(tensor, begin)
-            base = base_of(tensor)
-            if base is not None and base.grad_fn is not None:
-                # Overwritten in place, a view gets another place in the graph and its hook never fires; the node that
-                # made its base stays.
-                base.grad_fn.register_prehook(begin)
-        if watched and max(map(sequence_nr_of, watched)) + 1 < next_sequence_nr():
+    def _watch_outputs(self, output: Any, outputs: Sequence[torch.Tensor]) -> tuple[Any, bool]:
+        """Backward of the unit begins when a gradient reaches any of `outputs`, those in `output`; false if none can."""
+        begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
+        last = -1
+        for tensor in outputs:
+            if tensor.requires_grad:
+                add_gradient_hook(tensor, begin)
+                last = max(last, sequence_nr_of(tensor))
+                base = base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    # Overwritten in place, a view gets another place in the graph and its hook never fires; the node
+                    # that made its base stays.
+                    base.grad_fn.register_prehook(begin)
+        if -1 < last < next_sequence_nr() - 1:
             # Autograd runs later nodes first, so what was computed after the outputs would run before the hook. An
             # alias that is made now is later still.
             output = map_tensors(self._alias_with_hook, output)
-        return output, bool(watched)
+        return output, last > -1
 
     def _pre_backward_hook(self) -> Callable[[Any], None]:
         return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
@@ -295,12 +310,12 @@ class FSDPState:
             add_gradient_hook(tensor, self._pre_backward_hook())
         return tensor
 
-    def _watch_side_outputs(self, output: Any) -> None:
+    def _watch_side_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
         """What forward leaves on its modules may be used as an output is."""
         if not inside_backward():
-            outputs = set(map(id, tensors_in(output)))
+            returned = set(map(id, outputs))
             for tensor in self._side_outputs.tensors(self.modules(), self._first_node):
-                if id(tensor) not in outputs:
+                if id(tensor) not in returned:
                     add_gradient_hook(tensor, self._pre_backward_hook())
 
     def _watch_parameters(self) -> bool:

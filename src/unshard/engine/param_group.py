@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.polling import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
-from ..torch_private import current_graph_task, foreach_copy
+from ..torch_private import current_graph_task, foreach_copy, storage_use_count
 from . import observer, step_recording
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
@@ -160,6 +160,11 @@ class ParamGroup:
     def unsharded_is_shard(self) -> bool:
         """Whether the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
         return self._unsharded is not None and self._unsharded.is_shard
+
+    @property
+    def tensors_of_memory(self) -> int:
+        """How many tensors and other objects share the unsharded buffer."""
+        return 0 if self._unsharded is None else storage_use_count(self._unsharded.buffer.storage)
 
     @property
     def precision(self) -> Precision:

@@ -115,9 +115,9 @@ class Root:
                 unit
             )  # resharded at the end if its backward never comes: a checkpoint may recompute more
 
-    def recover(self, unit: Unit) -> None:
-        """Notice, before a forward, that the last backward or forward was left by an exception."""
-        if (self.in_backward or (self.in_forward and unit is self.unit)) and not inside_backward():
+    def recover(self) -> None:
+        """Notice, before a forward that finds a backward or the root's forward under way, that it has been left."""
+        if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
             with self._recovering:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..torch_private import sequence_nr_of
+from .output_memory import LeftAlias, aliases_in
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
@@ -28,34 +29,57 @@ class SideOutputs:
 
     def __init__(self) -> None:
         self._forwards, self._next_search = 0, 1
-        self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}
+        self.places: dict[tuple[weakref.ref[nn.Module], str], None] = {}
+        """Attributes that had such a tensor, or one that shares memory with unsharded parameters."""
+        self.aliases: list[LeftAlias] = []
+        """Those that do. Copies are in their places until the next forward."""
 
     def expected(self) -> bool:
         """Whether it is worth looking. To be asked after every forward."""
         self._forwards += 1
-        return self._forwards >= self._next_search or bool(self._places)
+        return self._forwards >= self._next_search or bool(self.places)
 
     def tensors(self, modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
         """Those of the graph that has grown since the node of this number."""
-        if self._forwards >= self._next_search:
+        search = self._forwards >= self._next_search
+        self.copy_aliases(modules, search)
+        if search:
             self._next_search *= 2
-            for module in modules:
-                for each in module.modules():
-                    for name, value in _attributes(each):
-                        if next(_grown(value, since), None) is not None:
-                            self._places[weakref.ref(each), name] = None
-        found: list[torch.Tensor] = []
-        for ref, name in self._places:
+            for module, name, value in _attributes(modules):
+                if next(_grown(value, since), None) is not None:
+                    self.places[weakref.ref(module), name] = None
+        return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
+
+    def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
+        """Copy tensors that share memory with unsharded parameters, which is emptied after forward.
+
+        `search`: look at all attributes, not only at those that had one before.
+        """
+        if search:
+            for module, name, value in _attributes(modules):
+                if next(aliases_in(module, name, value), None) is not None:
+                    self.places[weakref.ref(module), name] = None
+        for ref, name in self.places:
             if (owner := ref()) is not None:
-                found += _grown(getattr(owner, name, None), since)
-        return found
+                self.aliases += aliases_in(owner, name, getattr(owner, name, None))
+        for alias in self.aliases:
+            alias.copy()
+
+    def restore_aliases(self) -> None:
+        """Let forward see them again: it may have made them once, and they show what is gathered each time."""
+        aliases, self.aliases = self.aliases, []
+        for alias in aliases:
+            alias.restore()
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in _OWN:
-            yield name, value
-    yield from module.named_buffers(recurse=False)
+def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+    for top in modules:
+        for module in top.modules():
+            for name, value in vars(module).items():
+                if name not in _OWN:
+                    yield module, name, value
+            for name, buffer in module.named_buffers(recurse=False):
+                yield module, name, buffer
 
 
 def _grown(value: Any, since: int, levels: int = 3) -> Iterator[torch.Tensor]:

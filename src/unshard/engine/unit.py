@@ -356,6 +356,11 @@ class Unit:
             unit.reshard()
 
     @property
+    def tensors_of_memory(self) -> int:
+        """How many tensors and other objects share memory with the unsharded parameters, as far as is known."""
+        return sum([each.tensors_of_memory for each in self.gathers])
+
+    @property
     def unsharded_is_shard(self) -> bool:
         """Whether the shards are the unsharded parameters themselves."""
         return all(group.unsharded_is_shard for group in self.param_groups)

@@ -73,9 +73,21 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identifies a storage, also an empty one: torch may make several Python objects for one storage. All versions."""
-    return storage._cdata
+# Called for every unit in every step, hence no Python function.
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Identifies a storage, also an empty one: torch may make several Python objects for one storage. All versions."""
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the memory of a DTensor or another subclass; the tensor that a function transform wraps.
+
+    Empty for an ordinary tensor. A wrapped tensor has no storage, and there is no public way to unwrap it. All versions.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return [torch._C._functorch.get_unwrapped(tensor)]
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return []
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:

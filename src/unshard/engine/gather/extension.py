@@ -24,7 +24,7 @@ from ...comm.interface import Label, Transport, Work, Works
 from ...errors import ProtocolError
 from ...policies import MixedPrecisionPolicy
 from ...torch_private import as_dtensor, contiguous_stride, local_of, preserve_version_counter, storage_key
-from ..params.buffers import Buffer
+from ..params.buffers import Buffer, will_empty
 from ..params.param import ManagedParam, mark_unsharded
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -143,6 +143,7 @@ class Extension:
         outputs = {storage_key(buffer.storage) for buffer in self._buffers}
         storages = {storage_key(each.untyped_storage()): each.untyped_storage() for each in inner}
         self._inner = [(each, each.nbytes()) for key, each in storages.items() if key not in outputs]
+        will_empty(self, [storage for storage, _ in self._inner])
 
     def release(self) -> None:
         for storage, _ in self._inner:

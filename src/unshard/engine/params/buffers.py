@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ...comm.interface import Pool
 from ...layout.collective_tensors import BufferLayout, Region, lay_out
-from ...torch_private import contiguous_stride, foreach_zero
+from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..dtype_rules import Segments, sent_dtype
 from .shard import ShardLayout
+
+
+EMPTIED: set[int] = set()
+"""Keys of the storages whose memory comes and goes. Reading a tensor over an empty one ends the process."""
+
+
+def will_empty(owner: object, storages: Iterable[torch.UntypedStorage]) -> None:
+    """Add `storages`, which `owner` empties and refills, to `EMPTIED` for as long as `owner` exists."""
+    keys = [storage_key(each) for each in storages]
+    EMPTIED.update(keys)
+    weakref.finalize(owner, EMPTIED.difference_update, keys).atexit = False
 
 
 class Buffer:
@@ -27,6 +39,8 @@ class Buffer:
         if memory is None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.storage = memory.untyped_storage()
+        if not self._stays:
+            will_empty(self, [self.storage])
         self._held = True
         self._pool = pool
 
