@@ -155,7 +155,7 @@ class FSDPState:
                 root.recover()
             if root.gave_up_units:
                 root = self._become_root(module)
-            if root.unmanaged.changed and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and root.unmanaged.due():
                 self._check_unmanaged(module, root)
             if unit.device.type != "cpu":
                 args, kwargs = map_tensors(partial(moved, unit.device), (args, kwargs))

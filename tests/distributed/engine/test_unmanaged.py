@@ -36,14 +36,33 @@ def replace_layer(model: nn.Module) -> str:
     return r"head\.weight, head\.bias"
 
 
-@pytest.mark.parametrize("add", [add_layer, add_to_a_list, add_parameter, replace_layer])
+def wrap_layer(model: nn.Module) -> str:
+    """As adapters are put around layers that are sharded."""
+    model.head = nn.Sequential(model.head, nn.Linear(2, 2, bias=False))
+    return r"head\.1\.weight"
+
+
+def wrap_in_a_list(model: nn.Module) -> str:
+    model.blocks[0] = nn.Sequential(model.blocks[0], nn.Linear(2, 2, bias=False))
+    return r"blocks\.0\.1\.weight"
+
+
+def add_below_a_layer(model: nn.Module) -> str:
+    model.blocks[0].first.add_module("adapter", nn.Linear(2, 2, bias=False))
+    return r"blocks\.0\.first\.adapter\.weight"
+
+
+@pytest.mark.parametrize(
+    "add",
+    [add_layer, add_to_a_list, add_parameter, replace_layer, wrap_layer, wrap_in_a_list, add_below_a_layer],
+)
 @pytest.mark.parametrize("trained", [False, True], ids=["before", "trained"])
 @world(2)
 def test_what_came_after_sharding_is_named_once(add: object, trained: bool) -> None:
     model = sharded(Stack(1))
     if trained:
         model(batch()).sum().backward()
-    model.forward = lambda x: x * model.head.weight.sum()  # not through the list, which grows
+    model.forward = lambda x: x * next(model.head.parameters()).sum()  # not through the modules, which change
     names = add(model)
     with torch.no_grad():
         model(batch())  # nothing is trained here
@@ -54,6 +73,33 @@ def test_what_came_after_sharding_is_named_once(add: object, trained: bool) -> N
     model.other = nn.Linear(1, 1, bias=False)
     with pytest.warns(UserWarning, match=UNMANAGED.format(r"other\.weight")):
         model(batch())
+
+
+@world(2)
+def test_what_is_trained_later() -> None:
+    """An adapter that is frozen until the rest has been trained."""
+    model = sharded(Stack(1))
+    model.adapter = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    for _ in range(3):
+        model(batch()).sum().backward()
+    model.adapter.requires_grad_(True)
+    with pytest.warns(UserWarning, match=UNMANAGED.format(r"adapter\.weight")):
+        model(batch())
+    model(batch())
+
+
+@pytest.mark.parametrize("how", ["units", "flat", "originals"])
+@world(2)
+def test_what_comes_past_the_hooks_of_torch(how: str) -> None:
+    """Libraries that quantise models write to `_modules`. The next forward whose number is a power of two finds it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    top = fully_shard(model) if how == "units" else FSDP(model, use_orig_params=how == "originals")
+    for _ in range(2):
+        top(torch.ones(1, 2)).sum().backward()
+    model._modules["1"] = nn.Sequential(model[1], nn.Linear(2, 2, bias=False))
+    top(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(UserWarning, match=UNMANAGED.format(r"\S*1\.1\.weight")):
+        top(torch.ones(1, 2))
 
 
 @world(2)

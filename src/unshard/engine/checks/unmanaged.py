@@ -25,28 +25,42 @@ _SHOWN = 5
 class Unmanaged:
     """Looks for them before the first forward, and before one that follows a change of the modules below the root.
 
-    Torch calls hooks when a module is given a parameter or a module, so forwards in between pay nothing.
+    Torch calls hooks when a module is given a parameter or a module, so forwards in between pay nothing. Some libraries
+    write to `module._modules` instead, for which there is no hook, so the 2nd, 4th, 8th ... forward looks as well.
     """
 
     _watched: weakref.WeakKeyDictionary[nn.Module, Unmanaged] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.changed = True
-        """Whether it is time to look."""
+        """Whether the modules have changed since the last look."""
+        self._asked = 0
         self._named: set[str] = set()
+        self._frozen: list[tuple[dict[str, Any], str]] = []
+        """Parameters that no unit manages and that were not trained at the last look."""
         _register()
+
+    def due(self) -> bool:
+        """Whether it is time to look. To be asked before every forward of the root that makes a graph."""
+        self._asked += 1
+        if self.changed or self._asked & (self._asked - 1) == 0:
+            return True
+        return any((parameter := held.get(name)) is not None and parameter.requires_grad for held, name in self._frozen)
 
     def check(self, top: nn.Module, managed: Iterable[ParamLocation], ranks: int) -> None:
         """`top`: the root module. `managed`: where units, or their callers, know of a parameter."""
         self.changed = False
         known = {(id(location.parameters), location.name) for location in managed}
-        names = []
+        names, self._frozen = [], []
         for prefix, module in _modules_outside_replicas(top):
             self._watched[module] = self
             for name, parameter in own_parameters(module).items():
-                trained = parameter is not None and parameter.requires_grad
-                if trained and (id(own_parameters(module)), name) not in known:
+                if parameter is None or (id(own_parameters(module)), name) in known:
+                    continue
+                if parameter.requires_grad:
                     names.append(prefix + name)
+                else:
+                    self._frozen.append((own_parameters(module), name))
         news = [name for name in names if name not in self._named]
         self._named.update(news)
         if news and ranks > 1:

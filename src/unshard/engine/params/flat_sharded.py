@@ -13,6 +13,7 @@ from ...comm.interface import Transport
 from ...errors import ArgumentError, ParameterError, StateError
 from ...layout.collective_tensors import Region, UnitLayout
 from ...layout.flat import FLAT_LAYOUT, FlatSharding
+from ...torch_private import without_function_transforms
 from ..dtype_rules import Segments
 from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
@@ -51,9 +52,10 @@ class FlatParam:
     def show_unsharded(self, view: torch.Tensor) -> None:
         """`view` is any parameter's place in the unsharded buffer, which has memory now."""
         if self._of is not view:
-            storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
-            self.padded = empty.set_(storage, 0, (storage.nbytes() // view.dtype.itemsize,), (1,))
-            self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
+            with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+                storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
+                self.padded = empty.set_(storage, 0, (storage.nbytes() // view.dtype.itemsize,), (1,))
+                self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
             self._of = view
         assert self.unsharded is not None
         if not self._shows_unsharded and self.sharded.data_ptr() != self.local.data_ptr():
