@@ -283,7 +283,7 @@ class FSDPState:
     # -- backward -------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, output: Any, outputs: Sequence[torch.Tensor]) -> tuple[Any, bool]:
-        """Backward of the unit begins when a gradient reaches any of `outputs`, those in `output`; false if none can."""
+        """Backward of the unit begins when a gradient reaches any of `outputs`, all in `output`; false if none can."""
         begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
         last = -1
         for tensor in outputs:

@@ -31,7 +31,7 @@ def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_own_memory(value: Any) -> Any:
-    """`value` with copies of the tensors in it that lie in memory that is emptied. Gradients flow through the copies."""
+    """`value` with copies of the tensors in it that lie in memory that is emptied. Gradients flow through copies."""
     return map_tensors(lambda tensor: tensor.clone() if _lies_in_emptied(tensor) else tensor, value)
 
 
@@ -57,15 +57,15 @@ class LeftAlias:
             self._put(self._value)
 
     def _now(self) -> Any:
-        container = self._container()
+        container: Any = self._container()
         if isinstance(container, nn.Module):
             return getattr(container, self._key, None)
-        if isinstance(container, dict):
-            return container.get(self._key)
+        if container is None or isinstance(container, dict):
+            return container and container.get(self._key)
         return container[self._key] if self._key < len(container) else None
 
     def _put(self, value: Any) -> None:
-        container = self._container()
+        container: Any = self._container()
         if isinstance(container, nn.Module):
             setattr(container, self._key, value)
         else:

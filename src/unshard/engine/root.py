@@ -19,9 +19,15 @@ from ..torch_private import (
     inside_backward,
     queue_backward_callback,
     runs_split_backward,
+    traced_by_make_fx,
 )
 from .backward_end import BackwardEnd
-from .checks.root_checks import refuse_gradients_of_resharded, refuse_gradients_past_outputs, refuse_split_backward
+from .checks.root_checks import (
+    refuse_gradients_of_resharded,
+    refuse_gradients_past_outputs,
+    refuse_graph_of_emptied,
+    refuse_split_backward,
+)
 from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
 from .checks.unmanaged import Unmanaged
@@ -136,6 +142,8 @@ class Root:
         thread = get_ident()
         if self.in_forward and self._thread != thread:
             refuse_thread(self.unit)  # it began after `recover` looked
+        if traced_by_make_fx():
+            refuse_graph_of_emptied(self.units)
         self.in_forward = True
         self._thread = thread
         self._forwards += 1

@@ -120,6 +120,27 @@ def without_function_transforms() -> AbstractContextManager[Any]:
     return torch._C._DisableFuncTorch()
 
 
+def inside_functional_call() -> bool:
+    """Whether the calling thread is inside `torch.func.functional_call`; no public way to tell. All versions."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+
+
+def traced_by_make_fx() -> bool:
+    """Whether operations are being written to a graph, as `torch.func.linearize` and `torch.export` do.
+
+    There is no public way to tell. All versions.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 _SKIP, _DEFAULT = torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynamo.eval_frame._FrameAction.DEFAULT
 
 

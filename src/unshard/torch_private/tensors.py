@@ -81,12 +81,13 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold the memory of a DTensor or another subclass; the tensor that a function transform wraps.
 
-    Empty for an ordinary tensor. A wrapped tensor has no storage, and there is no public way to unwrap it. All versions.
+    Empty for an ordinary tensor. A wrapped tensor has no storage; there is no public way to unwrap it. All versions.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
     if hasattr(type(tensor), "__tensor_flatten__"):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        return [each for each in parts if isinstance(each, torch.Tensor)]  # some subclasses name other attributes, too
     return []
 
 

@@ -109,7 +109,8 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, FSDP):
         return full_parameters(model)
     return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in model.named_parameters()
+        name: each.full_tensor() if isinstance(each, DTensor) else each.detach()
+        for name, each in model.named_parameters()
     }
 
 
@@ -161,3 +162,133 @@ def test_results_that_share_memory_with_parameters(how: str, name: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_with_one_rank_and_with_three(how: str, name: str) -> None:
     check(how, RETURNS[name])
+
+
+@world(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_units_that_are_recomputed() -> None:
+    reference, model = Model(RETURNS["rows"]), Model(RETURNS["rows"])
+    wrapped(model, "resharded")
+    for each in (reference, model):
+        checkpoint(each, batch(0), use_reentrant=False).mean().backward()
+    found = model.positions.weight.grad
+    assert isinstance(found, DTensor) and reference.positions.weight.grad is not None
+    assert_same([found.full_tensor()], [reference.positions.weight.grad])
+
+
+@world(2)
+def test_evaluation_in_full_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    reference, model = Model(RETURNS["rows"]), Model(RETURNS["rows"])
+    wrapped(model, "resharded", mp_policy=policy)
+    for each in (reference, model):
+        each.eval()(batch(0))
+    assert_same(model.returned, reference.returned)
+    for each in (reference, model):
+        each.train()(batch(0))
+    assert model.returned[0].dtype == torch.bfloat16
+    assert_same([model.returned[0].float()], [reference.returned[0].bfloat16().float()])
+
+
+@world(2)
+def test_weights_that_another_unit_owns() -> None:
+    """A head that returns the weight it shares with the embedding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Positions(RETURNS["transposed"]))
+    model[1].weight = model[0].weight
+    expected = model[0].weight.detach().clone().T
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        y, shared = model(batch(0))
+        assert_same([shared], [expected])
+        (y.sum() + shared.sum()).backward()
+
+
+@world(2)
+def test_a_tensor_parallel_weight() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    layer = Positions(RETURNS["rows"])
+    expected = layer.weight.detach().clone()
+    torch.distributed.broadcast(expected, 0)
+    layer.weight = nn.Parameter(DTensor.from_local(expected, mesh["tp"], [Replicate()]))
+    layer.forward = lambda: layer.weight  # type: ignore[method-assign]
+    fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+    found: Any = layer()
+    assert isinstance(found, DTensor)
+    assert_same([found.to_local()], [expected])
+
+
+def keep_attribute(module: Any) -> None:
+    module.kept = module.weight.detach()
+
+
+def keep_in_containers(module: Any) -> None:
+    module.kept = {"a": [module.weight[1:], torch.ones(1)], "b": (module.weight.T, 3)}
+
+
+def keep_once(module: Any) -> None:
+    """A view that forward uses every time, made the first time."""
+    if module.kept is None:
+        module.kept = [module.weight.detach().T]
+    module.seen = module.kept[0] * 2
+
+
+KEEPS = {"attribute": keep_attribute, "in containers": keep_in_containers, "once": keep_once}
+
+
+def kept_by(positions: Any) -> list[torch.Tensor]:
+    kept = positions.kept
+    if isinstance(kept, dict):
+        return [kept["a"][0], kept["b"][0]]
+    return [kept] if isinstance(kept, torch.Tensor) else [kept[0], positions.seen]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("how", ["resharded", "kept", "flat", "originals"])
+@world(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_forward_leaves_on_its_module(how: str, keep: str) -> None:
+    """It can be read after forward, and inside the next forward it is what is gathered then."""
+    reference, model = Model(RETURNS["rows"], KEEPS[keep]), Model(RETURNS["rows"], KEEPS[keep])
+    top = wrapped(model, how)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (top, reference)]
+    for step in range(3):
+        for mode in (torch.no_grad, nullcontext):
+            with mode():
+                losses = [each(batch(step)).mean() for each in (top, reference)]
+                assert_same(kept_by(inside(model.positions)), kept_by(reference.positions))
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@world(2)
+def test_what_the_program_puts_in_its_place_stays() -> None:
+    model = Model(RETURNS["rows"], keep_in_containers)
+    wrapped(model, "resharded")
+    model(batch(0))
+    positions: Any = model.positions
+    positions.keep = lambda module: None
+    before = positions.kept["a"]
+    before.pop(0)
+    positions.kept["b"] = None
+    model(batch(0))
+    assert positions.kept["a"] is before and before[0].tolist() == [1.0] and positions.kept["b"] is None
+
+
+@world(2)
+def test_other_results_are_not_copied() -> None:
+    model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), reshard_after_forward=True)
+    model.register_buffer("table", torch.ones(3))
+    seen: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor) -> Any:
+        seen[:] = [x @ model.weight, model.table, x[:1]]
+        return tuple(seen)
+
+    model.forward = forward  # type: ignore[method-assign]
+    result: Any = model(torch.ones(1, WIDTH))
+    assert all(mine is theirs for mine, theirs in zip(result, seen, strict=True))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from bed import world
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, input_gradient, loss_of, sharded
-from torch.autograd import forward_ad
+from bed.transforms import TRANSFORMS, called_with, linearized
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unshard import MixedPrecisionPolicy, fully_shard
+from unshard.errors import ParameterError, UnsupportedError
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -36,21 +37,13 @@ def test_compile(how: str) -> None:
     assert_at_rest(model)
 
 
-TRANSFORMS = {
-    "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
-    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(6, 2))[0],
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
-    "vmap": lambda model, x: torch.func.vmap(model)(x),
-}
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @world(2)
 def test_transforms(name: str, first: bool) -> None:
     """Contract INT-06, for every transform, also as the very first forward."""
-    transform: Callable = TRANSFORMS[name]
+    transform = TRANSFORMS[name]
     model, reference = sharded(), Stack()
     if not first:
         loss_of(model).backward()
@@ -64,12 +57,12 @@ def test_transforms(name: str, first: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["input without", "input with gradient"])
-@pytest.mark.parametrize("reshard", [False, True], ids=["kept", "resharded"])
+@pytest.mark.parametrize("reshard", [False, True, 2, None], ids=["kept", "resharded", "smaller", "default"])
 @world(2)
-def test_forward_mode_first_in_mixed_precision(reshard: bool, needs_grad: bool) -> None:
+def test_forward_mode_first_in_mixed_precision(reshard: bool | int | None, needs_grad: bool) -> None:
     """The first forward of all is one whose tensors have tangents, and casts lie between them and the parameters."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for transform in (TRANSFORMS["jvp"], dual):
+    for transform in (TRANSFORMS["jvp"], TRANSFORMS["dual"]):
         model, reference = sharded(mp_policy=policy, reshard_after_forward=reshard), Stack().bfloat16()
         x = batch(requires_grad=needs_grad)
         expected = transform(reference, x.detach().bfloat16())
@@ -80,10 +73,25 @@ def test_forward_mode_first_in_mixed_precision(reshard: bool, needs_grad: bool) 
         assert_at_rest(model)
 
 
-def dual(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The tangent of the output, by dual numbers."""
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@world(2)
+def test_what_cannot_be_transformed_is_refused() -> None:
+    """Right, or an error that says why; the model stays usable and keeps its parameters."""
+    model, reference = sharded(), Stack()
+    with pytest.raises(UnsupportedError, match=r"linearize.*cannot trace Unit '\S*'.*torch\.func\.jvp"):
+        linearized(model, batch())
+    torch.testing.assert_close(called_with(dict(model.named_parameters()), model, batch()), reference(batch()))
+    doubled = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    for others in (doubled, {name: nn.Parameter(value) for name, value in doubled.items()}):
+        with pytest.raises(ParameterError, match=r"functional_call replaces parameter '\S+' of unit"):
+            called_with(others, model, batch())
+        torch.testing.assert_close(model(batch()), reference(batch()))
+    model.reset_iter_state()
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_gradients(model, reference)
+    kept = sharded(reshard_after_forward=False)
+    torch.testing.assert_close(linearized(kept, batch()), linearized(reference, batch()))
 
 
 def fail(gradient: torch.Tensor) -> None:

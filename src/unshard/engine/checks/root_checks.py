@@ -58,6 +58,18 @@ def refuse_split_backward(units: list[Unit]) -> None:
             )
 
 
+def refuse_graph_of_emptied(units: list[Unit]) -> None:
+    """A graph that `make_fx` writes refers to unsharded parameters, and is run when their memory is empty."""
+    for unit in units:
+        if unit.options.reshard_after_forward is not False and not unit.unsharded_is_shard:
+            raise UnsupportedError(
+                f"torch.func.linearize, torch.export and make_fx cannot trace {unit}: their graph refers to the "
+                "unsharded parameters, whose memory is freed after forward. Use torch.func.jvp, which computes the "
+                "same product, or shard all modules with reshard_after_forward=False and run the graph before the next "
+                "backward."
+            )
+
+
 def refuse_second_root(name: str) -> None:
     raise StateError(
         f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "

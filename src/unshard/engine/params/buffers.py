@@ -13,7 +13,6 @@ from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..dtype_rules import Segments, sent_dtype
 from .shard import ShardLayout
 
-
 EMPTIED: set[int] = set()
 """Keys of the storages whose memory comes and goes. Reading a tensor over an empty one ends the process."""
 

@@ -15,7 +15,15 @@ from ...comm.interface import Transport
 from ...errors import ParameterError, listed
 from ...layout.collective_tensors import ROW_LAYOUT, Region, UnitLayout
 from ...layout.rows import RowSharding
-from ...torch_private import dtensor_of, has_gradient_hooks, local_of, set_local_tensor, spec_of, storage_key
+from ...torch_private import (
+    dtensor_of,
+    has_gradient_hooks,
+    inside_functional_call,
+    local_of,
+    set_local_tensor,
+    spec_of,
+    storage_key,
+)
 from ..checks.caller import stack_level_of_program
 from ..dtype_rules import Segments
 from ..gather.extension import is_extended
@@ -307,7 +315,16 @@ class ShardedParams:
     def _take_over(self, param: ManagedParam, unit: str) -> None:
         """Take over the parameter object that is registered now, under all of its names."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
-        current = next((p for p in registered if p is not param.sharded), param.sharded)
+        # `functional_call` puts an unsharded one back, if that was shown when it began and the unit is resharded since.
+        own = (param.sharded, param.unsharded)
+        current = next((p for p in registered if all(p is not each for each in own)), param.sharded)
+        if current is not param.sharded and inside_functional_call():
+            raise ParameterError(
+                f"torch.func.functional_call replaces parameter {param.name!r} of unit {unit!r} on rank "
+                f"{self._transport.rank}, which is sharded: the unit would keep the new values for good, and gradients "
+                "would not reach them. Write the values into the parameters in place, or call functional_call with a "
+                "model that is not sharded. Parameters that are not replaced, and buffers, can be passed."
+            )
         self._check_replacement(param, current, unit)
         if current is not param.sharded:
             mark_replaced(param.sharded, param.name, current)
