@@ -173,7 +173,7 @@ def _nonzero_gradients(
         by_mesh[id(spec_of(parameter).mesh) if isinstance(parameter, DTensor) else 0].append(parameter)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for members in by_mesh.values():
-        mesh = reduce_group_of(members, None, otherwise=ranks.device)
+        mesh = reduce_group_of(members, None, otherwise=ranks.device, what=CLIP)
         zero = torch.zeros((), device=mesh.device)
         flags = torch.stack([nonzero[id(each)].to(zero) if id(each) in nonzero else zero for each in members])
         mesh.sum(flags)
