@@ -18,7 +18,7 @@ from .checksums import best_algorithm
 from .dtypes import DTYPES
 from .files import host_buffers, write_file
 from .folders import resolve, sync_folder
-from .manifest import Manifest, TensorEntry
+from .manifest import UNCAST, Manifest, TensorEntry
 from .pieces import StoredTensors
 from .safetensors_format import CODE_OF, INDEX, METADATA, HeaderEntry, header_bytes
 
@@ -50,18 +50,22 @@ def export(
 ) -> list[Path]:
     """Write the model of a checkpoint to safetensors files; returns them.
 
-    `dtype`: that of all floating-point tensors; others stay as they are. `max_file_size`: bytes, or a text such as
-    "5GB"; a tensor that is larger gets a file of its own. `prefix`: put before all names. A tied tensor is written
-    once, under the first of its names in alphabetical order, or under the one that is in `tied_names`. A folder that
-    holds files is refused; `overwrite=True` replaces the files of an earlier export. Needs neither a process group nor
-    a GPU, and takes the memory of a few pieces of a tensor.
+    `dtype`: that of all floating-point tensors; others, and those of quantised layers, stay as they are.
+    `max_file_size`: bytes, or a text such as "5GB"; a tensor that is larger gets a file of its own. `prefix`: put
+    before all names. A tied tensor is written once, under the first of its names in alphabetical order, or under the
+    one that is in `tied_names`. A folder that holds files is refused; `overwrite=True` replaces the files of an earlier
+    export. Needs neither a process group nor a GPU, and takes the memory of a few pieces of a tensor.
     """
     limit, target = _bytes(max_file_size), Path(folder)
     with StoredTensors(resolve(checkpoint)) as stored:
         names = _names(stored.manifest, prefix, tied_names)
         if stored.manifest.values.get("extra"):
             _log.warning("%s has extra state of modules, which safetensors files cannot hold.", stored.folder)
-        tensors = [_exported(name, stored.manifest.tensors[key], _dtype(dtype)) for key, name in names.items()]
+        uncast, target_dtype = set(stored.manifest.values.get(UNCAST, ())), _dtype(dtype)
+        tensors = [
+            _exported(name, stored.manifest.tensors[key], None if key in uncast else target_dtype)
+            for key, name in names.items()
+        ]
         if not tensors:
             raise CheckpointError(f"{stored.folder} holds no tensor of a model.")
         ties = _ties(stored.manifest, names)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
+from .added_state import EXTRA
 from .differences import Differences, LoadedNames
 from .dtypes import DTYPES, name_of_dtype
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
@@ -18,9 +19,6 @@ from .manifest import TensorEntry
 from .model_state import HeldTensor, ModelState, model_state, non_persistent_names
 from .plan import Described, describe
 from .ranks import begin, on_first_rank, rank_and_size, together
-
-EXTRA = "_extra_state"
-"""The last part of the name that torch gives to the extra state of a module."""
 
 
 class RankPart(NamedTuple):
@@ -98,7 +96,14 @@ def _names(model: nn.Module, state: ModelState) -> list[str]:
     order = {path: number for number, path in enumerate(paths)}
     names = [each.name for each in state.tensors]
     names = [name.removeprefix("model/") for name in (*names, *state.aliases)] + [*map(_extra_name, state.extra)]
-    return sorted(names, key=lambda name: order[name.rpartition(".")[0]])
+
+    def place(name: str) -> int:
+        path = name.rpartition(".")[0]
+        while path not in order:  # what a module adds may have dots in the name that it gives
+            path = path.rpartition(".")[0]
+        return order[path]
+
+    return sorted(names, key=place)
 
 
 def is_extra(name: str) -> bool:
@@ -227,7 +232,7 @@ class FullLoading:
                 )
 
     def finish(self) -> None:
-        self._model.finish_loading()
+        self._model.finish_loading(self._targets.values())
         for path, module in self._model.extra.items():
             if (name := _extra_name(path)) in self._source.extra:
                 module.set_extra_state(self._source.extra[name])
@@ -237,6 +242,7 @@ def _differences(held: HeldTensor, names: list[str], entries: list[TensorEntry])
     found = []
     for name, entry in zip(names, entries, strict=True):
         dtype = DTYPES[entry.dtype]
+        held.expect(entry.shape)
         if entry.shape != held.part.shape:
             found.append(f"{name} has the shape {entry.shape}, expected {held.part.shape}")
         elif dtype != held.dtype and not (dtype.is_floating_point and held.dtype.is_floating_point):

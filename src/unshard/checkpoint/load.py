@@ -179,6 +179,7 @@ class Loading:
                 continue
             taken.add(self.manifest.aliases.get(held.name, held.name))
             dtype = name_of_dtype(held.dtype, held.name)
+            held.expect(entry.shape)
             if entry.shape != held.part.shape:
                 differences.wrong.append(f"{held.name} has the shape {entry.shape}, expected {held.part.shape}")
             elif entry.dtype != dtype:
@@ -290,7 +291,7 @@ class Loading:
     def apply_tensors(self) -> None:
         for held in self._targets:
             self._fill(held)
-        self._model.finish_loading()
+        self._model.finish_loading(self._targets)
         if self._optimizer is not None:
             for held in self._optimizer.targets():
                 self._fill(held)

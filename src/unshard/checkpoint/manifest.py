@@ -33,6 +33,8 @@ from .dtypes import DTYPES
 
 FORMAT, VERSION = "unshard checkpoint", 1
 MANIFEST = "manifest.json"
+UNCAST = "uncast"
+"""The value that lists tensors of quantised layers, if there are any: an export to another dtype leaves them."""
 MAX_MANIFEST_BYTES = 512 * 2**20
 ALIGNMENT = 64
 """Boxes begin at multiples of so many bytes, so that they can be read as tensors where they lie."""
@@ -219,6 +221,8 @@ class _Parser:
             raise _Wrong(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
         if type(values.get("extra", {})) is not dict:
             raise _Wrong("extra state that is not an object")
+        if type(values.get(UNCAST, [])) is not list or not all(type(each) is str for each in values.get(UNCAST, [])):
+            raise _Wrong("a list of tensors that are not cast, which is not one of names")
         return Manifest(step, ranks, self._algorithm, self._block_bytes, files, tensors, aliases, values, checksum)
 
     def _file(self, value: Any) -> FileEntry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.api import FlatShardedParams, FSDPState, ManagedParam, ParamGroup, Phase, state_of
+from ..engine.api import FlatShardedParams, FSDPState, ManagedParam, ParamGroup, Phase, is_packed, state_of
 from ..errors import CheckpointError
 from ..fsdp1.state import WrapperState
 from ..layout.flat import FlatSharding
 from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
-from ..torch_private import local_part, non_persistent_buffers, own_buffers, own_parameters
+from ..torch_private import as_plain, local_part, non_persistent_buffers, own_buffers, own_parameters
+from .added_state import added_state, set_added_state
 from .parts import Part, part_of_dtensor, part_of_param, whole
 
 
@@ -30,6 +31,15 @@ class HeldTensor:
     local: torch.Tensor
     plain: bool
     """Not sharded: every rank has a tensor of its own, and that of the lowest rank counts."""
+    added: bool = False
+    """A module adds it to its state dict, and is given what was loaded."""
+    packed: bool = False
+    """Its elements are not numbers, whatever the dtype says."""
+
+    def expect(self, shape: tuple[int, ...]) -> None:
+        """To be called before anything is loaded. What modules add may have another shape than now."""
+        if self.added:
+            self.part, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
     def views(self) -> list[torch.Tensor]:
         return self.part.views(self.local)
@@ -63,11 +73,18 @@ class ModelState:
     extra: dict[str, nn.Module] = field(default_factory=dict)
     """The modules that have extra state, by name."""
     states: list[FSDPState] = field(default_factory=list)
+    added: dict[tuple[str, nn.Module], dict[str, HeldTensor]] = field(default_factory=dict)
+    """What modules add to their state dicts, by their paths, and by the names that they give."""
 
-    def finish_loading(self) -> None:
+    def finish_loading(self, loaded: Iterable[HeldTensor]) -> None:
         """To be called after the tensors were written."""
         for state in self.states:
             state.unit.rebind_params()
+        names = {each.name for each in loaded}
+        for (path, module), added in self.added.items():
+            values = {name: held.local for name, held in added.items() if held.name in names}
+            if values:
+                set_added_state(path, module, values)
 
 
 @torch.no_grad()
@@ -87,6 +104,7 @@ def model_state(model: nn.Module) -> ModelState:
         if isinstance(group.sharded, FlatShardedParams):
             managed.add(id(group.sharded.flat.sharded))
     _add_others(found, model, managed)
+    _add_added(found, model, paths)
     return found
 
 
@@ -125,7 +143,7 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
     rank, sharded, sharding = group.shards.rank, param.sharded, param.sharding
     flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
     part = part_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
-    local, optimized = local_part(sharded), OptimizedParam(name, part)
+    local, optimized = as_plain(local_part(sharded)), OptimizedParam(name, part)
     if flat is not None:
         assert isinstance(sharding, FlatSharding)
         first, count = sharding.elements(rank)
@@ -134,7 +152,7 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
         local = optimized.local_of(flat.local)
     _refuse_subclass(name, local)
     found.optimized.setdefault(id(sharded), []).append(optimized)
-    found.tensors.append(HeldTensor(f"model/{name}", part, local.dtype, local, plain=False))
+    found.tensors.append(HeldTensor(f"model/{name}", part, local.dtype, local, plain=False, packed=param.packed))
 
 
 def _add_aliases(found: ModelState, names: list[str]) -> str:
@@ -164,12 +182,24 @@ def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
         name = _add_aliases(found, names)
         is_dtensor = isinstance(tensor, DTensor)
         part = part_of_dtensor(name, tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
-        local = local_part(tensor)
+        local = as_plain(local_part(tensor))
         _refuse_subclass(name, local)
         if is_parameter:
             found.optimized[key] = [OptimizedParam(name, part, not is_dtensor)]
         dtype = dtypes.get(key, tensor.dtype)
-        found.tensors.append(HeldTensor(f"model/{name}", part, dtype, local.detach(), plain=not is_dtensor))
+        held = HeldTensor(f"model/{name}", part, dtype, local.detach(), not is_dtensor, packed=is_packed(tensor))
+        found.tensors.append(held)
+
+
+def _add_added(found: ModelState, model: nn.Module, paths: dict[int, list[str]]) -> None:
+    """What modules add to their state dicts themselves."""
+    for module in model.modules():
+        prefixes = paths[id(module)]
+        for name, value in added_state(prefixes[0].rstrip("."), module).items():
+            full_name = _add_aliases(found, [prefix + name for prefix in prefixes])
+            held = HeldTensor(f"model/{full_name}", whole(value.shape), value.dtype, value.detach(), True, added=True)
+            found.added.setdefault((prefixes[0].rstrip("."), module), {})[name] = held
+            found.tensors.append(held)
 
 
 def non_persistent_names(model: nn.Module) -> list[str]:

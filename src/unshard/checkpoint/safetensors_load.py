@@ -163,6 +163,7 @@ class SafetensorsLoading:
 
     def _fits(self, held: HeldTensor, source: FileTensor) -> bool:
         found, wrong = source.header, self._differences.wrong
+        held.expect(found.shape)
         if found.shape != held.part.shape:
             wrong.append(f"{source.name} has the shape {found.shape}, expected {held.part.shape}")
         elif found.dtype != held.dtype and not (found.dtype.is_floating_point and held.dtype.is_floating_point):
@@ -194,7 +195,7 @@ class SafetensorsLoading:
             for box, view in zip(held.part.boxes, held.views(), strict=True):
                 if box.numel:
                     copy_pieces(view, self._open.part(source, box))
-        self._model.finish_loading()
+        self._model.finish_loading(held for held, _ in self._targets)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from .checksums import BLOCK_BYTES, best_algorithm
 from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
-from .manifest import MANIFEST, FileEntry, Manifest, manifest_bytes
+from .manifest import MANIFEST, UNCAST, FileEntry, Manifest, manifest_bytes
 from .model_state import HeldTensor, model_state
 from .optimizer_state import check_optimizer, merged, optimizer_state
 from .parts import whole
@@ -38,6 +38,8 @@ class RankEntry:
     own: dict[str, Any] = field(default_factory=dict)
     """Values of this rank."""
     optimizer: dict[str, Any] | None = None
+    uncast: list[str] = field(default_factory=list)
+    """Tensors of quantised layers."""
 
 
 def save(
@@ -88,6 +90,7 @@ class Saving:
         """Find everything that this rank has to save; tensors are not copied."""
         state = model_state(model)
         found, tensors = RankEntry(self._step, aliases=state.aliases), state.tensors
+        found.uncast = [each.name for each in tensors if each.added or each.packed]
 
         def store(name: str, value: torch.Tensor) -> None:
             tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value.detach(), plain=True))
@@ -179,6 +182,8 @@ class Saving:
             "optimizer": merged([entry.optimizer for entry in self._entries]),
             "ranks": [entry.own for entry in self._entries],
         }
+        if uncast := {name for entry in self._entries for name in entry.uncast}:
+            values[UNCAST] = sorted(uncast)
         aliases = {alias: name for entry in self._entries for alias, name in entry.aliases.items()}
         entries = [each for each in files if each is not None]
         return Manifest(self._step, self.size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)

@@ -21,6 +21,7 @@ from .params.flat_sharded import FlatShardedParams
 from .params.module_buffers import ModuleBuffers, warn_of_rounding
 from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
+from .params.quantized import attributes_of, is_packed, load_quant_states, set_quant_state
 from .params.sharded import ShardedParams
 from .reduce.division import division
 from .reduce.left_gradients import NOTHING_LEFT, LeftGradients
@@ -55,6 +56,10 @@ __all__ = [
     "location_of",
     "unregistered_location_of",
     "is_extended",
+    "attributes_of",
+    "is_packed",
+    "load_quant_states",
+    "set_quant_state",
     "ParamGroup",
     "param_group_of",
     "refuse_different_units",

@@ -40,6 +40,7 @@ from .output_memory import shares_memory, with_own_memory
 from .params.cast_boundaries import CastBoundary
 from .params.module_buffers import ModuleBuffers
 from .params.param import ManagedParam, ParamLocation
+from .params.quantized import load_quant_states
 from .root import Root
 from .side_outputs import SideOutputs
 from .states import ParamState, Phase
@@ -388,6 +389,7 @@ class FSDPState:
         refuse_shards_of_another_rank(state_dict, prefix, self.full_state_dict)
         self.pre_state_dict(module)
         refuse_plain_tensors(module, state_dict, prefix)
+        load_quant_states(module, state_dict, prefix)
 
     def wait_for_uploads(self) -> None:
         """To be called before parameters are written on the host."""

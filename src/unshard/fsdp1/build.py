@@ -24,6 +24,8 @@ from ..engine.api import (
     ParamGroup,
     ParamLocation,
     Unit,
+    attributes_of,
+    is_packed,
     location_of,
     offload_plan_for,
     param_group_of,
@@ -74,7 +76,7 @@ def build_state(
     if _initialise_from_meta(managed, device, param_init_fn):
         managed = _managed_by(module, ignored)
     shared = managed.take_shared()
-    _check_parameters(type(module).__name__, managed.parameters, call.use_orig_params, groups)
+    _check_parameters(type(module).__name__, managed.parameters, call, groups)
     _move_buffers(managed, device)
     if sync_module_states:
         tensors = map(local_part, managed.tensors())
@@ -176,7 +178,7 @@ def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
 def _check_parameters(
     title: str,
     parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
-    use_orig_params: bool,
+    call: Call,
     groups: Groups,
 ) -> None:
     """Refuse what one flat parameter cannot hold. It is trained or not, unless users see the original ones."""
@@ -200,8 +202,15 @@ def _check_parameters(
                 f"Parameter {name!r} of {title} is {parameter.dtype}; a flat parameter holds floating-point or complex "
                 "numbers only. Pass it in ignored_states."
             )
+        param_dtype = call.mixed_precision.param_dtype
+        if is_packed(parameter) and param_dtype not in (None, parameter.dtype):
+            raise ArgumentError(
+                f"Parameter {name!r} of {title} has packed, quantised values in {parameter.dtype}, which a cast to "
+                f"param_dtype={param_dtype} would destroy. Quantise with quant_storage={param_dtype}, or use "
+                "fully_shard, which does not cast packed parameters."
+            )
     _require_one("dtype", {name: each.dtype for name, each in named.items()}, title, "Wrap the modules separately")
-    if not use_orig_params:
+    if not call.use_orig_params:
         trained = {name: each.requires_grad for name, each in named.items()}
         _require_one("requires_grad", trained, title, "Wrap them separately, or pass use_orig_params=True")
 
@@ -285,6 +294,7 @@ def _managed_param(
     make_location = location_of if use_orig_params else unregistered_location_of
     locations = [make_location(owner, name) for _, owner, name in places]
     managed = ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
+    managed.attributes = attributes_of(parameter)
     if isinstance(parameter, DTensor):
         # At rest a plain tensor, as the others: `.data` of a DTensor cannot be a row of its elements.
         managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, refuse_shards_of_another_rank
+from ..engine.api import (
+    FlatShardedParams,
+    ManagedParam,
+    ParamLocation,
+    load_quant_states,
+    refuse_shards_of_another_rank,
+)
 from ..errors import StateError
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
 from ..torch_private import as_dtensor, read_sharded_tensor
@@ -183,6 +189,7 @@ class StateDictHandler:
     def begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Rename the entries as the wrapped module expects them, and unshard the unit until `end_loading`."""
         self._reshard()
+        load_quant_states(module, state_dict, prefix)
         state_dict_type = self._type
         if self._wrapper_prefix:
             for key in [key for key in state_dict if key.startswith(prefix)]:

@@ -108,6 +108,7 @@ def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> Pa
             unsharded=None,
             sliced=None,
             unsharded_view=None,
+            attributes=copy.deepcopy(param.attributes, memo),
         )
         for param in group.params
     ]

@@ -20,7 +20,9 @@ from ..engine.api import (
     ParamLocation,
     ShardedParams,
     Unit,
+    attributes_of,
     is_extended,
+    is_packed,
     param_group_of,
     refuse_different_units,
 )
@@ -117,6 +119,12 @@ class ParamToShard:
                 f"Parameter {self.name!r} is a scalar and has no dimension to shard. Make it a tensor of one element: "
                 "nn.Parameter(value.reshape(1))."
             )
+        if not parameter.is_floating_point() and getattr(parameter, "CB", parameter) is None:
+            raise UnsupportedError(
+                f"The layer of {self.name!r}, a {type(parameter).__name__}, has moved its weights to its own state and "
+                "would not compute with sharded ones. Shard it before its first forward, or pass the parameter in "
+                "ignored_params."
+            )
         if parameter.is_sparse:
             raise UnsupportedError(
                 f"Parameter {self.name!r} is {parameter.dtype}, {parameter.layout}; it cannot be sharded. Pass it in "
@@ -154,9 +162,12 @@ def make_managed_param(
         shard = shard.to(device)
     sharded = make_sharded_parameter(shard, mesh, placements, parameter.shape, parameter.requires_grad)
     own_policy = policy.for_parameter(param.names)
+    if is_packed(parameter):
+        own_policy = own_policy.without_casts
     managed = ManagedParam(
         param.name, param.locations, sharding, weakref.ref(parameter), sharded, local_of(sharded), own_policy
     )
+    managed.attributes = attributes_of(parameter)
     if isinstance(parameter, DTensor):
         managed.tp_spec = spec_of(parameter)
         if dims is not None:

@@ -114,6 +114,17 @@ spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
 """Mesh and placements of a DTensor in one attribute; the public properties look it up twice. All versions."""
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor, if the class only adds attributes and Python functions to a tensor.
+
+    `detach` returns the same class as long as it is called through `__torch_function__`. All versions.
+    """
+    if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; another tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -245,6 +256,41 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that are not in its state dict; there is no public way. All versions."""
     return module._non_persistent_buffers_set
+
+
+def changes_own_state(module: nn.Module) -> bool:
+    """Whether what a module puts into a state dict itself may differ from what nn.Module does. All versions.
+
+    Hooks of modules that have children are about the names of these.
+    """
+    kind, has_children = type(module), bool(module._modules)
+    if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
+        return True
+    return not has_children and (bool(module._state_dict_hooks) or kind.state_dict is not nn.Module.state_dict)
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """What a module puts into a state dict itself, by the names without a prefix.
+
+    The public `state_dict` runs hooks that unshard parameters, and descends into children. All versions.
+    """
+    found: dict[str, Any] = {}
+    if not module._modules and type(module).state_dict is not nn.Module.state_dict:
+        return module.state_dict(destination=found, prefix="", keep_vars=False)
+    module._save_to_state_dict(found, "", False)
+    for hook in () if module._modules else module._state_dict_hooks.values():
+        changed = hook(module, found, "", {})
+        if changed is not None and not getattr(hook, "_from_public_api", False):
+            found = changed
+    return found
+
+
+def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
+    """Load only these values of `own_state`; others count as missing, which is no error. All versions.
+
+    Strict, because some modules look for their values among the unexpected ones.
+    """
+    module._load_from_state_dict(values, "", {}, True, [], [], [])
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -20,6 +20,7 @@ from ..reduce.unreduced import UnreducedGradients
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation
 from .placeholder import PlaceholderParam, placeholder_for
+from .quantized import give_attributes
 from .shard import Shard
 from .sharded import ShardedParams
 from .swap import FlatParamSwap, ParamSwap
@@ -211,6 +212,8 @@ class FlatShardedParams(ShardedParams):
         if not self.originals:
             dtype = shard.segments.kinds[0].original
             self._placeholders = {param: placeholder_for(param, dtype, self.offload.device) for param in self.params}
+            for param, placeholder in self._placeholders.items():
+                give_attributes(placeholder, param.attributes, None)
         self._bind(shard)
         return shard
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,6 +83,13 @@ class ManagedParam:
     """What they hold between forward and backward under an integer `reshard_after_forward`."""
     unsharded_view: torch.Tensor | None = None
     """The place of `unsharded` in the unsharded buffer."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """What a subclass of nn.Parameter added to `origin`, for `sharded` and `unsharded`."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether the elements are not numbers, whatever the dtype says; see `is_packed`."""
+        return self.attributes.get("quant_state") is not None
 
     @property
     def lies_elsewhere(self) -> bool:

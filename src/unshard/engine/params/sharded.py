@@ -31,6 +31,7 @@ from ..reduce.sharded_grad import ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation, mark_replaced
+from .quantized import give_attributes
 from .shard import META, Shard
 from .swap import ParamSwap
 from .writes import steps_of_this_rank
@@ -274,6 +275,7 @@ class ShardedParams:
                     inside.copy_(outside)
                 set_local_tensor(param.sharded, inside)
             param.local = local_of(param.sharded)
+            give_attributes(param.sharded, param.attributes, None)
         self.placed = not self._misplaced(shard)
         self.bind_locations()
         self._written = [tensor for param in self.params for tensor in (param.sharded, param.local)]

@@ -16,6 +16,7 @@ from ..gather.slices import Slices, Slicing
 from ..gather.upload import HostCopy
 from .buffers import UnshardedBuffer
 from .param import ManagedParam, mark_unsharded
+from .quantized import give_attributes
 from .shard import Shard
 from .sharded import ShardedParams
 from .writes import Samples
@@ -110,6 +111,7 @@ class UnshardedParams:
         """Let the params refer to these parameters."""
         for param, view, parameter in self._made:
             param.unsharded_view, param.unsharded = view, parameter
+            give_attributes(parameter, param.attributes, parameter.detach())
         if self._extensions is not None:
             self._extensions.enter()
 
