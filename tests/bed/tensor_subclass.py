@@ -48,7 +48,7 @@ class SplitTensor(torch.Tensor):
         result = func(*unwrapped[0], **unwrapped[1])
         if func is torch.ops.aten.copy_.default:
             return args[0]
-        return tree_map_only(torch.Tensor, SplitTensor, result) if func in cls.KEPT else result
+        return tree_map_only(torch.Tensor, cls, result) if func in cls.KEPT else result
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         SplitTensor.seen.append((mesh, outer_size, outer_stride, module, mp_policy))
@@ -69,6 +69,18 @@ class SplitTensor(torch.Tensor):
         assert out.shape == size and out.dtype == param_dtype
         out.copy_(whole)
         return None
+
+
+class OpaqueTensor(SplitTensor):
+    """The same without the protocol."""
+
+    @property
+    def fsdp_pre_all_gather(self):
+        raise AttributeError
+
+    @property
+    def fsdp_post_all_gather(self):
+        raise AttributeError
 
 
 def with_split_weights(model: nn.Module) -> nn.Module:

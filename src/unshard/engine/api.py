@@ -9,7 +9,7 @@ from .checks.root_checks import refuse_shared_memory
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
-from .gather.extension import is_extended
+from .gather.extension import is_extended, refuse_opaque
 from .gather.slices import Slicing
 from .hooks import FSDPState, UnshardHandle, state_of
 from .nested_tensors import tensors_in
@@ -56,6 +56,7 @@ __all__ = [
     "location_of",
     "unregistered_location_of",
     "is_extended",
+    "refuse_opaque",
     "attributes_of",
     "is_packed",
     "load_quant_states",

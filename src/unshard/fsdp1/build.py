@@ -30,6 +30,7 @@ from ..engine.api import (
     offload_plan_for,
     param_group_of,
     refuse_different_units,
+    refuse_opaque,
     state_of,
     unregistered_location_of,
 )
@@ -186,6 +187,7 @@ def _check_parameters(
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
             check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, groups)
+        refuse_opaque(local_part(parameter), name, "Pass it in ignored_states: every rank then keeps all of it.")
         owner = _wrapped_in.get(parameter)
         if owner is not None:
             raise ArgumentError(

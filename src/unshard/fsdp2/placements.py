@@ -25,6 +25,7 @@ from ..engine.api import (
     is_packed,
     param_group_of,
     refuse_different_units,
+    refuse_opaque,
 )
 from ..errors import ArgumentError, DimensionError, UnsupportedError
 from ..layout.rows import RowSharding
@@ -114,6 +115,7 @@ class ParamToShard:
 
     def _check_kind(self) -> None:
         parameter = self.parameter
+        refuse_opaque(self.local, self.name, "Pass it in ignored_params: every rank then keeps all of it.")
         if parameter.ndim == 0:
             raise ArgumentError(
                 f"Parameter {self.name!r} is a scalar and has no dimension to shard. Make it a tensor of one element: "

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.agreement import require_agreement
 from ...comm.interface import Label, Transport, Work, Works
-from ...errors import ProtocolError
+from ...errors import ProtocolError, UnsupportedError
 from ...policies import MixedPrecisionPolicy
 from ...torch_private import as_dtensor, contiguous_stride, local_of, preserve_version_counter, storage_key
 from ..params.buffers import Buffer, will_empty
@@ -37,6 +37,15 @@ def is_extended(shard: torch.Tensor, name: str) -> bool:
         have, lack = (PRE, POST) if pre else (POST, PRE)
         raise ProtocolError(f"The shard of parameter {name!r} has {have} but not {lack}; it needs both or neither.")
     return pre
+
+
+def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
+    """Raise for a subclass that has no memory of its own but inner tensors, and no gather protocol."""
+    if hasattr(type(parameter), "__tensor_flatten__") and not is_extended(parameter, name):
+        raise UnsupportedError(
+            f"Parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with inner tensors and without "
+            f"{PRE} and {POST}: nothing says how its shards are gathered. {remedy}"
+        )
 
 
 class Extension:
