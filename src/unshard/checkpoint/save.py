@@ -18,6 +18,7 @@ from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
 from .manifest import MANIFEST, UNCAST, FileEntry, Manifest, manifest_bytes
 from .model_state import HeldTensor, model_state
+from .nonfinite import nonfinite_parameters, warn_of_nonfinite
 from .optimizer_state import check_optimizer, merged, optimizer_state
 from .parts import whole
 from .plan import Described, Plan, describe, make_plan
@@ -40,6 +41,8 @@ class RankEntry:
     optimizer: dict[str, Any] | None = None
     uncast: list[str] = field(default_factory=list)
     """Tensors of quantised layers."""
+    nonfinite: list[str] = field(default_factory=list)
+    """Parameters that are NaN or infinite on this rank."""
 
 
 def save(
@@ -65,6 +68,7 @@ def save(
     shared = {"scheduler": scheduler, "scaler": scaler}
     begin("save a checkpoint", model)
     saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
+    saving.warn(what)
     try:
         folder, algorithm = on_first_rank(what, saving.make_folder)
         files = together(what, lambda: saving.write(folder, algorithm))
@@ -90,6 +94,7 @@ class Saving:
         """Find everything that this rank has to save; tensors are not copied."""
         state = model_state(model)
         found, tensors = RankEntry(self._step, aliases=state.aliases), state.tensors
+        found.nonfinite = nonfinite_parameters(state)
         found.uncast = [each.name for each in tensors if each.added or each.packed]
 
         def store(name: str, value: torch.Tensor) -> None:
@@ -118,6 +123,10 @@ class Saving:
             raise CheckpointError(f"The ranks save different steps: {steps}.")
         refuse_different_parts([[name for name in ("data",) if name in entry.own] for entry in entries])
         self._entries, self._plan = entries, make_plan([entry.tensors for entry in entries])
+
+    def warn(self, what: str) -> None:
+        if self.rank == 0:
+            warn_of_nonfinite(what, [entry.nonfinite for entry in self._entries])
 
     def make_folder(self) -> tuple[Path, str]:
         """On rank 0; returns the folder to write to and the kind of checksums."""

@@ -75,6 +75,7 @@ class Saver:
         self.wait()
         what = f"Saving step {step} to {self._path}"
         saving = self._planned(what, step, model, optimizer, scheduler, scaler, data)
+        saving.warn(what)
         try:
             folder, algorithm = on_first_rank(what, saving.make_folder)
         except BaseException:

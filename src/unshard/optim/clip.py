@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..engine.api import Scalable, cut_flat, scalable_gradients
+from ..engine.api import Scalable, cut_flat, param_group_of, scalable_gradients
 from ..errors import ArgumentError, GradientError, listed
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
@@ -203,7 +203,7 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
     for index, parameter in enumerate(parameters):
         local = local_gradient(parameter)
         if local is not None and not local.isfinite().all():
-            bad.append(f"{index} of shape {tuple(parameter.shape)}")
+            bad.append(_named(parameter, f"{index} of shape {tuple(parameter.shape)}"))
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = "all gradients on this rank are finite, so look at the other ranks"
     if bad:
@@ -213,6 +213,15 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
         "error_if_nonfinite=False to scale by that norm all the same."
     )
+
+
+def _named(parameter: torch.Tensor, otherwise: str) -> str:
+    """The name of a sharded parameter."""
+    group = param_group_of(parameter)
+    param = None if group is None else group.param_of(parameter)
+    if group is None or param is None:
+        return otherwise
+    return f"{param.name!r} of unit {group.unit_name!r}"
 
 
 def _refuse_flat_parameters(parameters: list[torch.Tensor]) -> None:
