@@ -129,7 +129,7 @@ def test_scaler(fused: bool, offload: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
     scaler = GradScaler(init_scale=1024.0)
-    assert reduce_group_of(list(model.parameters()), None, torch.device("cpu")).device.type == "cuda"
+    assert reduce_group_of(list(model.parameters()), None, torch.device("cpu"), "clip").device.type == "cuda"
     for step in range(5):
         optimizer.zero_grad()
         scaler.scale(model(batch()).square().mean()).backward()
