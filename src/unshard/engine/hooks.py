@@ -381,6 +381,8 @@ class FSDPState:
         self.wait_for_uploads()
         self.unit.rest()
         self.unit.rebind_params()
+        for group in self.unit.param_groups:
+            group.sharded.widen_tied()
 
     def post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         warn_when_pickled(state_dict, self.full_state_dict)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bed import pool
+from bed import pool, world
 from bed.models import CASES, Case, shard
 from bed.runs import assert_same
 from bed.world import mostly_slow
@@ -283,3 +283,39 @@ def test_tied_and_frozen_parameters_and_buffers(one: str, other: str, tmp_path: 
 def test_async_save(kind: str, tmp_path: Path) -> None:
     """Training goes on meanwhile."""
     through_dcp(kind, kind, 2, 3, "uneven", tmp_path, asynchronous=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(numbers))
+
+
+@pytest.mark.parametrize("units", ["root", "embedding", "tied later"])
+@world(2, 3)
+def test_tied_weights_in_safetensors_files(units: str, tmp_path: Path) -> None:
+    """Both names are written, also by ranks on the host, where torch copies only what does not fill its storage."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Tied()
+    if units == "tied later":
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        fully_shard(model.head)
+    if units != "root":
+        fully_shard(model.embedding)
+    fully_shard(model)
+    if units == "tied later":
+        model.head.weight = model.embedding.weight
+    model(torch.arange(4)).sum().backward()
+    state = model.state_dict()
+    assert state["head.weight"].to_local().data_ptr() == state["embedding.weight"].to_local().data_ptr()
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+    (mine,) = tmp_path.glob(f"shard-{dist.get_rank() + 1:05d}-*.safetensors")
+    written = safetensors.load_file(mine)
+    assert sorted(written) == sorted(state)
+    for name, value in state.items():
+        assert torch.equal(written[name], value.to_local())

@@ -17,6 +17,7 @@ from ..dtype_rules import Segments
 from .offload import OffloadPlan
 
 META = torch.device("meta")
+_SPARE = 16  # bytes behind a shard, so that its last parameter can be widened
 
 
 class ShardLayout:
@@ -101,13 +102,25 @@ class Shard(ShardLayout):
         if device == META:
             self._flat = torch.empty(0, dtype=torch.uint8, device=META)
         else:
-            self._flat = offload.memory(self.buffer_layout.nbytes)
+            nbytes = self.buffer_layout.nbytes
+            self._flat = offload.memory(nbytes + _SPARE)[:nbytes] if layout is ROW_LAYOUT else offload.memory(nbytes)
         self.locals = self._make_locals()
 
     @property
     def memory(self) -> torch.Tensor:
         """All of it, as bytes."""
         return self._flat
+
+    def widen(self, local: torch.Tensor) -> None:
+        """Give a local tensor that modules hold under several names a slice with one more element.
+
+        Writers of torch.distributed.checkpoint copy a tensor from the host only if it does not fill its storage, and
+        safetensors refuses to write the same memory under two names.
+        """
+        begin = local.data_ptr() - self._flat.data_ptr()
+        if local.numel() and self.device.type == "cpu" and local.untyped_storage().nbytes() == local.nbytes:
+            storage = self._flat.untyped_storage()[begin : begin + local.nbytes + local.element_size()]
+            local.set_(storage, 0, local.shape, local.stride())
 
     def stored(self) -> Shard:
         """This shard as one that is gathered in the dtypes it has."""

@@ -287,6 +287,13 @@ class ShardedParams:
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
 
+    @torch.no_grad()
+    def widen_tied(self) -> None:
+        """To be called before state dicts are made."""
+        for param, local in zip(self.params, self.shard.locals, strict=True):
+            if len(param.locations) > 1 and param.local is local:
+                self.shard.widen(local)
+
     def undo_assigned_data(self) -> list[str]:
         """Undo `parameter.data = tensor`; the names of those that it was done to.
 
