@@ -45,7 +45,8 @@ def after_three_steps() -> nn.Module:
     for _ in range(3):
         step(model, [0, 1, 2])
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.15
+    set_timeout(timedelta(seconds=5), group)
     return model
 
 
