@@ -83,6 +83,8 @@ class Root:
         self._backwards = 0
         self._open_graphs = 0
         """Forwards with a graph, less backwards, since the last step of an optimizer."""
+        self._evaluated = False
+        """Whether the last forward or backward was a forward without a graph."""
         self._recovering = RLock()
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
@@ -212,6 +214,7 @@ class Root:
                 self.after_forward(unit, graph)  # of a list of modules, some of which did not run
         self.in_forward = False
         self._forward_order.end()
+        self._evaluated = not graph
         if graph:
             self._open_graphs += 1
         else:
@@ -369,7 +372,7 @@ class Root:
         self._wait_for_copies()
         self._made_graph, self._makes_graph = self._makes_graph, False
         self._open_graphs -= 1
-        self.in_backward = False
+        self._evaluated = self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
         """An exception left backward; autograd does not say which."""
@@ -388,14 +391,14 @@ class Root:
                 self.fail_backward(None)
 
     def before_listing(self) -> None:
-        """To be called when the program lists parameters, which are the sharded ones except between forward and
-        backward: those have the gradients.
+        """To be called when the program lists parameters.
 
-        After a failed backward the program may come before autograd's thread, which would end it.
+        After an evaluation these are the sharded ones, which have the gradients, also if units are kept. After a failed
+        backward the program may come before autograd's thread, which would end it.
         """
         if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
             self.drop_backward(self._backwards)
-        if not self.in_backward and not self.in_forward:
+        if self._evaluated and not self.in_backward and not self.in_forward:
             for unit in self.units:
                 if unit.shown is not None and unit.kept_for_forward:
                     unit.show_sharded()

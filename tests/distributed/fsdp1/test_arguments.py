@@ -100,7 +100,7 @@ def test_f1_29_no_shard_is_deprecated() -> None:
 def test_refusals() -> None:
     """F1-13, F1-14, F1-20, F1-21, F1-27, F1-28, F1-30, F1-35, F1-36, F1-37: which, and what to do."""
     group, mesh = dist.group.WORLD, init_device_mesh("cpu", (2,))
-    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    other = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     model = net()
     inner = FSDP(nn.Linear(2, 2))
     for error, words, options in (
