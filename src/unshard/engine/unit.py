@@ -142,6 +142,7 @@ class Unit:
     def refresh(self) -> None:
         """All-gather before a forward; if the unit was kept, only if the program has changed parameters since."""
         if self.param_state is not ParamState.SHARDED:
+            self._refuse_replaced()
             if self.stale:
                 self.reshard()
             self.shown = None  # what forward itself writes is not the program's
@@ -270,6 +271,18 @@ class Unit:
         """
         shown, self.shown = self.shown, None
         return [name for each in shown or () for name in each.follow()]
+
+    def _refuse_replaced(self) -> None:
+        """Raise if modules hold other parameters than those of a unit that is kept: a reshard would drop them."""
+        groups = [group for group in self.param_groups if group.sharded.one_parameter_each]
+        names = [repr(param.name) for group in groups for param in group.params if param.is_replaced]
+        if names:
+            raise ParameterError(
+                f"{self}: parameters were replaced while the unit was kept for a later forward or backward: "
+                f"{listed(names)}. Gradients would not reach the new ones. Write values in place under "
+                "torch.no_grad(), or call reshard() of the unit before you assign parameters. "
+                "torch.func.functional_call cannot replace sharded parameters."
+            )
 
     def _refuse_lost_writes(self, lost: list[str]) -> None:
         """Raise for all units at once: most programs write all parameters."""

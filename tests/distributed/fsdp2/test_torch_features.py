@@ -83,7 +83,7 @@ def test_what_cannot_be_transformed_is_refused() -> None:
     torch.testing.assert_close(called_with(dict(model.named_parameters()), model, batch()), reference(batch()))
     doubled = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
     for others in (doubled, {name: nn.Parameter(value) for name, value in doubled.items()}):
-        with pytest.raises(ParameterError, match=r"functional_call replaces parameter '\S+' of unit"):
+        with pytest.raises(ParameterError, match=r"functional_call (replaces parameter '\S+' of unit|cannot replace)"):
             called_with(others, model, batch())
         torch.testing.assert_close(model(batch()), reference(batch()))
     model.reset_iter_state()
@@ -91,6 +91,11 @@ def test_what_cannot_be_transformed_is_refused() -> None:
     loss_of(reference).backward()
     assert_gradients(model, reference)
     kept = sharded(reshard_after_forward=False)
+    with torch.no_grad():
+        kept(batch())
+    with pytest.raises(ParameterError, match="were replaced while the unit was kept.*functional_call cannot"):
+        others = {name: parameter.detach().clone() for name, parameter in kept.named_parameters()}
+        called_with(others, kept, batch())
     torch.testing.assert_close(linearized(kept, batch()), linearized(reference, batch()))
 
 
