@@ -93,7 +93,7 @@ def test_what_cannot_be_transformed_is_refused() -> None:
     kept = sharded(reshard_after_forward=False)
     with torch.no_grad():
         kept(batch())
-    with pytest.raises(ParameterError, match="were replaced while the unit was kept.*functional_call cannot"):
+    with pytest.raises(ParameterError, match=r"were replaced while the unit was kept.*functional_call cannot"):
         others = {name: parameter.detach().clone() for name, parameter in kept.named_parameters()}
         called_with(others, kept, batch())
     torch.testing.assert_close(linearized(kept, batch()), linearized(reference, batch()))
