@@ -17,7 +17,7 @@ from ..dtype_rules import Segments
 from .offload import OffloadPlan
 
 META = torch.device("meta")
-_SPARE = 16  # bytes behind a shard, so that its last parameter can be widened
+_SPARE = 16  # bytes behind a shard on the host, so that its last parameter can be widened
 
 
 class ShardLayout:
@@ -103,7 +103,8 @@ class Shard(ShardLayout):
             self._flat = torch.empty(0, dtype=torch.uint8, device=META)
         else:
             nbytes = self.buffer_layout.nbytes
-            self._flat = offload.memory(nbytes + _SPARE)[:nbytes] if layout is ROW_LAYOUT else offload.memory(nbytes)
+            spare = _SPARE if layout is ROW_LAYOUT and device.type == "cpu" else 0
+            self._flat = offload.memory(nbytes + spare)[:nbytes]
         self.locals = self._make_locals()
 
     @property
