@@ -258,7 +258,7 @@ def _checked_order(norm_type: Any) -> float:
 
 
 def checked_order(norm_type: Any) -> float:
-    """The orders that the wrapper takes. PyTorch's wrapper computes no others: of 0 it divides by zero."""
+    """The orders that the wrapper takes."""
     order = _number("norm_type", norm_type)
     if not order > 0:
         raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")

@@ -29,7 +29,7 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     kind = type(parameter)
     if kind is nn.Parameter or isinstance(parameter, DTensor) or not issubclass(kind, nn.Parameter):
         return {}
-    found = {name: value for name, value in vars(parameter).items() if not name.startswith("unshard_")}
+    found = dict(vars(parameter))
     for base in kind.__mro__[: kind.__mro__.index(nn.Parameter)]:
         for name, each in vars(base).items():
             if isinstance(each, property) and not hasattr(nn.Parameter, name):
