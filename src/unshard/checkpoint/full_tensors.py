@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.broadcast import staging_device
+from ..comm.order.check import wait_for
 from .boxes import full_box
 from .dtypes import DTYPES
 from .files import copy_pieces
@@ -117,7 +118,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
         tensor = tensor.to(device).resolve_conj().resolve_neg().contiguous()
     if tensor.numel():
         with exchanging(_WHAT):
-            dist.broadcast(_bytes(tensor), 0)
+            wait_for(dist.broadcast(_bytes(tensor), 0, async_op=True))
     return tensor
 
 

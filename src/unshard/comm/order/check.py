@@ -25,7 +25,7 @@ from ...torch_private import group_timeout
 from ..interface import Label
 from .absent import absent_ranks, described, named, raised_alone, raised_lately
 from .announcements import RECENT, Announcement
-from .polling import WaitThread
+from .polling import PollingWork, WaitThread
 from .predictor import SequencePredictor
 from .remedies import FAILED_REMEDY, RAISED_REMEDY, REMEDY
 from .store import OrderStore
@@ -72,8 +72,22 @@ def known_orders(groups: Iterable[Any]) -> list[Order]:
 
 def explained(error: RuntimeError) -> str:
     """Why a collective of this rank failed, if another rank is the cause and known; otherwise an empty string."""
+    order = _largest_order()
+    return "" if order is None else order.explained(error)
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective of the whole job, and look for errors of other ranks meanwhile."""
+    order = _largest_order()
+    if order is not None and order.waits_on_host:
+        PollingWork(work, order, work, None).wait()
+    else:
+        work.wait()
+
+
+def _largest_order() -> Order | None:
     orders = [order for order in all_orders() if order.in_job]
-    return max(orders, key=lambda order: len(order.ranks)).explained(error) if orders else ""
+    return max(orders, key=lambda order: len(order.ranks), default=None)
 
 
 class Order:
@@ -277,7 +291,7 @@ class Order:
     # -- a wait that takes long -----------------------------------------------------------------------------
 
     def compare_recent(self) -> None:
-        """For ranks that wait for a collective: raise if another rank has an error, or issued another one lately.
+        """For ranks that wait for a collective: raise if another rank has an error, gave up, or issued another one.
 
         Recent collectives that were expected are compared too; so two ranks that both issue what they expect, and not
         the same, find out as well.
@@ -288,6 +302,9 @@ class Order:
         for position, number in self._predictor.last(RECENT):
             if position >= self._published and number in self._texts:
                 self._compare(position)
+        mine = self._announcer.own(self)
+        if any(each.waited_for and raised_alone(each, mine) for each in self._store.announcements()):
+            self.raise_failed(RuntimeError("Another rank has stopped waiting."), None)
 
     def raise_known_error(self) -> None:
         """For a collective that failed: raise if that is because another rank has an error and ended."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ...errors import OrderError
+from ...errors import OrderError, UnshardError
 from ..interface import Label, Works
 from .announcements import announce_end
 
@@ -54,7 +54,7 @@ class PollingWork:
             if self._order.error:
                 raise OrderError(self._order.error)
             self._order.compare_recent()
-        except OrderError:
+        except UnshardError:
             _give_up(self._work)
             leak(self._work, self._transport)
             raise
