@@ -22,6 +22,7 @@ LAYERS = [
     "comm",
     "engine",
     "optim",
+    "state",
     "fsdp2 fsdp1",
     "tools composable captured_step checkpoint",
     "dropin",

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
 from ..names import ALL_PREFIXES, clean_tensor_name
+from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
 from .full_state_dict import RankPart, entry_of
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
 from .manifest import TensorEntry
-from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import SHARDED, merged, optimizer_state, tensor_name
 from .ranks import begin, on_first_rank, rank_and_size, together

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ..comm.broadcast import staging_device
 from ..comm.order.check import wait_for
-from .boxes import full_box
+from ..state.boxes import full_box
+from ..state.model import HeldTensor
 from .dtypes import DTYPES
 from .files import copy_pieces
 from .manifest import TensorEntry
-from .model_state import HeldTensor
 from .plan import Described, make_plan
 from .ranks import exchanging, rank_and_size
 

@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
-from .boxes import full_box
+from ..state.boxes import full_box
+from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
 from .dtypes import DTYPES, name_of_dtype
 from .files import CheckpointFiles, copy_pieces
 from .folders import later_than, resolve
 from .manifest import Manifest, TensorEntry, read_manifest
-from .model_state import HeldTensor, ModelState, model_state
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import check_optimizer
 from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together

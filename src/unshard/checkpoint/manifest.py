@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .boxes import Box, first_overlap
+from ..state.boxes import Box, first_overlap
 from .checksums import DIGITS, checksum_of
 from .dtypes import DTYPES
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import listed
-from .model_state import ModelState
+from ..state.model import ModelState
 
 _log = logging.getLogger("unshard")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..names import ALL_PREFIXES, clean_tensor_name
+from ..state.model import ModelState, model_state
 from ..torch_private import local_part, non_persistent_buffers, own_buffers
-from .model_state import ModelState, model_state
 from .optimizer_state import SHARDED, optimizer_state, tensor_name
 from .rng import rng_state
 from .values import decode

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, shard_ranges_of
 from ..errors import CheckpointError, listed
+from ..state.boxes import Part
+from ..state.model import HeldTensor, ModelState, OptimizedParam
 from ..torch_private import local_of, make_dtensor, spec_of
 from .differences import Differences
 from .dtypes import DTYPES
 from .manifest import TensorEntry
-from .model_state import HeldTensor, ModelState, OptimizedParam
 from .optimizer_state import SHARDED, params_of, tensor_name
-from .parts import Part
 from .values import decode
 
 Stored = Callable[[str], torch.Tensor]

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, replaced_by_shards
 from ..errors import ArgumentError, CheckpointError, listed
+from ..state.boxes import Part, part_of_dtensor, whole
+from ..state.model import HeldTensor, ModelState, OptimizedParam
 from ..torch_private import local_part, spec_of
-from .model_state import HeldTensor, ModelState, OptimizedParam
-from .parts import Part, part_of_dtensor, whole
 from .values import encode
 
 SHARDED = {"$": "sharded"}

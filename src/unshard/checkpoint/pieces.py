@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .boxes import boxes_of_range
+from ..state.boxes import boxes_of_range
 from .dtypes import DTYPES
 from .files import CheckpointFiles
 from .manifest import TensorEntry, read_manifest

@@ -7,11 +7,11 @@ from math import prod
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from .boxes import Box, first_overlap
+from ..state.boxes import Box, first_overlap
+from ..state.model import HeldTensor
 from .dtypes import DTYPES, name_of_dtype
 from .files import aligned
 from .manifest import StoredBox, TensorEntry
-from .model_state import HeldTensor
 
 
 class Described(NamedTuple):

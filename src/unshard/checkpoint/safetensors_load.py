@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, listed
-from .boxes import Box
+from ..state.boxes import Box
+from ..state.model import HeldTensor, ModelState, model_state, non_persistent_names
 from .differences import Differences, LoadedNames
 from .files import copy_pieces
-from .model_state import HeldTensor, ModelState, model_state, non_persistent_names
 from .ranks import begin, together
 from .safetensors_format import INDEX, HeaderEntry, read_header, read_index
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..state.boxes import whole
+from ..state.model import HeldTensor, model_state
 from .checksums import BLOCK_BYTES, best_algorithm
 from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
 from .manifest import MANIFEST, UNCAST, FileEntry, Manifest, manifest_bytes
-from .model_state import HeldTensor, model_state
 from .nonfinite import nonfinite_parameters, warn_of_nonfinite
 from .optimizer_state import check_optimizer, merged, optimizer_state
-from .parts import whole
 from .plan import Described, Plan, describe, make_plan
 from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, together
 from .rng import rng_state

@@ -69,6 +69,8 @@ class FSDPState:
     """The call that gives unsharded parameters, for messages."""
     takes_over_units: ClassVar[bool] = False
     """Whether a module that contains the units of another root becomes their root when it runs."""
+    in_summon_full_params: bool = False
+    """True inside `summon_full_params`, which only wrapped modules have."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -127,6 +129,10 @@ class FSDPState:
     def cast_buffers(self, buffers: ModuleBuffers) -> None:
         """Show forward the modules' buffers in another dtype."""
         self.buffers = buffers
+
+    def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
+        """Dtypes that buffers had before a front-end cast them in place, by the buffer's id."""
+        return {}
 
     def adopt(self, modules: list[nn.Module]) -> None:
         self._modules += [weakref.ref(module) for module in modules]

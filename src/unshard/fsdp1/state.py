@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +97,9 @@ class WrapperState(FSDPState):
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
         """None of the engine's hooks, which save DTensors: a plain shard would be saved as if it were the parameter."""
+
+    def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
+        return self.own_buffers.original_dtypes()
 
     def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a user's hook reduce and divide the gradients."""

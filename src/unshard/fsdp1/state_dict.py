@@ -111,7 +111,7 @@ class StateDictHandler:
 
     def _buffer_dtypes(self, module: nn.Module, prefix: str) -> dict[str, torch.dtype]:
         """The original dtype of each buffer of the unit, by its key."""
-        dtypes = self._state.own_buffers.original_dtypes()
+        dtypes = self._state.original_buffer_dtypes()
         named = nn.Module.named_buffers(module, remove_duplicate=False)
         return {prefix + _key(name): dtypes[id(buffer)] for name, buffer in named if id(buffer) in dtypes}
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from unshard.checkpoint.boxes import Box, boxes_of_intervals, boxes_of_range, chunk, first_overlap, take
+from unshard.state.boxes import Box, boxes_of_intervals, boxes_of_range, chunk, first_overlap, take
 
 
 def test_the_picture() -> None:
