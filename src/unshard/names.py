@@ -1,8 +1,9 @@
-"""Names of modules and parameters without the parts that wrappers add, and the walk over the modules of one unit."""
+"""Names without the prefixes of wrappers, the modules of a unit, and the parameters of an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,3 +58,8 @@ def _visit(
         yield prefix, module
         for name, child in module.named_children():
             yield from _visit(child, stop, f"{prefix}{name}.", seen)
+
+
+def optimizer_parameters(optimizer: Any) -> list[Any]:
+    """The parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

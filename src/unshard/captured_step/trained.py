@@ -28,6 +28,7 @@ from ..engine.api import (
     state_of,
 )
 from ..errors import StateError
+from ..names import optimizer_parameters
 from ..optim.flat_optimizer import Flat
 from ..torch_private import (
     forget_scaler_stages,
@@ -134,9 +135,8 @@ class Trained:
 
     def _look_at_parameters(self, anew: bool = False) -> None:
         """`anew`: also if no parameter was replaced, because other modules may be units."""
-        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
         held = self._held.followed_by(values_of(self._parameter_dicts))
-        optimized = self._optimized.followed_by(list(chain.from_iterable(groups)))
+        optimized = self._optimized.followed_by(list(chain.from_iterable(map(optimizer_parameters, self.optimizers))))
         same = held is self._held and optimized is self._optimized
         if same and not self._on_other_devices and not anew:
             return

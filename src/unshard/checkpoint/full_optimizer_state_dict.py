@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
-from ..names import ALL_PREFIXES, clean_tensor_name
+from ..names import ALL_PREFIXES, clean_tensor_name, optimizer_parameters
 from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
 from .full_state_dict import RankPart, entry_of
@@ -156,8 +156,7 @@ def _describe(
         "others": encode(others, "optimizer/state", values.__setitem__),
     }
     tensors = {name: entry_of(value, name) for name, value in values.items()}
-    devices = [each for group in optimizer.param_groups for each in group["params"]]
-    return OptimizerSource(entry, tensors, sending_device_type(devices)), values
+    return OptimizerSource(entry, tensors, sending_device_type(optimizer_parameters(optimizer))), values
 
 
 def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor]) -> dict[str, Any]:

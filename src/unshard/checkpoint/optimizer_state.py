@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, replaced_by_shards
 from ..errors import ArgumentError, CheckpointError, listed
+from ..names import optimizer_parameters
 from ..state.boxes import Part, part_of_dtensor, whole
 from ..state.model import HeldTensor, ModelState, OptimizedParam
 from ..torch_private import local_part, spec_of
@@ -40,7 +41,7 @@ def check_optimizer(optimizer: object) -> None:
 
 def params_of(optimizer: Optimizer, model: ModelState) -> list[list[tuple[Any, list[OptimizedParam]]]]:
     """For each group of the optimizer, its parameters and what these are in the model."""
-    unknown = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in model.optimized]
+    unknown = [each for each in optimizer_parameters(optimizer) if id(each) not in model.optimized]
     if unknown:
         replaced = list(replaced_by_shards(unknown).values())
         why = f": it was built before the model was sharded, which has replaced {listed(replaced)}" if replaced else ""

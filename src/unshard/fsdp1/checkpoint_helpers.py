@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..names import optimizer_parameters
 from ..torch_private import HELPERS, HelperCall, helper_call
 from .optim_state import units_of
 
@@ -39,7 +40,7 @@ def answer(module: nn.Module, inner: Callable[[], Any], wrapped: bool) -> Any:
 
 def _refuse_optimizers(module: nn.Module, call: HelperCall) -> None:
     """Their state is a shard on each rank, in plain tensors, of which a checkpoint keeps those of one rank."""
-    theirs = {id(each) for optim in call.optimizers for group in optim.param_groups for each in group["params"]}
+    theirs = {id(each) for optim in call.optimizers for each in optimizer_parameters(optim)}
     for unit in units_of(module) if theirs else ():
         if theirs.isdisjoint(id(parameter) for parameter, _ in unit.parameters()):
             continue

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError, listed
+from ..names import optimizer_parameters
 from ..torch_private import step_without_hooks
 
 StateDict = dict[str, Any]
@@ -89,8 +90,4 @@ def _makes_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
 
 def _trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Those that a step can move here; parameters without elements on this rank have their state elsewhere."""
-    return [each for each in _parameters(optim) if each.requires_grad and each.numel()]
-
-
-def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [each for group in optim.param_groups for each in group["params"]]
+    return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..names import clean_tensor_name
+from ..names import clean_tensor_name, optimizer_parameters
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -99,8 +99,7 @@ def _to_load(model: nn.Module, optim: Any, given: StateDict, settings: StateDict
     result = optim_state_dict_to_load(model, optim, given, settings=settings)
     if "param_groups" in given:
         names = names_of(model, units_of(model))
-        own = [parameter for group in optim.param_groups for parameter in group["params"]]
-        numbers = {name: number for number, each in enumerate(own) for name in names[id(each)]}
+        numbers = {name: number for number, each in enumerate(optimizer_parameters(optim)) for name in names[id(each)]}
         found = [{numbers[name] for name in group["params"] if name in numbers} for group in given["param_groups"]]
         groups = zip(given["param_groups"], found, strict=True)
         result["param_groups"] = [{**group, "params": sorted(params)} for group, params in groups if params]
@@ -117,7 +116,7 @@ def rekey_optim_state_dict(
     """The state dict for a model that is not wrapped: names as keys instead of numbers, or numbers instead of names."""
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
-    listed = [parameter for group in _listed(model, optim, optim_input).param_groups for parameter in group["params"]]
+    listed = optimizer_parameters(_listed(model, optim, optim_input))
     if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
         table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in enumerate(listed)}
     else:

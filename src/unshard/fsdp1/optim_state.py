@@ -13,7 +13,7 @@ from ..comm.order.calls import SharedCall
 from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name
 from ..errors import ArgumentError, StateError, listed
-from ..names import clean_tensor_name
+from ..names import clean_tensor_name, optimizer_parameters
 from ..torch_private import as_dtensor
 from .api import StateDictSettings, StateDictType
 from .first_optim_state import warn_about_missing, with_first_states
@@ -52,7 +52,7 @@ def optim_state_dict(
         held = [parameter for parameter, _ in unit.parameters()]
         own = {n: given["state"].get(keys[id(each)], {}) for n, each in enumerate(held) if id(each) in keys}
         state.update(_unsharded_states(unit, own, settings))
-    for parameter in _parameters(optim):
+    for parameter in optimizer_parameters(optim):
         if len(names[id(parameter)]) == 1 and names[id(parameter)][0] not in state:
             own_state = given["state"].get(keys.get(id(parameter)))
             if own_state and not _is_in_unit(units, parameter):
@@ -73,7 +73,7 @@ def _keys(optim: torch.optim.Optimizer, given: StateDict, model: nn.Module) -> d
 
     Its number in the optimizer; of an optimizer that keeps state by name, the parameter's name in the model.
     """
-    own = _parameters(optim)
+    own = optimizer_parameters(optim)
     keys = [key for group in given.get("param_groups", ()) for key in group["params"]]
     if any(isinstance(key, str) for key in keys or given["state"]):
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -89,17 +89,13 @@ def _current_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optim.param_groups for parameter in group["params"]]
-
-
 def _is_in_unit(units: list[UnitParams], parameter: nn.Parameter) -> bool:
     return any(parameter is each for unit in units for each, _ in unit.parameters())
 
 
 def _refuse_unknown_parameters(optim: Any, names: dict[int, list[str]]) -> None:
     """Refuse parameters that are not in the model: without a name their state would be lost silently."""
-    unknown = [each for each in _parameters(optim) if id(each) not in names]
+    unknown = [each for each in optimizer_parameters(optim) if id(each) not in names]
     if not unknown:
         return
     where = f"{len(unknown)} of the parameters of this {type(optim).__name__} are not in the model"
@@ -268,7 +264,7 @@ def optim_state_dict_to_load(
                 parts[id(parameter)] = _sharded_states(unit, own, numbers)
     state: dict[Any, StateDict] = {}
     current = _current_names(model) if is_named_optimizer else None
-    for number, parameter in enumerate(_parameters(optim)):
+    for number, parameter in enumerate(optimizer_parameters(optim)):
         mine = names[id(parameter)]
         key = number if current is None else current[id(parameter)]
         if id(parameter) in parts:

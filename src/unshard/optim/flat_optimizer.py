@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, lies_flat, note_optimizer_step, replaced_by_shards, rest_on_the_host, unlisten
 from ..errors import ArgumentError, listed
+from ..names import optimizer_parameters
 from ..torch_private import foreach_zero, is_scheduled, local_of, rewrap_scheduled_step
 from .flat_groups import FlatGroups
 from .offloaded_state import StateStreamer, loading_to_host, move_to_host
@@ -81,8 +82,7 @@ def _set_step_in_backward(optimizer: Any, wanted: bool) -> None:
         optimizer.finish_steps_in_backward(before)
         unlisten(before)
     if wanted:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if not rest_on_the_host(parameters):
+        if not rest_on_the_host(optimizer_parameters(optimizer)):
             warnings.warn(
                 f"step_in_backward=True has no effect on this {type(optimizer).__name__}: none of its parameters is of "
                 "a unit with CPUOffloadPolicy on an accelerator.",
@@ -106,7 +106,7 @@ def _check(optimizer: Any, elementwise: bool) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ArgumentError(f"{name}(differentiable=True) cannot step flat shards: autograd does not see the step.")
-    _check_parameters(name, [each for group in optimizer.param_groups for each in group["params"]])
+    _check_parameters(name, optimizer_parameters(optimizer))
     if "step" in vars(optimizer) and not is_scheduled(optimizer):
         raise ArgumentError(
             f"The step of this {name} object was replaced (optimizer.step = ...), and flat would replace it again. "
@@ -265,7 +265,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
     in_backward = vars(self).get("unshard_step_in_backward")
     stepped = False if in_backward is None else self.finish_steps_in_backward(in_backward)  # type: ignore[attr-defined]
-    parameters = [each for group in self.param_groups for each in group["params"]]
+    parameters = optimizer_parameters(self)
     if set_to_none:
         for each in parameters:
             each.grad = None

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 from ..comm.groups import is_group
 from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
+from ..names import optimizer_parameters
 from ..torch_private import OpenGradScaler, unscale_and_check
 from .gradients import ReduceGroup, local_gradient, reduce_group_of
 from .masked_step import step_unless
@@ -61,7 +62,7 @@ class GradScaler(OpenGradScaler):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = _parameters(optimizer)
+        parameters = optimizer_parameters(optimizer)
         if self._process_group is None and (name := cut_flat(parameters)) is not None:
             raise ArgumentError(
                 f"{name!r} is a flat shard of FullyShardedDataParallel, so a rank cannot tell from it which ranks have "
@@ -127,7 +128,9 @@ class GradScaler(OpenGradScaler):
             return True  # by code of the program
         if optimizer not in _started or _lacks_momentum(optimizer):
             return False
-        return all(each.grad is None or each.grad.device == self.scale_device for each in _parameters(optimizer))
+        return all(
+            each.grad is None or each.grad.device == self.scale_device for each in optimizer_parameters(optimizer)
+        )
 
 
 class ShardedGradScaler(GradScaler):
@@ -206,10 +209,6 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, torch.optim.SGD) and group.get("momentum")
         for each in group["params"]
     )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _unscale_widened(gradients: Iterable[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..names import optimizer_parameters
 from ..torch_private import local_of
 
 
@@ -30,10 +31,11 @@ def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[tor
     Of tensors that are attributes of the optimizer, those on `device`; captured steps refuse writes to others.
     """
     groups, entries = optimizer.param_groups, optimizer.state.values()
-    parameters = [each for group in groups for each in group["params"]]
     dicts = [*groups, *(entry for entry in entries if isinstance(entry, dict))]
     others = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]
     attributes = [value for value in vars(optimizer).values() if isinstance(value, torch.Tensor)]
     others += [value for value in attributes if value.device == device]
-    tensors = [local_of(each) if isinstance(each, DTensor) else each for each in (*parameters, *others)]
+    tensors = [
+        local_of(each) if isinstance(each, DTensor) else each for each in (*optimizer_parameters(optimizer), *others)
+    ]
     return list({id(each): each for each in tensors}.values())

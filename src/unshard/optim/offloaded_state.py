@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..engine.api import CopyStreams, StreamEvent, shard_ranges_of
+from ..names import optimizer_parameters
 from ..torch_private import local_of, make_dtensor, spec_of
 from .flat_segments import FlatSegment
 
@@ -198,7 +199,7 @@ def loading_to_host(optimizer: Optimizer) -> Iterator[None]:
 
 def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    parameters = _parameters(optimizer)
+    parameters = optimizer_parameters(optimizer)
     offloaded = _state_devices(parameters)
     numbers = {number for number, each in zip(saved, parameters, strict=False) if id(each) in offloaded}
     state = {
@@ -217,7 +218,7 @@ def _is_offloaded(key: Any, value: Any) -> bool:
 @torch.no_grad()
 def move_to_host(optimizer: Optimizer) -> None:
     """Move state that has to rest on the host there: what is on the device, and what was hidden from torch's load."""
-    parameters = _parameters(optimizer)
+    parameters = optimizer_parameters(optimizer)
     devices = _state_devices(parameters)
     for parameter in parameters:
         if id(parameter) in devices and parameter in optimizer.state:
@@ -236,10 +237,6 @@ def _moved(device: torch.device, parameter: torch.Tensor, value: _Hidden | DTens
     local = old.to(device, dtype or old.dtype)
     spec = spec_of(dtensor)
     return dtensor if local is old else make_dtensor(local, spec.mesh, spec.placements, dtensor.shape)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _state_devices(parameters: list[torch.Tensor]) -> dict[int, torch.device]:

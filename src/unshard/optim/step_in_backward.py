@@ -21,6 +21,7 @@ import torch
 
 from ..engine.api import ShardedGrad, listen, note_optimizer_step, roots_of
 from ..errors import StateError
+from ..names import optimizer_parameters
 from .flat_groups import FlatGrads, FlatGroups
 from .flat_segments import FlatSegment
 
@@ -71,7 +72,7 @@ class StepInBackward:
             self._unchanged = optimizer.flat_groups().is_unchanged(optimizer)
         if not self._unchanged:
             return
-        parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        parameters = set(map(id, optimizer_parameters(optimizer)))
         for shard, flat_grads in mine:
             if shard.belongs_to(parameters):
                 self._start(optimizer, shard, flat_grads)

@@ -324,7 +324,3 @@ def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | No
         return None
     found = {value.dtype for _, value in state_tensors(optimizer, parameter)}
     return tuple(sorted(found, key=str))
-
-
-def parameters_of(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

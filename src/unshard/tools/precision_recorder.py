@@ -12,8 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from ..engine.api import ManagedParam, Members, Phase, Precision, tensors_in, unsharded_name
+from ..names import optimizer_parameters
 from ..torch_private import never_compiled, own_buffers
-from .precision_plan import ModelPlan, ParamPlan, UnitPlan, parameters_of, state_dtypes
+from .precision_plan import ModelPlan, ParamPlan, UnitPlan, state_dtypes
 
 Dtypes = set[torch.dtype]
 _CAST_NAMES = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
@@ -131,7 +132,7 @@ class PrecisionRecorder:
         if self._optimizer is not None and optimizer is not self._optimizer:
             return []
         params = {id(param.sharded): param for param in self._owners}
-        return [params[id(each)] for each in parameters_of(optimizer) if id(each) in params]
+        return [params[id(each)] for each in optimizer_parameters(optimizer) if id(each) in params]
 
     def _before_step(self, optimizer: Any, *unused: Any) -> None:
         held = self._held_params(optimizer)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.api import unsharded_name
+from ..names import optimizer_parameters
 from ..policies import MixedPrecisionPolicy, matches
 from ..torch_private import BATCH_NORM
 from .formatting import NOTHING, quoted, shared_title, short, shorts, table, unit_title, unit_titles
@@ -22,7 +23,6 @@ from .precision_plan import (
     Row,
     UnitPlan,
     owned_modules,
-    parameters_of,
     plan_of,
     state_tensors,
 )
@@ -218,7 +218,9 @@ def _narrow_state(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 def _parameters_of_others(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     params = [each for unit in plan.units for each in unit.params]
     before = {id(origin): each.name for each in params if (origin := each.param.origin()) is not None}
-    others = [each for each in parameters_of(optimizer) if id(each) not in plan.parameter_ids and each.requires_grad]
+    others = [
+        each for each in optimizer_parameters(optimizer) if id(each) not in plan.parameter_ids and each.requires_grad
+    ]
     known = [before.get(id(each)) or unsharded_name(each) for each in others]
     if not others:
         return

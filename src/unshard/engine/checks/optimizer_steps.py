@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.interface import CallOrder
 from ...errors import StateError, UnsupportedError, listed
+from ...names import optimizer_parameters
 from ...torch_private import (
     caller_in_checkpoint,
     inside_backward,
@@ -73,7 +74,7 @@ def _go_on(optimizer: Any, *unused: Any) -> None:
         note_optimizer_step(optimizer)
         return
     # One that steps in backward has noted it already: shards that were copied since are up to date.
-    mine = {id(parameter) for parameter in _parameters(optimizer)}
+    mine = {id(parameter) for parameter in optimizer_parameters(optimizer)}
     for root in _roots(optimizer):
         root.upload_first_units(mine)
 
@@ -82,10 +83,6 @@ def note_optimizer_step(optimizer: Any) -> None:
     """The step writes parameters, or has written them."""
     for steps in _looked_at(optimizer).steps:
         steps.taken += 1
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _roots(optimizer: Any) -> list[Root]:
@@ -98,7 +95,7 @@ def _looked_at(optimizer: Any) -> _Checked:
 
 
 def _look_at(optimizer: Any) -> _Checked:
-    parameters = _parameters(optimizer)
+    parameters = optimizer_parameters(optimizer)
     groups = param_groups_of(parameters)
     steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
     orders = orders_of_groups(groups)
@@ -111,11 +108,11 @@ def _look(optimizer: Any, *unused: Any) -> None:
     seen = (count, id(optimizer.state), Replacements.seen)
     checked = _checked.get(optimizer)
     if checked is None or checked[:3] != seen:
-        _check(optimizer, _parameters(optimizer))
+        _check(optimizer, optimizer_parameters(optimizer))
         checked = _checked[optimizer] = _look_at(optimizer)
     if not inside_backward():
         for root in roots_of_groups(checked.groups):
-            root.before_step(lambda: set(map(id, _parameters(optimizer))))
+            root.before_step(lambda: set(map(id, optimizer_parameters(optimizer))))
             root.wait_for_uploads()  # of a forward since the backward
         for order in checked.orders:
             order.compare_step()
@@ -150,7 +147,7 @@ def _refuse_local_state(optimizer: Any) -> None:
     Noticed where `torch.distributed.checkpoint` itself asks for the state dict. A user may save it for each rank.
     """
     caller = caller_in_checkpoint()
-    name = None if caller is None else cut_flat(_parameters(optimizer))
+    name = None if caller is None else cut_flat(optimizer_parameters(optimizer))
     if name is not None:
         raise UnsupportedError(
             f"{caller} asks this {type(optimizer).__name__} for its state dict, in which rank {dist.get_rank()} has "
@@ -236,8 +233,8 @@ _EACH_ITS_OWN = (
 def _refuse_stepped_by_another(optimizer: Any) -> None:
     """With the same gradients, during backward."""
     own = vars(optimizer).get("unshard_step_in_backward")
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for shard in sharded_grads_of(_parameters(optimizer)):
+    mine = {id(parameter) for parameter in optimizer_parameters(optimizer)}
+    for shard in sharded_grads_of(optimizer_parameters(optimizer)):
         if (
             shard.stepper is not None
             and shard.stepper() not in (None, own)
