@@ -7,7 +7,7 @@ import torch
 
 from unshard import MixedPrecisionPolicy
 from unshard.engine.dtype_rules import Segments, dtypes_for
-from unshard.engine.reduce.division import Division, division
+from unshard.engine.reduce.reduction import Division, division
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 

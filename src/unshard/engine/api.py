@@ -9,24 +9,22 @@ from .checks.root_checks import refuse_shared_memory
 from .checks.saved_shards import refuse_shards_of_another_rank
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
+from .gather.all_gather import Slicing
 from .gather.extension import is_extended, refuse_opaque
-from .gather.slices import Slicing
 from .hooks import FSDPState, UnshardHandle, state_of
 from .nested_tensors import tensors_in
 from .observer import Members
 from .options import Options
 from .param_group import ParamGroup, param_group_of
-from .params.cast_boundaries import boundary_policy, cast_boundaries
 from .params.flat_sharded import FlatShardedParams
-from .params.module_buffers import ModuleBuffers, warn_of_rounding
+from .params.module_casts import ModuleBuffers, boundary_policy, cast_boundaries, warn_of_rounding
 from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
 from .params.quantized import attributes_of, is_packed, load_quant_states, set_quant_state
 from .params.sharded import ShardedParams
-from .reduce.division import division
 from .reduce.left_gradients import NOTHING_LEFT, LeftGradients
-from .reduce.listeners import finish_steps, listen, unlisten
-from .reduce.sharded_grad import ShardedGrad, gradient_of
+from .reduce.reduction import division
+from .reduce.sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .root import Root
 from .shard_lookup import (
     GradRange,

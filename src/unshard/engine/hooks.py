@@ -37,8 +37,7 @@ from .input_watch import InputWatch, alias_of
 from .nested_tensors import map_tensors, moved, tensors_in
 from .options import Options
 from .output_memory import shares_memory, with_own_memory
-from .params.cast_boundaries import CastBoundary
-from .params.module_buffers import ModuleBuffers
+from .params.module_casts import CastBoundary, ModuleBuffers
 from .params.param import ManagedParam, ParamLocation
 from .params.quantized import load_quant_states
 from .root import Root

@@ -17,15 +17,13 @@ from ..torch_private import current_graph_task, foreach_copy, storage_use_count
 from . import observer, step_recording
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
-from .gather.all_gather import AllGatherPlan
-from .gather.slices import Slicing
+from .gather.all_gather import AllGatherPlan, Slicing
 from .params.offload import OffloadPlan
 from .params.param import ManagedParam, ParamLocation, mark_dropped
 from .params.sharded import ShardedParams
-from .params.shown import ShownParams
-from .params.unsharded import UnshardedParams
+from .params.unsharded import ShownParams, UnshardedParams
 from .reduce.gradients import GroupGradients
-from .reduce.listeners import LISTENERS, finish_steps
+from .reduce.sharded_grad import LISTENERS, finish_steps
 from .states import GradState
 
 if TYPE_CHECKING:

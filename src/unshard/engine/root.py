@@ -32,7 +32,7 @@ from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
 from .checks.threads import refuse_thread, refuse_two_threads
 from .checks.unmanaged import Unmanaged
 from .dtype_rules import Precision
-from .reduce.listeners import LISTENERS, finish_steps, listeners
+from .reduce.sharded_grad import LISTENERS, finish_steps, listeners
 from .states import ParamState, Phase
 from .trace import traced
 from .unit import Unit

@@ -17,10 +17,10 @@ from ..comm.interface import CallOrder
 from ..errors import StateError
 from ..torch_private import foreach_zero, local_of
 from .param_group import ParamGroup, param_group_of, param_groups_of
+from .params.buffers import META, Shard
 from .params.flat_sharded import FlatShardedParams
 from .params.offload import OffloadPlan
 from .params.param import former_name
-from .params.shard import META, Shard
 from .reduce.sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 from .root import Root
 

@@ -19,7 +19,7 @@ from .group_use import GroupUse
 from .options import Options
 from .param_group import ParamGroup
 from .params.param import ManagedParam, ParamLocation
-from .params.shown import ShownParams
+from .params.unsharded import ShownParams
 from .states import GradState, ParamState, Phase, checked_move
 
 if TYPE_CHECKING:

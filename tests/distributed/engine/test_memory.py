@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.comm.process_group import ProcessGroupTransport
 from unshard.engine.params.buffers import Buffer
-from unshard.engine.params.shard import Shard as ParamShard
+from unshard.engine.params.buffers import Shard as ParamShard
 from unshard.engine.reduce.reduction import Reduction
 
 WIDTH, BLOCKS, RANKS = 192, 4, 4

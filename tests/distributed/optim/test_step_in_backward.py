@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from unshard import CPUOffloadPolicy, fully_shard
-from unshard.engine.gather.upload import Upload
+from unshard.engine.params.offload import Upload
 from unshard.engine.params.sharded import ShardedParams
 from unshard.errors import PolicyError, StateError
 from unshard.optim import GradScaler, clip_grad_norm_, flat

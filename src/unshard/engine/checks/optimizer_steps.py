@@ -24,9 +24,8 @@ from ...torch_private import (
     stepped_by_plain_scaler,
 )
 from ..param_group import ParamGroup, param_groups_of
-from ..params.param import Replacements, dropped_name, unsharded_name
-from ..params.writes import Steps, steps_of_this_rank
-from ..reduce.listeners import LISTENERS
+from ..params.param import Replacements, Steps, dropped_name, steps_of_this_rank, unsharded_name
+from ..reduce.sharded_grad import LISTENERS
 from ..root import Root
 from ..shard_lookup import cut_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
 from .caller import stack_level_of_program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,61 +13,19 @@ from ...comm.interface import Transport
 from ...errors import ArgumentError, ParameterError, StateError
 from ...layout.collective_tensors import Region, UnitLayout
 from ...layout.flat import FLAT_LAYOUT, FlatSharding
-from ...torch_private import without_function_transforms
 from ..dtype_rules import Segments
 from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
+from .buffers import Shard
+from .flat_param import FlatParam, FlatParamSwap, PlaceholderParam, placeholder_for
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation
-from .placeholder import PlaceholderParam, placeholder_for
 from .quantized import give_attributes
-from .shard import Shard
 from .sharded import ShardedParams
-from .swap import FlatParamSwap, ParamSwap
+from .swap import ParamSwap
 
 if TYPE_CHECKING:
     from ..unit import Unit
-
-
-@dataclass(eq=False)
-class FlatParam:
-    """All parameters of a unit as one, of one dimension: this rank's piece at rest, all elements while it computes.
-
-    Registered on a module in place of the original ones, or nowhere with `use_orig_params`.
-    """
-
-    locations: list[ParamLocation]
-    sharded: nn.Parameter
-    local: torch.Tensor
-    length: int
-    """Elements of the unit, without padding at the end."""
-    name: str = "_flat_param"
-    unsharded: torch.Tensor | None = None
-    padded: torch.Tensor | None = None
-    """The unsharded buffer, from the first all-gather on, without and with padding at the end."""
-    _of: Any = None
-    _shows_unsharded: bool = False
-    _assigned: torch.Tensor | None = None
-    """What a program assigned to `sharded.data`; the next forward takes it."""
-
-    def show_unsharded(self, view: torch.Tensor) -> None:
-        """`view` is any parameter's place in the unsharded buffer, which has memory now."""
-        if self._of is not view:
-            with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
-                storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
-                self.padded = empty.set_(storage, 0, (storage.nbytes() // view.dtype.itemsize,), (1,))
-                self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))
-            self._of = view
-        assert self.unsharded is not None
-        if not self._shows_unsharded and self.sharded.data_ptr() != self.local.data_ptr():
-            self._assigned = self.sharded.data  # between forward and backward, which needs the values of forward
-        self.sharded.data = self.unsharded
-        self._shows_unsharded = True
-
-    def show_sharded(self) -> None:
-        if self._shows_unsharded:
-            self.sharded.data = self.local if self._assigned is None else self._assigned
-            self._shows_unsharded, self._assigned = False, None
 
 
 class FlatShardedParams(ShardedParams):
@@ -220,7 +178,9 @@ class FlatShardedParams(ShardedParams):
     def _make_shard(self) -> Shard:
         segments = Segments(self._dtypes(), [param.policy for param in self.params])
         shardings, members = [param.sharding for param in self.params], range(len(self.params))
-        return Shard(shardings, segments, self._transport, members, self.offload.device, self.offload, self.layout)
+        return Shard(
+            shardings, segments, self._transport, members, self.offload.device, self.offload.memory, self.layout
+        )
 
     def _bind(self, shard: Shard) -> None:
         """Copy what lies outside the shard into it. Parameters on another device are left."""

@@ -1,19 +1,23 @@
-"""A managed parameter, and where modules register it."""
+"""A managed parameter, where modules register it, and counts of writes to it."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...layout.flat import FlatSharding
 from ...layout.rows import RowSharding
 from ...policies import MixedPrecisionPolicy
-from ...torch_private import DTensorSpec, own_parameters, set_rnn_weight
+from ...torch_private import DTensorSpec, own_parameters, set_rnn_weight, version_of
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,37 @@ def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
 def dropped_name(parameter: Any) -> tuple[str, str] | None:
     """The name of a dropped parameter, and of the one in its place; None if it is not one."""
     return _dropped.get(parameter)
+
+
+# No Python functions: called for every parameter of a unit.
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+_gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+class Steps:
+    """Counts the steps of optimizers on one rank, for all units that were made there.
+
+    Autograd counts writes through a DTensor and through its local tensor, but not the `_foreach` and fused operations
+    of optimizers on DTensors. A hook on every optimizer's step counts those.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def count_writes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Changes when any of `tensors` may have been written.
+
+        Optimizers skip frozen parameters without gradients, so a frozen unit stays valid after their steps.
+        """
+        stepped = any(map(_requires_grad, tensors)) or any(map(is_not, map(_gradient, tensors), repeat(None)))
+        return self.taken if stepped else -1, sum(map(version_of, tensors))
+
+
+# By default process group: ranks may be threads of this process, and each must gather again after its own steps only.
+_steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
+_steps_without_group = Steps()
+
+
+def steps_of_this_rank() -> Steps:
+    group = dist.group.WORLD
+    return _steps_without_group if group is None else _steps.setdefault(group, Steps())

@@ -29,12 +29,11 @@ from ..dtype_rules import Segments
 from ..gather.extension import is_extended
 from ..reduce.sharded_grad import ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
+from .buffers import META, Shard
 from .offload import OffloadPlan
-from .param import ManagedParam, ParamLocation, mark_replaced
+from .param import ManagedParam, ParamLocation, mark_replaced, steps_of_this_rank
 from .quantized import give_attributes
-from .shard import META, Shard
 from .swap import ParamSwap
-from .writes import steps_of_this_rank
 
 if TYPE_CHECKING:
     from ..unit import Unit
@@ -249,7 +248,7 @@ class ShardedParams:
         segments = Segments([param.sharded.dtype for param in self.params], [param.policy for param in self.params])
         before, self.extended = self.extended, self._find_extended()
         members = [index for index in range(len(shardings)) if index not in self.extended]
-        shard = Shard(shardings, segments, self._transport, members, self._device(), self.offload)
+        shard = Shard(shardings, segments, self._transport, members, self._device(), self.offload.memory)
         for index in self.extended - before:
             self._move_out(local_of(self.params[index].sharded))
         self._bind(shard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_not, setitem
 from typing import Any
 
@@ -73,36 +73,6 @@ class ParamSwap:
             for location, param in self._special:
                 assert param.sliced is not None
                 location.put(param.sliced)
-
-
-class FlatParamSwap(ParamSwap):
-    """The same for a flat unit, whose one parameter shows the unsharded buffer meanwhile.
-
-    With `placeholders` the modules do not hold their own parameters at rest, but these.
-    """
-
-    def __init__(self, params: Iterable[ManagedParam], flat: Any, placeholders: Mapping[ManagedParam, torch.Tensor]):
-        self._placeholders = placeholders
-        super().__init__(params)
-        self._flat = flat
-        self._first_param = next((param for param in self._params if param.sharding.numel), None)
-
-    def refresh(self) -> None:
-        super().refresh()
-        if self._placeholders:
-            self._sharded_values = [self._placeholders[param] for param in self._plain]
-
-    def _at_rest_of(self, param: ManagedParam) -> Any:
-        return self._placeholders.get(param, param.sharded)
-
-    def show_unsharded(self, follow_requires_grad: bool = False) -> None:
-        super().show_unsharded(follow_requires_grad)
-        if self._first_param is not None and self._first_param.unsharded_view is not None:
-            self._flat.show_unsharded(self._first_param.unsharded_view)
-
-    def show_sharded(self) -> None:
-        super().show_sharded()
-        self._flat.show_sharded()
 
 
 class CudnnWeights:

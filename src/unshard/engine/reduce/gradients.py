@@ -19,15 +19,14 @@ from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import DTensorSpec
 from .. import observer
 from ..options import Options
+from ..params.buffers import Shard
 from ..params.param import ManagedParam
-from ..params.shard import Shard
 from ..params.sharded import ShardedParams
 from ..states import GradState, checked_move
-from .gradient_packing import Gradients
 from .left_gradients import NOTHING_LEFT, LeftGradients
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
-from .unreduced import UnreducedGradients
+from .unreduced import Gradients, UnreducedGradients
 
 _is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # no Python function: hot
 

@@ -1,4 +1,4 @@
-"""The sharded gradient: this rank's piece of the reduced gradient, and the `.grad` objects over it, made once."""
+"""The sharded gradient: this rank's shard of the reduced gradient, its `.grad` objects, and who listens for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby, repeat
 from math import prod
 from operator import attrgetter, is_, is_not
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,10 +30,9 @@ from ...torch_private import (
     version_of,
 )
 from .. import observer
-from ..params.buffers import ShardBuffer
+from ..params.buffers import Shard, ShardBuffer
 from ..params.offload import OffloadPlan
 from ..params.param import ManagedParam
-from ..params.shard import Shard
 from .left_gradients import Attached
 
 _made = itertools.count()
@@ -309,3 +308,38 @@ def _add(
             existing.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
             new.append(local)
     foreach_add(existing, new)
+
+
+class Listener(Protocol):
+    def gradients_ready(self, grads: Sequence[ShardedGrad]) -> None:
+        """These gradients are `.grad` now, and this backward adds nothing to them.
+
+        Their copy to the host may be in flight: `ShardedGrad.wait_for_copy`. Called inside backward, in its thread.
+        """
+
+    def finish_steps(self) -> None:
+        """A program is about to look at parameters."""
+
+
+LISTENERS: dict[int, weakref.ref[Listener]] = {}
+"""Usually empty, which every unit asks in every step."""
+
+
+def listen(listener: Listener) -> None:
+    """For as long as it lives."""
+    key = id(listener)
+    LISTENERS[key] = weakref.ref(listener, lambda _: LISTENERS.pop(key, None))
+
+
+def unlisten(listener: Listener) -> None:
+    LISTENERS.pop(id(listener), None)
+
+
+def listeners() -> list[Listener]:
+    return [listener for ref in list(LISTENERS.values()) if (listener := ref()) is not None]
+
+
+def finish_steps() -> None:
+    """To be called before parameters are looked at outside a backward."""
+    for listener in listeners():
+        listener.finish_steps()

@@ -1,16 +1,144 @@
-"""Gradients that backwards without synchronisation leave: summed up on this rank, not reduced."""
+"""Gradients before their reduction: packed into the reduce-scatter input, or summed up on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...layout.collective_tensors import lay_out
-from ...torch_private import foreach_add, foreach_copy, storage_use_count
-from ..params.buffers import Buffer
-from ..params.shard import Shard
+from ...layout.collective_tensors import Region, lay_out
+from ...torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_zero, storage_use_count
+from .. import step_recording
+from ..dtype_rules import sent_dtype
+from ..params.buffers import Buffer, Shard
+
+Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
+"""By number of the parameter; a list, if all of them have one."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A packed region as a table of ranks by columns, the parameters in it, and zeros for its last columns."""
+
+    table: torch.Tensor
+    members: tuple[int, ...]
+    filler: dict[torch.dtype, list[torch.Tensor]]
+    needs_copy: dict[int, int]
+    """The dimension along which a parameter is cut, where it is not the first."""
+
+    def fill(self, gradients: Gradients) -> None:
+        columns = [gradients[index] for index in self.members]
+        if self.needs_copy:
+            columns = [self._turned(index, column) for index, column in zip(self.members, columns, strict=True)]
+        self._fill(columns + self.filler[columns[0].dtype])
+
+    def _fill(self, columns: list[torch.Tensor]) -> None:
+        if step_recording.active:
+            self._fill_by_pieces(columns)
+        else:
+            chunk_cat_into(self.table, columns, self.table.shape[0])
+
+    def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
+        """As `chunk_cat_into`, which reads the addresses of the gradients from host memory."""
+        world, start = self.table.shape[0], 0
+        targets, sources, pads = [], [], []
+        for column in columns:
+            rows = -(-column.shape[0] // world)
+            width = rows * column[:1].numel()
+            pieces = column.split(rows) if rows else ()
+            for rank in range(world):
+                place = self.table[rank, start : start + width]
+                if rank < len(pieces):
+                    piece = pieces[rank]
+                    targets.append(place[: piece.numel()].view(piece.shape))
+                    sources.append(piece)
+                    place = place[piece.numel() :]
+                if place.numel():
+                    pads.append(place)
+            start += width
+        foreach_copy(targets, sources)
+        if pads:
+            foreach_zero(pads)
+
+    def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The ranks' pieces of a crossed parameter's gradient one after the other."""
+        dim = self.needs_copy.get(index)
+        return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
+
+
+class ComplexPack(Pack):
+    """The same for complex gradients: the table, like the kernel that fills it, knows reals only."""
+
+    def fill(self, gradients: Gradients) -> None:
+        columns = [self._turned(index, gradients[index]) for index in self.members]
+        reals = [torch.view_as_real(column.resolve_conj()) for column in columns]
+        self._fill(reals + self.filler[reals[0].dtype])
+
+
+class Packing:
+    """Places in `tensors`, one per region, for the gradients of their parameters. To be made while there is memory."""
+
+    def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
+        self.tensors = tensors
+        self._shard, self._world = shard, world
+        self._rows: list[torch.Tensor] = []
+        self._members: list[int] = []
+        self._pads: list[torch.Tensor] = []
+        self._packs: list[Pack] = []
+        for region, tensor in zip(regions, tensors, strict=True):
+            self._add_packed(region, tensor) if region.packed else self._add_row(region, self._numbers(region, tensor))
+
+    def _numbers(self, region: Region, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of a collective as complex numbers, if its parameters are complex."""
+        is_complex = self._shard.segments.kinds[region.runs[0].segment].original.is_complex
+        return torch.view_as_complex(tensor.view(-1, 2)) if is_complex else tensor
+
+    def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
+        """A parameter by itself, or several that are laid end to end."""
+        end = 0
+        for index, start in zip(region.runs[0].members, region.runs[0].starts, strict=True):
+            sharding = self._shard.shardings[index]
+            if start > end:
+                self._pads.append(tensor[end:start])
+            end = start + sharding.numel
+            row = tensor[start:end]
+            self._rows.append(
+                row.view(sharding.shape) if sharding.stride is None else row.as_strided(sharding.shape, sharding.stride)
+            )
+            self._members.append(index)
+        if end < tensor.numel():
+            self._pads.append(tensor[end:])
+
+    def _add_packed(self, region: Region, tensor: torch.Tensor) -> None:
+        run, world = region.runs[0], self._world
+        table = tensor.view(world, -1)
+        kind = self._shard.segments.kinds[run.segment]
+        is_complex = kind.original.is_complex
+        missing = table.shape[1] - run.numel * (2 if is_complex else 1)
+        filler = {
+            dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
+            for dtype in map(sent_dtype, (kind.compute, kind.reduce))  # kept sums come in the reduce dtype
+        }
+        shardings = self._shard.shardings
+        needs_copy = {index: shardings[index].dim for index in run.members if shardings[index].needs_copy}
+        self._packs.append((ComplexPack if is_complex else Pack)(table, run.members, filler, needs_copy))
+
+    def fill(self, gradients: Gradients) -> list[int]:
+        """Copy, and cast where needed, `gradients` (by parameter) to their places; the parameters that have none."""
+        rows, members, absent = self._rows, self._members, []
+        if self._pads:
+            foreach_zero(self._pads)
+        if rows and not self._packs and len(gradients) < len(members):
+            absent = [index for index in members if index not in gradients]
+            foreach_zero([row for index, row in zip(members, rows, strict=True) if index not in gradients])
+            rows = [row for index, row in zip(members, rows, strict=True) if index in gradients]
+            members = [index for index in members if index in gradients]
+        if rows:
+            foreach_copy(rows, list(map(gradients.__getitem__, members)))
+        for pack in self._packs:
+            pack.fill(gradients)
+        return absent
 
 
 class UnreducedGradients:
