@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import unshard
 
 PACKAGE = Path(unshard.__file__).parent
@@ -37,10 +35,20 @@ def layer_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def place(file: Path, node: ast.AST | None = None) -> str:
+    name = str(file.relative_to(PACKAGE))
+    return f"{name}:{getattr(node, 'lineno', 0)}" if node else name
+
+
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(file: Path) -> Iterator[str]:
     """Absolute names of everything a file imports."""
     package = ["unshard", *file.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -53,57 +61,72 @@ def test_there_is_something_to_check() -> None:
     assert any("unshard.layout.rows" in imports(file) for file in FILES)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_go_one_way(file: Path) -> None:
-    own = layer_of(file)
-    for name in imports(file):
-        if name.startswith("unshard.") and own not in ("__init__", "_public"):
-            other = name.split(".")[1]
-            assert LAYER[other] <= LAYER[own], f"{own} imports {name}"
-            same = LAYER[other] == LAYER[own]
-            assert not same or other == own or {own, other} <= BASE, name
-        if own == "layout":
-            assert name.split(".")[0] != "torch", "layouts are integers only"
-        assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for file in FILES:
+        own = layer_of(file)
+        for name in imports(file):
+            if name.startswith("unshard.") and own not in ("__init__", "_public"):
+                other = name.split(".")[1]
+                same = LAYER[other] == LAYER[own]
+                if LAYER[other] > LAYER[own] or (same and other != own and not {own, other} <= BASE):
+                    wrong.append(f"{place(file)} imports {name}")
+            if own == "layout" and name.split(".")[0] == "torch":
+                wrong.append(f"{place(file)} imports {name}; layouts are integers only")
+            if name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")):
+                wrong.append(f"{place(file)} imports {name}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_only_the_surface_of_the_engine_is_imported(file: Path) -> None:
-    if layer_of(file) != "engine":
-        inner = [name for name in imports(file) if name.startswith("unshard.engine")]
-        assert set(inner) <= {"unshard.engine.api"}
+def test_only_the_surface_of_the_engine_is_imported() -> None:
+    wrong = [
+        f"{place(file)} imports {name}"
+        for file in FILES
+        if layer_of(file) != "engine"
+        for name in imports(file)
+        if name.startswith("unshard.engine") and name != "unshard.engine.api"
+    ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_only_the_drop_in_names_what_it_replaces(file: Path) -> None:
+def test_only_the_drop_in_names_what_it_replaces() -> None:
     """Not in strings either, which `importlib` would take."""
-    tree = ast.parse(file.read_text())
-    words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in words:
-            names = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-            assert layer_of(file) == "dropin" or not node.value.startswith(names), f"line {node.lineno}"
+    names = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+    wrong = []
+    for file in FILES:
+        if layer_of(file) == "dropin":
+            continue
+        docstrings = {id(node.value) for node in nodes(file) if isinstance(node, ast.Expr)}  # these may name it
+        for node in nodes(file):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in docstrings else None
+            if isinstance(text, str) and text.startswith(names):
+                wrong.append(f"{place(file, node)}: {text!r}")
+    assert not wrong
 
 
 # Private, but what every library that handles modules uses; there is no public spelling.
 ALLOWED = {"_apply", "_current_frames", "_exit", "_fields", "_replace"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_private_torch_names_live_in_one_folder(file: Path) -> None:
-    if layer_of(file) == "torch_private":
-        return
-    for name in imports(file):
-        parts = name.split(".")
-        assert parts[0] != "torch" or not any(part.startswith("_") for part in parts), name
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            assert node.attr in _own_private_names() | ALLOWED, f"line {node.lineno}: {ast.unparse(node)}"
+def test_private_torch_names_live_in_one_folder() -> None:
+    allowed = _own_private_names() | ALLOWED
+    wrong = []
+    for file in FILES:
+        if layer_of(file) == "torch_private":
+            continue
+        for name in imports(file):
+            parts = name.split(".")
+            if parts[0] == "torch" and any(part.startswith("_") for part in parts):
+                wrong.append(f"{place(file)} imports {name}")
+        for node in nodes(file):
+            name = node.attr if isinstance(node, ast.Attribute) else ""
+            if name.startswith("_") and not name.startswith("__") and name not in allowed:
+                wrong.append(f"{place(file, node)}: {ast.unparse(node)}")
+    assert not wrong
 
 
-@functools.cache
 def _own_private_names() -> frozenset[str]:
-    found = (name for file in FILES for node in ast.walk(ast.parse(file.read_text())) for name in _defined(node))
+    found = (name for file in FILES for node in nodes(file) for name in _defined(node))
     return frozenset(name for name in found if name.startswith("_"))
 
 
