@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-one test-other test-all test-gpu test-versions bench lint format types clean
+.PHONY: help install demo test test-all test-gpu test-versions bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
@@ -42,22 +42,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py $(if $(FOLDER),--folder "$(FOLDER)")
 
-# Two runs at once: ranks wait for each other, so one run leaves a core idle for a third of the time.
+# Two processes take files from one queue: ranks wait for each other, so one alone leaves a core idle.
 test: $(INSTALLED)
-	@echo "two runs at once; each tells when it is done, after about ten minutes on two cores"
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-one test-other
-
-# One half is the engine and what lies beside it, the other one the front-ends and all else; both take about as long.
-ONE := $(addprefix tests/distributed/,captured_step checkpoint comm engine tools)
-
-test-one: $(INSTALLED)
-	$(BIN)/python -m pytest $(ONE)
-
-test-other: $(INSTALLED)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE))
+	$(BIN)/python -m pytest --processes 2 --durations 20
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest --processes 2 --durations 20 -m "slow or not slow"
 
 # The environment may have torch without CUDA: TORCH_PYTHON is an interpreter with torch for CUDA, and pytest.
 TORCH_PYTHON ?= python3

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from bed import pool
+from bed import pool, processes
 from bed.quick import leave_few_quick
 from bed.worker import rewrite_helpers
 
 rewrite_helpers()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=1, help="how many processes run tests at once")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,6 +26,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption("processes")
+    # With a CUDA device, one process: CUDA does not survive a fork, and tests measure the memory of the device.
+    if count == 1 or session.config.option.collectonly or torch.cuda.is_available():
+        return None
+    processes.run(session, count, pool.close_shared)
+    return True
 
 
 def pytest_unconfigure() -> None:

@@ -1,6 +1,7 @@
 """The test bed: many ranks in a few processes, one rank of an imagined job, and tools that measure instead of trust.
 
 pool              worker processes, started once and used by every test
+processes         `pytest --processes 2`: tests of several files at once
 world             `@world(1, 2, 4)`: run a test body on that many ranks
 quick             which rows of a test are quick
 models            five small models that between them hold every awkward parameter
