@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unshard.checkpoint.checksums import checksum_of
-from unshard.checkpoint.manifest import MANIFEST
+from unshard.checkpoint.manifest import MANIFEST, checksum_of
 
 
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

@@ -12,7 +12,6 @@ from bed.damage import flip
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, cli
-from unshard.checkpoint import pieces
 
 
 def build() -> nn.Module:
@@ -51,7 +50,7 @@ def test_elements(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counts and largest differences, also of tensors that are read in several pieces."""
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", size)
+    monkeypatch.setattr("unshard.checkpoint.files.PIECE_ELEMENTS", size)
     model, other = build(), build()
     with torch.no_grad():
         model[0].weight[0, 0], other[0].weight[0, 0] = 100.0, 101.0

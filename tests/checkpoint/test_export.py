@@ -16,8 +16,7 @@ from bed.world import mostly_slow
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, cli
-from unshard.checkpoint import pieces
-from unshard.checkpoint.safetensors_format import CODES
+from unshard.checkpoint.safetensors import CODES
 from unshard.errors import ArgumentError
 
 safetensors = pytest.importorskip("safetensors")
@@ -62,7 +61,7 @@ def once() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("size", [3, 2**20])
 def test_bitwise_and_tied_once(size: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", size)
+    monkeypatch.setattr("unshard.checkpoint.files.PIECE_ELEMENTS", size)
     files = checkpoint.export(folder, tmp_path / "out")
     assert [file.name for file in files] == os.listdir(tmp_path / "out") == ["model.safetensors"]
     assert_equal(read(files), once())

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentError, CheckpointError, listed
-from .checksums import best_algorithm
-from .dtypes import DTYPES
-from .files import host_buffers, write_file
+from .files import StoredTensors, host_buffers, write_file
 from .folders import resolve, sync_folder
-from .manifest import UNCAST, Manifest, TensorEntry
-from .pieces import StoredTensors
-from .safetensors_format import CODE_OF, INDEX, METADATA, HeaderEntry, header_bytes
+from .manifest import UNCAST, Manifest, best_algorithm
+from .plan import TensorEntry
+from .safetensors import CODE_OF, INDEX, METADATA, HeaderEntry, header_bytes
+from .values import DTYPES
 
 _log = logging.getLogger("unshard")
 

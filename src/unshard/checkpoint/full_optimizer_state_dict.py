@@ -21,9 +21,9 @@ from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
 from .full_state_dict import RankPart, entry_of
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
-from .manifest import TensorEntry
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import SHARDED, merged, optimizer_state, tensor_name
+from .plan import TensorEntry
 from .ranks import begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 

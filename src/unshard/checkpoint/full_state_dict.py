@@ -13,11 +13,10 @@ from ..errors import CheckpointError
 from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
 from ..state.model import EXTRA, HeldTensor, ModelState, model_state, non_persistent_names
 from .differences import Differences, LoadedNames
-from .dtypes import DTYPES, name_of_dtype
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
-from .manifest import TensorEntry
-from .plan import Described, describe
+from .plan import Described, TensorEntry, describe
 from .ranks import begin, on_first_rank, rank_and_size, together
+from .values import DTYPES, name_of_dtype
 
 
 class RankPart(NamedTuple):

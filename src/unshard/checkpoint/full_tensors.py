@@ -14,11 +14,10 @@ from ..comm.broadcast import staging_device
 from ..comm.order.check import wait_for
 from ..state.boxes import full_box
 from ..state.model import HeldTensor
-from .dtypes import DTYPES
 from .files import copy_pieces
-from .manifest import TensorEntry
-from .plan import Described, make_plan
+from .plan import Described, TensorEntry, make_plan
 from .ranks import exchanging, rank_and_size
+from .values import DTYPES
 
 _WHAT = "Sending a tensor between the ranks"
 

@@ -19,15 +19,14 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import full_box
 from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
-from .dtypes import DTYPES, name_of_dtype
 from .files import CheckpointFiles, copy_pieces
 from .folders import later_than, resolve
-from .manifest import Manifest, TensorEntry, read_manifest
+from .manifest import Manifest, read_manifest
 from .optimizer_load import OptimizerLoad
 from .optimizer_state import check_optimizer
+from .plan import TensorEntry
 from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
-from .rng import check_rng_state, seed_new_rank, set_rng_state
-from .values import decode, stored_names
+from .values import DTYPES, check_rng_state, decode, name_of_dtype, seed_new_rank, set_rng_state, stored_names
 
 _log = logging.getLogger("unshard")
 PARTS = ("optimizer", "scheduler", "scaler", "data")

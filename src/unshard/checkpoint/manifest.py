@@ -9,35 +9,120 @@
       "aliases": {"model/tied.weight": "model/head.weight"},
       "values": {...}}}
 
-A box is [number of the file, offset in it, first indices, lengths]; its elements lie there in row-major order. The
-checksum is that of the bytes between `"manifest": ` and the last brace. A manifest may come from anywhere, so `parse`
-takes nothing for granted.
+A box is [file number, offset in the file, first indices, lengths]; its elements are in row-major order. The checksum
+covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted: `parse` validates every field.
+
+Files have one checksum per block, so a rank verifies only the blocks that it reads. The algorithm is xxh3_64 if the
+package xxhash is installed, else CRC-32. Checksums detect damage, not forgery.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import stat
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import CheckpointError
 from ..state.boxes import Box, first_overlap
-from .checksums import DIGITS, checksum_of
-from .dtypes import DTYPES
+from .plan import ALIGNMENT, StoredBox, TensorEntry
+from .values import DTYPES
+
+BLOCK_BYTES = 4 * 2**20
+
+
+class Checksum(Protocol):
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+DIGITS = {"xxh3_64": 16, "crc32": 8}
+"""Hexadecimal digits of a checksum, by algorithm."""
+
+
+def best_algorithm() -> str:
+    try:
+        importlib.import_module("xxhash")
+    except ImportError:
+        return "crc32"
+    return "xxh3_64"
+
+
+def maker_of(algorithm: str, where: object) -> Callable[[], Checksum]:
+    """What makes a new checksum. `where`: the file that was written with this algorithm."""
+    if algorithm == "crc32":
+        return Crc32
+    if algorithm != "xxh3_64":
+        raise CheckpointError(f"{where} has checksums of the unknown kind {algorithm!r}; known: {', '.join(DIGITS)}.")
+    try:
+        xxhash: Any = importlib.import_module("xxhash")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{where} has checksums of the kind xxh3_64, and the package xxhash is not installed: pip install xxhash"
+        ) from error
+    return xxhash.xxh3_64
+
+
+def checksum_of(data: Any, algorithm: str, where: object) -> str:
+    checksum = maker_of(algorithm, where)()
+    checksum.update(data)
+    return checksum.hexdigest()
+
+
+class BlockChecksums:
+    """The checksums of consecutive blocks of what is passed to `update`."""
+
+    def __init__(self, algorithm: str, where: object, block_bytes: int = BLOCK_BYTES):
+        self._make, self._block_bytes = maker_of(algorithm, where), block_bytes
+        self._open: Checksum | None = None
+        self._left = 0
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            if self._open is None:
+                self._open, self._left = self._make(), self._block_bytes
+            now = data[: self._left]
+            self._open.update(now)
+            self._left -= len(now)
+            data = data[len(now) :]
+            if not self._left:
+                self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._done.append(self._open.hexdigest())
+            self._open = None
+
+    def finish(self) -> list[str]:
+        self._close()
+        return self._done
+
 
 FORMAT, VERSION = "unshard checkpoint", 1
 MANIFEST = "manifest.json"
 UNCAST = "uncast"
 """The value that lists tensors of quantised layers, if there are any: an export to another dtype leaves them."""
 MAX_MANIFEST_BYTES = 512 * 2**20
-ALIGNMENT = 64
-"""Boxes begin at multiples of so many bytes, so that they can be read as tensors where they lie."""
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
 _MAX = 2**60
@@ -47,27 +132,6 @@ class FileEntry(NamedTuple):
     name: str
     nbytes: int
     blocks: list[str]
-
-
-class StoredBox(NamedTuple):
-    file: int
-    offset: int
-    box: Box
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -149,46 +213,46 @@ def parse(data: bytes, path: Path) -> Manifest:
     if found != expected:
         raise CheckpointError(f"{path} is damaged: its checksum is {found}, expected {expected}.")
     try:
-        value = json.loads(inner, object_pairs_hook=_without_duplicates)
+        value = json.loads(inner, object_pairs_hook=without_duplicates)
         if _field(value, "format", str) != FORMAT or _integer(_field(value, "version", int)) != VERSION:
-            raise _Wrong(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {VERSION}")
+            raise Malformed(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {VERSION}")
         return _Parser(value, algorithm).manifest(found)
-    except (_Wrong, ValueError, RecursionError) as error:
+    except (Malformed, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
 
 
-class _Wrong(Exception):
-    """What is wrong with a manifest, without its path."""
+class Malformed(Exception):
+    """Says what is wrong with a manifest or a header. Callers add the path."""
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _Wrong("an object has the same key twice")
+        raise Malformed("an object has the same key twice")
     return found
 
 
 def _field(value: Any, key: str, kind: type) -> Any:
     if type(value) is not dict or type(value.get(key)) is not kind:
-        raise _Wrong(f"{key!r} is missing, or is not a {kind.__name__}")
+        raise Malformed(f"{key!r} is missing, or is not a {kind.__name__}")
     return value[key]
 
 
 def _integer(value: Any, most: int = _MAX) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise _Wrong(f"{value!r} is not an integer from 0 to {most}")
+        raise Malformed(f"{value!r} is not an integer from 0 to {most}")
     return value
 
 
 def _integers(value: Any) -> tuple[int, ...]:
     if type(value) is not list or len(value) > 64:
-        raise _Wrong(f"{str(value)[:100]} is not a list of indices")
+        raise Malformed(f"{str(value)[:100]} is not a list of indices")
     return tuple(_integer(each) for each in value)
 
 
 def _name(value: Any) -> str:
     if type(value) is not str or not 0 < len(value) <= 4096 or not value.isprintable():
-        raise _Wrong(f"{str(value)[:100]!r} is not the name of a tensor")
+        raise Malformed(f"{str(value)[:100]!r} is not the name of a tensor")
     return value
 
 
@@ -196,16 +260,16 @@ class _Parser:
     def __init__(self, value: dict[str, Any], algorithm: str):
         self._value = value
         if _field(value, "algorithm", str) != algorithm:
-            raise _Wrong("the algorithms of the manifest's checksum and of the blocks differ")
+            raise Malformed("the algorithms of the manifest's checksum and of the blocks differ")
         self._algorithm = algorithm
         self._block_bytes = _integer(_field(value, "block_bytes", int))
         if not 4096 <= self._block_bytes <= 2**30:
-            raise _Wrong(f"blocks of {self._block_bytes} bytes")
+            raise Malformed(f"blocks of {self._block_bytes} bytes")
 
     def manifest(self, checksum: str) -> Manifest:
         files = [self._file(each) for each in _field(self._value, "files", list)]
         if len({each.name for each in files}) != len(files):
-            raise _Wrong("two files have the same name")
+            raise Malformed("two files have the same name")
         tensors = {
             _name(key): self._tensor(key, each, files) for key, each in _field(self._value, "tensors", dict).items()
         }
@@ -213,49 +277,49 @@ class _Parser:
         aliases = _field(self._value, "aliases", dict)
         for alias, name in aliases.items():
             if _name(alias) in tensors or type(name) is not str or name not in tensors:
-                raise _Wrong(f"the alias {alias!r} of {str(name)[:100]!r}")
+                raise Malformed(f"the alias {alias!r} of {str(name)[:100]!r}")
         step, ranks = _integer(_field(self._value, "step", int)), _integer(_field(self._value, "ranks", int))
         values = _field(self._value, "values", dict)
         of_ranks = _field(values, "ranks", list)
         if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
-            raise _Wrong(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
+            raise Malformed(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
         if type(values.get("extra", {})) is not dict:
-            raise _Wrong("extra state that is not an object")
+            raise Malformed("extra state that is not an object")
         if type(values.get(UNCAST, [])) is not list or not all(type(each) is str for each in values.get(UNCAST, [])):
-            raise _Wrong("a list of tensors that are not cast, which is not one of names")
+            raise Malformed("a list of tensors that are not cast, which is not one of names")
         return Manifest(step, ranks, self._algorithm, self._block_bytes, files, tensors, aliases, values, checksum)
 
     def _file(self, value: Any) -> FileEntry:
         name, nbytes, blocks = _field(value, "name", str), _integer(_field(value, "bytes", int)), value.get("blocks")
         if not _FILE.fullmatch(name):
-            raise _Wrong(f"the file name {name[:100]!r}")
+            raise Malformed(f"the file name {name[:100]!r}")
         digits = DIGITS[self._algorithm]
         if type(blocks) is not str or not re.fullmatch("[0-9a-f]*", blocks):
-            raise _Wrong(f"the checksums of {name}")
+            raise Malformed(f"the checksums of {name}")
         if len(blocks) != -(-nbytes // self._block_bytes) * digits:
-            raise _Wrong(f"{len(blocks) // digits} checksums of {name}, which has {nbytes} bytes")
+            raise Malformed(f"{len(blocks) // digits} checksums of {name}, which has {nbytes} bytes")
         return FileEntry(name, nbytes, [blocks[at : at + digits] for at in range(0, len(blocks), digits)])
 
     def _tensor(self, name: str, value: Any, files: list[FileEntry]) -> TensorEntry:
         dtype, shape = _field(value, "dtype", str), _integers(value.get("shape"))
         if dtype not in DTYPES:
-            raise _Wrong(f"{name!r} has the dtype {dtype[:100]!r}")
+            raise Malformed(f"{name!r} has the dtype {dtype[:100]!r}")
         numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
         for each in _field(value, "boxes", list):
             if type(each) is not list or len(each) != 4:
-                raise _Wrong(f"a box of {name!r}")
+                raise Malformed(f"a box of {name!r}")
             file, offset, box = _integer(each[0]), _integer(each[1]), Box(_integers(each[2]), _integers(each[3]))
             if not len(box.begin) == len(box.size) == len(shape):
-                raise _Wrong(f"a box of {name!r} has another number of dimensions")
+                raise Malformed(f"a box of {name!r} has another number of dimensions")
             if any(a + n > length or not n for a, n, length in zip(box.begin, box.size, shape, strict=True)):
-                raise _Wrong(f"the box {box.begin} of size {box.size} of {name!r}, which has the shape {shape}")
+                raise Malformed(f"the box {box.begin} of size {box.size} of {name!r}, which has the shape {shape}")
             if file >= len(files) or offset % ALIGNMENT or offset + box.numel * itemsize > files[file].nbytes:
-                raise _Wrong(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
+                raise Malformed(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
             boxes.append(StoredBox(file, offset, box))
         if sum(each.box.numel for each in boxes) != numel:
-            raise _Wrong(f"the boxes of {name!r} do not have its {numel} elements")
+            raise Malformed(f"the boxes of {name!r} do not have its {numel} elements")
         if overlap := first_overlap([each.box for each in boxes]):
-            raise _Wrong(f"two boxes of {name!r} overlap: {overlap[0]} and {overlap[1]}")
+            raise Malformed(f"two boxes of {name!r} overlap: {overlap[0]} and {overlap[1]}")
         return TensorEntry(dtype, shape, tuple(boxes))
 
 
@@ -267,4 +331,4 @@ def _refuse_shared_bytes(tensors: dict[str, TensorEntry], files: list[FileEntry]
     )
     for (file, _, end, one), (other_file, begin, _, other) in pairwise(ranges):
         if file == other_file and begin < end:
-            raise _Wrong(f"{one!r} and {other!r} share bytes of {files[file].name}")
+            raise Malformed(f"{one!r} and {other!r} share bytes of {files[file].name}")

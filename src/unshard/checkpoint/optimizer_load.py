@@ -16,10 +16,9 @@ from ..state.boxes import Part
 from ..state.model import HeldTensor, ModelState, OptimizedParam
 from ..torch_private import local_of, make_dtensor, spec_of
 from .differences import Differences
-from .dtypes import DTYPES
-from .manifest import TensorEntry
 from .optimizer_state import SHARDED, params_of, tensor_name
-from .values import decode
+from .plan import TensorEntry
+from .values import DTYPES, decode
 
 Stored = Callable[[str], torch.Tensor]
 

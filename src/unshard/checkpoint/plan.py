@@ -9,9 +9,35 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from ..state.boxes import Box, first_overlap
 from ..state.model import HeldTensor
-from .dtypes import DTYPES, name_of_dtype
-from .files import aligned
-from .manifest import StoredBox, TensorEntry
+from .values import DTYPES, name_of_dtype
+
+ALIGNMENT = 64
+"""Boxes begin at multiples of so many bytes, so that they can be read as tensors where they lie."""
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class StoredBox(NamedTuple):
+    file: int
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
 
 
 class Described(NamedTuple):

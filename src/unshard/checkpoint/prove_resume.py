@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from .diff import TensorDifference
+from .files import PIECE_ELEMENTS
 from .load import load
 from .observed import PARTS, leaves, saved_state, unsaved_state
-from .pieces import PIECE_ELEMENTS
 from .ranks import on_first_rank, rank_and_size, together
+from .reports import TensorDifference
 from .save import save
 
 _WHAT = "prove_resume"

@@ -1,13 +1,18 @@
-"""Checkpoints looked at without a model: are they whole, and what do they hold."""
+"""Reports on checkpoints, without a model: `verify`, `inspect` and `diff`."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from .files import CheckpointFiles
+import torch
+
+from .files import CheckpointFiles, StoredTensors
 from .folders import resolve
 from .manifest import Manifest, read_manifest
+from .plan import TensorEntry
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
@@ -54,3 +59,155 @@ def _footer(manifest: Manifest) -> list[str]:
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Integer types to compare the bytes of elements with, by the size of an element."""
+_SHOWN = 40
+"""A value is shown with so many characters."""
+
+
+@dataclass
+class TensorDifference:
+    """A tensor that both checkpoints have, with the same shape and dtype, and other bytes."""
+
+    name: str
+    elements: int
+    differing: int = 0
+    """Elements whose bytes differ: 0.0 and -0.0 do, a NaN and the same NaN do not."""
+    absolute: float = 0.0
+    """The largest |a - b|; infinite if one of them is not a number."""
+    relative: float = 0.0
+    """The largest |a - b| / max(|a|, |b|)."""
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Count the differences of a piece."""
+        differs = a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])
+        if a.itemsize == 16:  # each element is two integers
+            differs = differs.view(-1, 2).any(1)
+        count = int(differs.sum())
+        if not count:
+            return
+        self.differing += count
+        one, other = _exact(a)[differs], _exact(b)[differs]
+        distance = (one - other).abs().nan_to_num(nan=torch.inf)
+        size = torch.maximum(one.abs(), other.abs())
+        relative = torch.where(distance == 0, 0.0, distance / size).nan_to_num(nan=torch.inf)
+        self.absolute = max(self.absolute, distance.max().item())
+        self.relative = max(self.relative, relative.max().item())
+
+
+def _exact(piece: torch.Tensor) -> torch.Tensor:
+    return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
+
+
+@dataclass
+class CheckpointDiff:
+    """What `diff` found. `str()` of it is a report."""
+
+    a: Path
+    b: Path
+    only_a: list[str] = field(default_factory=list)
+    """Names of tensors that b does not have."""
+    only_b: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    """Tensors of another shape or dtype, and tensors that are tied in one checkpoint only, in words."""
+    tensors: list[TensorDifference] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    """Step, number of ranks, and values of optimizer, scheduler, scaler, data and random numbers, in words."""
+    same: int = 0
+    """The number of tensors that are equal in all bytes."""
+
+    @property
+    def equal(self) -> bool:
+        return not (self.only_a or self.only_b or self.other or self.tensors or self.values)
+
+    def __str__(self) -> str:
+        lines = [f"a: {self.a}", f"b: {self.b}", f"{_tensors(self.same)} equal in all bytes."]
+        if self.equal:
+            return "\n".join([*lines, "The checkpoints are equal."])
+        for names, where in ((self.only_a, "a"), (self.only_b, "b")):
+            if names:
+                lines += ["", f"{_tensors(len(names))} only in {where}:", *(f"  {name}" for name in names)]
+        if self.other:
+            lines += ["", f"{_tensors(len(self.other))} of another shape or dtype, or tied in one only:"]
+            lines += [f"  {text}" for text in self.other]
+        if self.tensors:
+            rows: list[tuple[str, ...]] = [("tensor", "elements", "differing", "largest |a-b|", "largest relative")]
+            for each in self.tensors:
+                counts = (f"{each.elements:,}", f"{each.differing:,}")
+                rows.append((each.name, *counts, f"{each.absolute:.3g}", f"{each.relative:.3g}"))
+            lines += ["", f"{_tensors(len(self.tensors))} different:", *(f"  {line}" for line in table(rows))]
+        if self.values:
+            lines += ["", "Values that differ:", *(f"  {text}" for text in self.values)]
+        return "\n".join(lines)
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor is" if count == 1 else f"{count} tensors are"
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff:
+    """Compare two checkpoints; the memory that it takes does not depend on their size.
+
+    `a`, `b`: a checkpoint each, or the folder with several, of which the latest is taken. Tensors are compared as they
+    are unsharded, so checkpoints of different numbers of ranks can be equal in all tensors. Needs no process group.
+    """
+    with StoredTensors(resolve(a)) as one, StoredTensors(resolve(b)) as other:
+        found = CheckpointDiff(one.folder, other.folder)
+        names = {name for each in (one.manifest, other.manifest) for name in (*each.tensors, *each.aliases)}
+        for name in sorted(names):
+            _compare(name, one, other, found)
+        for name in ("step", "ranks", "values"):
+            _compare_values(name, getattr(one.manifest, name), getattr(other.manifest, name), found.values)
+    return found
+
+
+def _compare(name: str, one: StoredTensors, other: StoredTensors, found: CheckpointDiff) -> None:
+    a, b = one.manifest.find(name), other.manifest.find(name)
+    if a is None or b is None:
+        (found.only_b if a is None else found.only_a).append(name)
+        return
+    ties = (one.manifest.aliases.get(name), other.manifest.aliases.get(name))
+    if ties[0] != ties[1]:
+        texts = ("not tied" if tie is None else f"tied to {tie}" for tie in ties)
+        found.other.append(f"{name}: {' in a, '.join(texts)} in b")
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        found.other.append(f"{name}: {_kind(a)} in a, {_kind(b)} in b")
+    elif None in ties:  # else it is compared under the name that it is stored under
+        difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
+        for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
+            difference.add(mine, theirs)
+        if difference.differing:
+            found.tensors.append(difference)
+        else:
+            found.same += 1
+
+
+def _kind(entry: TensorEntry) -> str:
+    return f"{entry.dtype} of shape {entry.shape}"
+
+
+def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
+    """Compare JSON. Tensors in it differ as a whole."""
+    if type(a) is dict and type(b) is dict and "$" not in a and "$" not in b:
+        for key in sorted(a.keys() | b.keys()):
+            where = f"{path}.{key}" if path != "values" else key
+            if key not in a or key not in b:
+                found.append(f"{where}: only in {'a' if key in a else 'b'}")
+            else:
+                _compare_values(where, a[key], b[key], found)
+    elif type(a) is list and type(b) is list and len(a) == len(b):
+        for number, (mine, theirs) in enumerate(zip(a, b, strict=True)):
+            _compare_values(f"{path}[{number}]", mine, theirs, found)
+    elif repr(a) != repr(b):  # a NaN equals the same NaN
+        found.append(f"{path}: {_shown(a)} in a, {_shown(b)} in b")
+
+
+def _shown(value: Any) -> str:
+    if type(value) is dict and value.get("$") == "tensor":
+        return f"a tensor ({value.get('dtype', value.get('name'))})"
+    if type(value) is list:
+        return f"a list of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

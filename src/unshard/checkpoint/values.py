@@ -1,14 +1,16 @@
-"""State that is not a tensor of the model (schedulers, scalers, data, random numbers) as JSON, and back.
+"""State other than the tensors of a model (schedulers, scalers, data, random numbers) as JSON, and back.
 
-Dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy's numbers become Python's. Small tensors are in
-the JSON, large ones beside it, as tensors of the checkpoint. JSON objects with the key `$` stand for what JSON does not
-have.
+JSON holds dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy numbers become Python numbers. Small
+tensors are stored inline, large ones next to the JSON as tensors of the checkpoint. JSON objects with the key `$` stand
+for types that JSON does not have.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -20,7 +22,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from .dtypes import DTYPES, name_of_dtype
+
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
+    "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def name_of_dtype(dtype: torch.dtype, where: str) -> str:
+    if dtype not in _BY_DTYPE:
+        raise CheckpointError(f"{where} has the dtype {dtype}, which a checkpoint cannot hold. Convert it before.")
+    return _BY_DTYPE[dtype]
+
 
 INLINE_BYTES = 8192
 """Tensors up to this size are in the JSON: counters, and the states of random number generators."""
@@ -141,3 +156,45 @@ def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()  # of this rank's device
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss]
+    return state
+
+
+def check_rng_state(state: Any) -> None:
+    """Raise if `set_rng_state` could not set it."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"The state of the random number generators is malformed: {error}.") from error
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """What a process has and the checkpoint lacks stays as it is."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy: Any = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        kind, keys, *others = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *others))
+
+
+def seed_new_rank(step: int, rank: int) -> None:
+    """For a rank that the saving job did not have: the same seed each time, and another one than any other rank's."""
+    seed = int.from_bytes(hashlib.sha256(f"unshard {step} {rank}".encode()).digest()[:8], "big")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

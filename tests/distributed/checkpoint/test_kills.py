@@ -26,10 +26,10 @@ from torch import nn
 
 from unshard import checkpoint, fully_shard
 from unshard.checkpoint import folders
-from unshard.checkpoint.background import BackgroundSave
-from unshard.checkpoint.checksums import BlockChecksums
+from unshard.checkpoint.host_buffers import Staging
+from unshard.checkpoint.manifest import BlockChecksums
 from unshard.checkpoint.save import Saving
-from unshard.checkpoint.staging import Staging
+from unshard.checkpoint.saver import BackgroundSave
 
 RANKS, KEPT = 2, 2
 BETWEEN = "between saves"

@@ -15,7 +15,7 @@ from bed.runs import assert_same, build_model, kept_unsharded, zeroed
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, fully_shard
-from unshard.checkpoint import safetensors_load
+from unshard.checkpoint import safetensors as loader
 
 package = pytest.importorskip("safetensors.torch")
 quiet = pytest.mark.filterwarnings("ignore")
@@ -87,17 +87,17 @@ def test_from_meta(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(4096, 4096)
     fully_shard(model).to_empty(device="cpu")
-    mapped, before, copy_pieces = [], file_pages(), safetensors_load.copy_pieces
+    mapped, before, copy_pieces = [], file_pages(), loader.copy_pieces
 
     def measured(*arguments: Any) -> None:
         copy_pieces(*arguments)
         mapped.append(file_pages() - before)
 
-    safetensors_load.copy_pieces = measured
+    loader.copy_pieces = measured
     try:
         assert checkpoint.load_safetensors(model, path) == ([], [], [])
     finally:
-        safetensors_load.copy_pieces = copy_pieces
+        loader.copy_pieces = copy_pieces
     mine = weight.nbytes // 2
     assert mine * 0.95 < max(mapped) < mine + 4 * 2**20, (mapped, mine)
     assert torch.equal(model.weight.full_tensor(), weight)

@@ -23,7 +23,6 @@ from bed.runs import Run, assert_same
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, fully_shard
-from unshard.checkpoint import background
 from unshard.checkpoint import saver as saver_module
 from unshard.checkpoint.host_buffers import HostBuffer
 from unshard.checkpoint.manifest import read_manifest
@@ -403,11 +402,11 @@ def test_a_program_that_ends_without_wait_after_a_rank_has_failed(tmp_path: Path
         os.write = failing(write, 1)
     saver = Saver(tmp_path)
     saver.save(step=1, **run.parts())
-    error, background._log.error = background._log.error, lambda text, *args: texts.append(text % args)
+    error, saver_module._log.error = saver_module._log.error, lambda text, *args: texts.append(text % args)
     try:
-        background._finish_all()
+        saver_module._finish_all()
     finally:
-        os.write, background._log.error = write, error
+        os.write, saver_module._log.error = write, error
     (text,) = texts
     assert "Saving step 1 to" in text and "program ends without wait" in text and "No space left on device" in text
     assert ("Rank 1 has failed" in text) == (dist.get_rank() == 0)
