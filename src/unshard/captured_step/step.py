@@ -19,7 +19,7 @@ from torch import nn
 from ..engine.api import ShardedGrad, recording_step
 from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
-from ..torch_private import call_before_destruction, mark_stepped
+from ..torch_private import call_before_destruction, mark_stepped, stack_level_of_program
 from .agreement import PATIENCE, Agreement, Answer, next_number
 from .arguments import Arguments
 from .effects import HostEffects
@@ -27,7 +27,7 @@ from .learning_rates import LearningRates
 from .recording import Recorder, Recording
 from .seeds import refusing_seeds
 from .signatures import Signature, changed_rates, difference
-from .stopped import described, frames_to_program
+from .stopped import described
 from .trained import Identity, Left, Trained, TrainedState
 
 P = ParamSpec("P")
@@ -394,7 +394,7 @@ class CapturedStep(Generic[P, R]):
         if kind not in self._warned:
             self._warned.add(kind)
             name = getattr(self._step, "__qualname__", repr(self._step))
-            warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=frames_to_program())
+            warnings.warn(f"The step {name} runs without a recording: {reason}.", stacklevel=stack_level_of_program())
 
 
 def can_record(device: torch.device) -> bool:

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
-from pathlib import Path
 
-import torch
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-
-
-def frames_to_program() -> int:
-    """How many frames the caller of this function is away from the program, for `stacklevel`."""
-    frame, count = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, count = frame.f_back, count + 1
-    return count
+from ..torch_private import LIBRARY_FILES
 
 
 def described(error: BaseException) -> str:
@@ -24,7 +12,7 @@ def described(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARY_FILES)]
     if not own:
         return said
     return f"{own[-1].filename}:{own[-1].lineno}, {own[-1].line!r}, cannot be recorded ({said})"

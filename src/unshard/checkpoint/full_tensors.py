@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..comm.broadcast import staging_device
+from ..comm.groups import current_device, staging_device
 from ..comm.order.check import wait_for
 from ..state.boxes import full_box
 from ..state.model import HeldTensor
@@ -25,11 +25,7 @@ _WHAT = "Sending a tensor between the ranks"
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
     """Of the device that tensors are sent from. That of rank 0 is used by all ranks: they have to agree on it."""
     _, size = rank_and_size()
-    return staging_device(tensors, dist.group.WORLD).type if size > 1 else "cpu"
-
-
-def _device(kind: str) -> torch.device:
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +40,7 @@ class Gathering:
     """Gathers tensors that the ranks hold: `ranks` is what each of them holds, `held` is what this one does."""
 
     def __init__(self, ranks: list[dict[str, Described]], held: list[HeldTensor], device_type: str):
-        self._plan, self._device = make_plan(ranks, spread=False), _device(device_type)
+        self._plan, self._device = make_plan(ranks, spread=False), current_device(device_type)
         self._held = {each.name: each for each in held}
         self._rank, _ = rank_and_size()
 
@@ -110,7 +106,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
     if size == 1:
         assert tensor is not None
         return tensor
-    device = _device(device_type)
+    device = current_device(device_type)
     if tensor is None or rank:
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import StateError, listed
-from ..torch_private import served_device_types
 from .agreement import require_agreement
+from .groups import staging_device
 from .transports import transport_for
 
 _BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
@@ -38,21 +38,10 @@ def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
             f"{listed(on_meta)} of {type(module).__name__} are on the meta device and have no values to send. "
             "Initialise them first."
         )
-    device = staging_device([each for _, each in named], group)
+    device = staging_device(group, [each for _, each in named])
     facts = [f"{name} with shape {tuple(each.shape)} and {each.dtype}" for name, each in named]
     require_agreement(transport_for(group, device), device, "the parameters and buffers to broadcast", facts)
     broadcast_tensors([each for _, each in named], [group], device)
-
-
-def staging_device(tensors: Sequence[torch.Tensor], group: Any) -> torch.device:
-    """A device that the group sends from: the tensors' own, else the accelerator (NCCL does not send from the host)."""
-    served = served_device_types(group)
-    for tensor in tensors:
-        if tensor.device.type in served:
-            return tensor.device
-    if "cpu" in served or not served:  # Gloo names CUDA as well, also on machines without it
-        return torch.device("cpu")
-    return torch.device(served[0], torch.accelerator.current_device_index())
 
 
 @torch.no_grad()

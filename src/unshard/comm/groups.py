@@ -19,6 +19,7 @@ from ..torch_private import (
     number_of_groups,
     own_group_name,
     root_mesh,
+    served_device_types,
 )
 
 # By default group, so that groups of a job that was torn down are not found again.
@@ -107,10 +108,26 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank computes for the mesh."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    """The device on which this rank computes for `mesh`."""
+    return current_device(mesh.device_type)
+
+
+def current_device(kind: str) -> torch.device:
+    """The host, or the current device of the accelerator, whose type is `kind`."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """A device that `group` can send from, for the values of `tensors`: their own if possible.
+
+    NCCL does not send from the host. A group that is written in Python may not tell which devices it serves.
+    """
+    served = served_device_types(group)
+    for tensor in tensors:
+        if tensor.device.type in served or not served:
+            return tensor.device
+    # Gloo names CUDA as well, also on machines without it, so the host comes first.
+    return current_device("cpu" if "cpu" in served or not served else served[0])
 
 
 def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.agreement import require_agreement
 from ..comm.broadcast import broadcast_tensors
+from ..comm.groups import current_device
 from ..comm.interface import Transport
 from ..engine.api import (
     FlatShardedParams,
@@ -344,7 +345,7 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
     if on_accelerator:
         return on_accelerator.pop()
     if mesh is not None:
-        return _current_device(mesh.device_type)
+        return current_device(mesh.device_type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -355,7 +356,7 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
             stacklevel=5,
         )
         return torch.device("cpu")
-    return _current_device(accelerator.type)
+    return current_device(accelerator.type)
 
 
 def _resolve_device_id(device_id: Any) -> torch.device:
@@ -364,14 +365,10 @@ def _resolve_device_id(device_id: Any) -> torch.device:
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, device_id)
     device = torch.device(device_id)
     if str(device) == device.type != "cpu":
-        chosen = _current_device(device.type)
+        chosen = current_device(device.type)
         warnings.warn(f"device_id={device_id} has no index; {chosen} is used.", stacklevel=5)
         return chosen
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _current_device(kind: str) -> torch.device:
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _move_buffers(managed: Managed, device: torch.device) -> None:

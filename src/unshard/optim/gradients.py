@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm.groups import covering_group, device_of, is_group, ranks_of, widest_of
+from ..comm.groups import covering_group, device_of, is_group, ranks_of, staging_device, widest_of
 from ..comm.order.calls import SharedCall
 from ..comm.scalars import largest_over, smallest_over, sum_over
 from ..errors import ArgumentError
-from ..torch_private import local_of, served_device_types, spec_of
+from ..torch_private import local_of, spec_of
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -75,7 +75,7 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
     sharded_over = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
     call = SharedCall(what, [group, *sharded_over])
     if group is not None:
-        return ReduceGroup(group, device_of(widest_of(meshes)) if meshes else _served_device(group, parameters), call)
+        return ReduceGroup(group, device_of(widest_of(meshes)) if meshes else staging_device(group, parameters), call)
     if meshes:
         return ReduceGroup(covering_group(meshes), device_of(widest_of(meshes)), call)
     return ReduceGroup(None, otherwise, call)
@@ -104,14 +104,3 @@ def _check_group(group: Any, meshes: list[DeviceMesh]) -> None:
                 f"process_group has the ranks {sorted(members)}, and parameters on rank {dist.get_rank()} are sharded "
                 f"over the ranks {sorted(ranks_of(mesh))}. Pass a group that contains these, or None to have it found."
             )
-
-
-def _served_device(group: Any, parameters: Sequence[torch.Tensor]) -> torch.device:
-    """A device that the group can reduce on: the parameters' own, if the group supports it or does not say."""
-    types = served_device_types(group)
-    for parameter in parameters:
-        if parameter.device.type in types or not types:
-            return parameter.device
-    if "cpu" in types or not types:
-        return torch.device("cpu")
-    return torch.device(types[0], torch.accelerator.current_device_index())

@@ -5,7 +5,7 @@
 
 from . import versions as versions  # first: it checks the version, before anything else can fail
 from .autograd import *
-from .checkpoints import *
+from .callers import *
 from .distributed import *
 from .graphs import *
 from .optimizers import *

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -22,43 +21,6 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 def inside_backward() -> bool:
     return current_graph_task() != -1
-
-
-RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""The code of the function that every backward is in, to be found in the stack of a thread. All versions."""
-
-
-def any_thread_in_backward() -> bool:
-    """Whether some thread is inside a backward that it has started. There is no public way to tell. All versions."""
-    for first in list(sys._current_frames().values()):
-        frame: FrameType | None = first
-        while frame is not None:
-            if frame.f_code is RUN_BACKWARD:
-                return True
-            frame = frame.f_back
-    return False
-
-
-def runs_split_backward(thread: int) -> bool:
-    """Whether the running backward is one for inputs only, of a pipeline schedule that splits backward in two.
-
-    `thread` is looked at if the backward was not started by the calling thread: hooks of CUDA tensors run in threads of
-    autograd. There is no public way to tell. All versions.
-    """
-    pipelining = sys.modules.get("torch.distributed.pipelining._backward")
-    if pipelining is None:
-        return False
-    split = pipelining.stage_backward_input.__code__
-    for first in (sys._getframe(), sys._current_frames().get(thread)):
-        frame, started_here = first, False
-        while frame is not None:
-            if started_here and frame.f_code is split:
-                return True
-            started_here = started_here or frame.f_code is RUN_BACKWARD
-            frame = frame.f_back
-        if started_here:
-            return False
-    return False
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -113,24 +75,6 @@ def sequence_nr_of(tensor: torch.Tensor) -> int:
 
 
 # -- function transforms, compiler, profiler ---------------------------------------------------------------
-
-
-def without_function_transforms() -> AbstractContextManager[Any]:
-    """Tensors that are made inside are plain, even within `torch.func.grad` or `vmap`; no public way. All versions."""
-    return torch._C._DisableFuncTorch()
-
-
-def inside_functional_call() -> bool:
-    """Whether the calling thread is inside `torch.func.functional_call`; no public way to tell. All versions."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
 
 def traced_by_make_fx() -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -84,25 +82,6 @@ def scaler_stages(scaler: torch.amp.GradScaler) -> tuple[tuple[int, OptState], .
 def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
     """No optimizer was unscaled or stepped since the last update. All versions."""
     scaler._per_optimizer_states.clear()
-
-
-def stepped_by_plain_scaler() -> bool:
-    """Whether torch's own `GradScaler` calls the step of an optimizer, whose hook calls this.
-
-    Not if a subclass unscales in its own way. The names of the methods are private. All versions.
-    """
-    plain: Any = torch.amp.GradScaler
-    codes = (plain.step.__code__, plain._maybe_opt_step.__code__)
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
-        if frame is None:
-            return False
-        if frame.f_code in codes:
-            scaler = type(frame.f_locals.get("self", None))
-            methods = ("unscale_", "_unscale_grads_")
-            return all(getattr(scaler, name, None) is getattr(plain, name) for name in methods)
-        frame = frame.f_back
-    return False
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:

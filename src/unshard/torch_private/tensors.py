@@ -338,19 +338,6 @@ def hooks_made() -> int:
     return RemovableHandle.next_id
 
 
-def calls_on_stack(modules: list[nn.Module]) -> int:
-    """How many calls of `modules` this thread is in; calls that are compiled are not seen.
-
-    Hooks cannot count them: torch calls none when a KeyboardInterrupt leaves a module. All versions.
-    """
-    calls, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in modules:
-            calls += 1
-    return calls
-
-
 def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
     """Update the list of weights that a recurrent layer computes with, as its `__setattr__` does. All versions."""
     names: Any = getattr(module, "_flat_weights_names", ())

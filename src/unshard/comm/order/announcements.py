@@ -17,13 +17,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError
+from ...torch_private import line_of_program
 
 if TYPE_CHECKING:
     from .check import Order
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 RECENT = 16  # collectives that one rank can be ahead of another that waits
 _RANKS_PER_SECOND = 100  # write their keys, in a large job
 
-_LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 _announcers: set[Announcer] = set()
 
 
@@ -122,7 +120,9 @@ class Announcer:
                 if self._last.get(order.name, (-1, 0))[0] != issued:
                     self._last[order.name] = issued, now
                 groups[order.name] = issued, text, self._last[order.name][1]
-            self._place = _place() or self._place  # at the end of the program, the main thread has left its code
+            self._place = (
+                line_of_program(threading.main_thread().ident or 0) or self._place
+            )  # at the end of the program, the main thread has left its code
             record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
             self._store.set(_key(self._rank), json.dumps({**record, **self._raised}))
 
@@ -202,11 +202,3 @@ def first_line_of(error: BaseException) -> str:
     """Type and first line of the message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")
-
-
-def _place() -> str:
-    """The innermost line of the main thread that is neither torch's nor this library's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

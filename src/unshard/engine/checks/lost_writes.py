@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ...errors import ParameterError, listed
-from .caller import stack_level_of_program
+from ...torch_private import stack_level_of_program
 
 if TYPE_CHECKING:
     from ..unit import Unit

@@ -21,6 +21,7 @@ from ...torch_private import (
     inside_backward,
     never_compiled,
     own_parameters,
+    stack_level_of_program,
     stepped_by_plain_scaler,
 )
 from ..param_group import ParamGroup, param_groups_of
@@ -28,7 +29,6 @@ from ..params.param import Replacements, Steps, dropped_name, steps_of_this_rank
 from ..reduce.sharded_grad import LISTENERS
 from ..root import Root
 from ..shard_lookup import cut_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
-from .caller import stack_level_of_program
 from .saved_shards import rank_of_other_shard
 from .shared_parameters import all_modules
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from ...torch_private import ShardedTensor
-from .caller import stack_level_of_program
+from ...torch_private import ShardedTensor, stack_level_of_program
 
 FULL_STATE_DICT = "unshard.checkpoint.full_state_dict(model)"
 """What gives unsharded parameters."""

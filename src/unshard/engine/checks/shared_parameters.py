@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, listed
 from ...policies import MixedPrecisionPolicy
-from ...torch_private import own_parameters
+from ...torch_private import own_parameters, stack_level_of_program
 from ..params.param import ManagedParam
-from .caller import stack_level_of_program
 
 if TYPE_CHECKING:
     from ..param_group import ParamGroup

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ThreadError
-from ...torch_private import RUN_BACKWARD
+from ...torch_private import RUN_BACKWARD, frames
 from ..unit import STATE_KEY, Unit
 
 
@@ -18,15 +18,13 @@ def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> N
     A forward that was left by an interrupt also looks as if it were still running. The stack of the thread tells them
     apart. `forward_only`: a backward that runs inside the forward is the one that asks.
     """
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
+    for frame in frames(sys._current_frames().get(thread)):
         if frame.f_code is RUN_BACKWARD:
             if forward_only:
                 return
             refuse_thread(unit)
         if _is_call_of(frame.f_locals.get("self"), unit):
             refuse_thread(unit)
-        frame = frame.f_back
 
 
 def refuse_thread(unit: Unit) -> None:

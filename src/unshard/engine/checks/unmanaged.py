@@ -15,9 +15,8 @@ from torch.nn.modules.module import (
 )
 
 from ...errors import listed
-from ...torch_private import is_replicated, own_modules, own_parameters
+from ...torch_private import is_replicated, own_modules, own_parameters, stack_level_of_program
 from ..params.param import ParamLocation
-from .caller import stack_level_of_program
 
 _SHOWN = 5
 

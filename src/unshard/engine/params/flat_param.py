@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import StateError
-from ...torch_private import without_function_transforms
+from ...torch_private import no_transforms
 from ..nested_tensors import tensors_in
 from .param import ManagedParam, ParamLocation
 from .swap import ParamSwap
@@ -90,7 +90,7 @@ class FlatParam:
     def show_unsharded(self, view: torch.Tensor) -> None:
         """`view` is any parameter's place in the unsharded buffer, which has memory now."""
         if self._of is not view:
-            with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+            with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
                 self.padded = empty.set_(storage, 0, (storage.nbytes() // view.dtype.itemsize,), (1,))
                 self.unsharded = torch.empty_like(empty[:0]).set_(storage, 0, (self.length,), (1,))

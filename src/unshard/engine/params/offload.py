@@ -11,8 +11,7 @@ import torch
 
 from ...comm.interface import Done, Work
 from ...policies import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy
-from ...torch_private import foreach_copy
-from ..checks.caller import stack_level_of_program
+from ...torch_private import foreach_copy, stack_level_of_program
 from ..side_stream import CopyStreams, SideStream, StreamEvent, copy_streams_of
 from .buffers import Buffer, ShardLayout
 

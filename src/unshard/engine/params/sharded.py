@@ -22,9 +22,9 @@ from ...torch_private import (
     local_of,
     set_local_tensor,
     spec_of,
+    stack_level_of_program,
     storage_key,
 )
-from ..checks.caller import stack_level_of_program
 from ..dtype_rules import Segments
 from ..gather.extension import is_extended
 from ..reduce.sharded_grad import ShardedGrad

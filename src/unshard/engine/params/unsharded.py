@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.interface import Label, Transport, Work
 from ...errors import StateError, UnsupportedError
-from ...torch_private import as_dtensor, set_local_tensor, version_of, without_function_transforms
+from ...torch_private import as_dtensor, no_transforms, set_local_tensor, version_of
 from ..dtype_rules import Precision
 from ..gather.all_gather import AllGatherPlan, Slices, Slicing
 from ..gather.extension import Extension, Extensions
@@ -41,7 +41,7 @@ class UnshardedParams:
         if precision is Precision.STORED:
             slicing = None
         self._members = [index for index in range(len(self._params)) if index not in sharded.extended]
-        with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+        with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             self.is_shard = _can_use_shard(shard, self._members, device)
             """Whether the shard is the unsharded buffer itself, and nothing is gathered."""
@@ -62,7 +62,7 @@ class UnshardedParams:
 
     def use_new_shard(self) -> None:
         """All-gather from another shard of the same layout. Graphs hold the unsharded parameters, which stay."""
-        with torch.no_grad(), torch.inference_mode(False), without_function_transforms():
+        with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             if self.is_shard:
                 self.buffer = self._make_buffer(shard)
