@@ -61,7 +61,7 @@ def local(value: Any) -> Any:
 
 
 def ranges(optimizer: Any) -> list[Any]:
-    return optimizer.flat_groups().segments
+    return optimizer.flat_groups().spans
 
 
 class Mirror:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from unshard import OffloadPolicy, OptimizerOffloadPolicy, fully_shard
 from unshard.optim import GradScaler, clip_grad_norm_, flat
-from unshard.optim import offloaded_state as stream
+from unshard.optim import offload as stream
 
 optim = torch.optim
 WIDTH, DEPTH = 1024, 6
@@ -71,14 +71,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [0, stream.CHUNK_BYTES])
+@pytest.mark.parametrize("batch", [0, stream.BATCH_BYTES])
 @pytest.mark.parametrize("name", list(KINDS))
 @world(1, 2, backend="nccl")
-def test_bitwise_as_on_the_device(name: str, chunk: int) -> None:
+def test_bitwise_as_on_the_device(name: str, batch: int) -> None:
     kind, options = KINDS[name]
     here = build(OffloadPolicy(), kind, **options)
     train(*here)
-    with mock.patch.object(stream, "CHUNK_BYTES", chunk), mock.patch.object(stream, "_device_memory", nan_buffer):
+    with mock.patch.object(stream, "BATCH_BYTES", batch), mock.patch.object(stream, "_device_memory", nan_buffer):
         there = build(OptimizerOffloadPolicy(), kind, **options)
         train(*there)
     assert_alike(there, here)
@@ -117,7 +117,7 @@ def peak(policy: OffloadPolicy) -> tuple[int, int]:
 def test_memory() -> None:
     """Nothing of the state between steps; in a step that of three of the six layers, and the small ranges."""
     train(*build(OffloadPolicy()), range(1))  # what libraries allocate once
-    with mock.patch.object(stream, "CHUNK_BYTES", 0):
+    with mock.patch.object(stream, "BATCH_BYTES", 0):
         here, there = peak(OffloadPolicy()), peak(OptimizerOffloadPolicy())
     slack = 2**20
     assert here[0] - there[0] >= STATE

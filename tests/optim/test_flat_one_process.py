@@ -74,8 +74,8 @@ def test_classes_that_are_refused(model: nn.Module) -> None:
     weights = [each for each in model.parameters() if each.ndim == 2]
     for name, reason in (
         ("LBFGS", "inner products.* if every parameter is sharded evenly"),
-        ("Adafactor", "rows and columns.* do not support it either"),
-        ("Muon", "each matrix.* Use it as it is"),
+        ("Adafactor", "rows and columns.* do not support it without flat either"),
+        ("Muon", "each matrix.* Use it without flat"),
     ):
         optimizer = getattr(optim, name)(weights)
         for vouched in (False, True):
@@ -139,7 +139,7 @@ def test_subclasses_that_step_like_their_base(model: nn.Module, above: bool, mon
             optimizer.step()
             optimizer.zero_grad()
         results.append((optimizer, [local_of(parameter) for parameter in each.parameters()]))
-    assert results[0][0].zeroed == 2 and len(results[0][0].flat_groups().segments) == 1
+    assert results[0][0].zeroed == 2 and len(results[0][0].flat_groups().spans) == 1
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unshard.optim.masked_step import step_unless
+from unshard.optim.grad_scaler import step_unless
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),

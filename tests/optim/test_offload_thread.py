@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import os, threading, time
 import torch
-from unshard.optim import step_in_backward as host
+from unshard.optim import offload as host
 
 torch.set_num_threads(2)
 host.cores_of_this_rank = lambda: 5

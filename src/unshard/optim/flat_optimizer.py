@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.api import finish_steps, lies_flat, note_optimizer_step, replaced_by_shards, rest_on_the_host, unlisten
+from ..engine.api import (
+    finish_steps,
+    lies_flat,
+    note_optimizer_step,
+    replaced_by_shards,
+    rest_on_the_host,
+    shard_ranges_of,
+    unlisten,
+)
 from ..errors import ArgumentError, listed
 from ..names import optimizer_parameters
-from ..torch_private import foreach_zero, is_scheduled, local_of, rewrap_scheduled_step
+from ..torch_private import foreach_zero, is_scheduled, local_of, make_dtensor, rewrap_scheduled_step, spec_of
 from .flat_groups import FlatGroups
-from .offloaded_state import StateStreamer, loading_to_host, move_to_host
-from .step_in_backward import StepInBackward, submit
+from .offload import StateStreamer, StepInBackward, submit
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
@@ -27,33 +36,32 @@ _ELEMENTWISE = (
 _UNUSED_BY_STEP = {"zero_grad", "state_dict", "load_state_dict", "add_param_group"}
 """Methods that a subclass may override, because `step` does not call them."""
 _NOT_ELEMENTWISE = {
-    "LBFGS": "it needs inner products over all parameters. Without flat it runs if every parameter is sharded evenly "
+    "LBFGS": "it needs inner products over all parameters. Without flat, it runs if every parameter is sharded evenly "
     "(torch does not flatten other DTensors) and the closure's loss is the same on all ranks.",
-    "Adafactor": "it keeps averages over the rows and columns of each parameter. Without flat torch's DTensors do not "
-    "support it either (seen with torch 2.13).",
-    "Muon": "it orthogonalises the update of each matrix. Use it as it is, without flat.",
-    "SparseAdam": "it takes sparse gradients, and those of sharded parameters are dense. Use Adam.",
+    "Adafactor": "it keeps averages over the rows and columns of each parameter. Torch's DTensors do not support it "
+    "without flat either (torch 2.13).",
+    "Muon": "it orthogonalises the update of each matrix. Use it without flat.",
+    "SparseAdam": "it takes sparse gradients, but the gradients of sharded parameters are dense. Use Adam.",
 }
 
 
 def flat(
     optimizer: _Optimizer, *, elementwise: bool = False, step_in_backward: bool | None = None, ahead: bool | None = None
 ) -> _Optimizer:
-    """Make the optimizer step flat shards; returns the same object. Call it after `fully_shard`.
+    """Make the optimizer step flat shards. Returns the same object. Call it after `fully_shard`.
 
     A step runs the optimizer's own code on a few flat tensors per unit: parameters that are adjacent in memory, one
-    tensor for each dtype and parameter group. Results stay the same, and so do parameter groups, state per parameter,
-    hooks, schedulers and scalers. Optimizers with and without `flat` can load each other's state dicts.
+    tensor for each dtype and optimizer group. Results do not change, and neither do `param_groups`, the state of each
+    parameter, hooks, schedulers and scalers. Optimizers with and without `flat` can load each other's state dicts.
 
-    The optimizer has to be elementwise. Torch's elementwise optimizers are known, and so are subclasses that keep their
-    steps. With `elementwise=True` you say that yours is one: the step of an element depends only on that element, its
-    gradient and its state, and an element that is zero stays zero while its gradient is zero. A closure is called once,
-    before the step.
+    The optimizer must be elementwise. Torch's elementwise optimizers are known, and so are subclasses that keep their
+    steps. Pass `elementwise=True` for others: the step of an element depends only on that element, its gradient and its
+    state, and an element that is zero stays zero while its gradient is zero. A closure is called once, before the step.
 
-    With `step_in_backward=True` units whose shards are on the host (`CPUOffloadPolicy`) are stepped during backward,
-    each as soon as its gradients are there; `step` waits for these steps and does the others. So gradients can be
-    neither clipped nor scaled, no step can be skipped, and `step` must follow every backward that synchronises
-    gradients. False turns it off; None leaves it as it is. `ahead` is its old, deprecated name.
+    With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`), each as soon
+    as its gradients are there; `step` waits for these steps and takes the others. So gradients can be neither clipped
+    nor scaled, no step can be skipped, and `step` must follow every backward that synchronises gradients. False turns
+    it off; None does not change it. `ahead` is its old, deprecated name.
     """
     if ahead is not None:
         if step_in_backward is not None:
@@ -70,7 +78,7 @@ def flat(
         optimizer.__class__ = _flat_class(type(optimizer))  # type: ignore[assignment]
         if scheduled:
             rewrap_scheduled_step(optimizer)
-        move_to_host(optimizer)
+        _move_to_host(optimizer)
     if step_in_backward is not None:
         _set_step_in_backward(optimizer, step_in_backward)
     return optimizer
@@ -84,7 +92,7 @@ def _set_step_in_backward(optimizer: Any, wanted: bool) -> None:
     if wanted:
         if not rest_on_the_host(optimizer_parameters(optimizer)):
             warnings.warn(
-                f"step_in_backward=True has no effect on this {type(optimizer).__name__}: none of its parameters is of "
+                f"step_in_backward=True has no effect on this {type(optimizer).__name__}: none of its parameters is in "
                 "a unit with CPUOffloadPolicy on an accelerator.",
                 stacklevel=3,
             )
@@ -101,21 +109,21 @@ def _check(optimizer: Any, elementwise: bool) -> None:
     if not elementwise and not _has_known_step(type(optimizer)):
         raise ArgumentError(
             f"{name} is not known to be elementwise, and flat shards do not have the parameters' shapes. If its step "
-            "of an element depends only on that element, its gradient and its state, and leaves an element that is "
-            "zero as it is while its gradient is zero, pass elementwise=True."
+            "of an element depends only on that element, its gradient and its state, and keeps an element zero while "
+            "its gradient is zero, pass elementwise=True."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ArgumentError(f"{name}(differentiable=True) cannot step flat shards: autograd does not see the step.")
     _check_parameters(name, optimizer_parameters(optimizer))
     if "step" in vars(optimizer) and not is_scheduled(optimizer):
         raise ArgumentError(
-            f"The step of this {name} object was replaced (optimizer.step = ...), and flat would replace it again. "
-            "Call flat first."
+            f"The step of this {name} object was replaced (optimizer.step = ...); flat would override it. Call flat "
+            "before you replace the step."
         )
 
 
 def _has_known_step(kind: type[Optimizer]) -> bool:
-    """Whether the class is known, or a subclass that overrides nothing that the step of a known one uses."""
+    """Return True for known classes, and for subclasses that override nothing that the known step uses."""
     known = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
     if known is None or _without_hooks(kind.step) is not _without_hooks(known.step):
         return False
@@ -128,9 +136,9 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
     flat_unit = lies_flat(parameters)
     if flat_unit is not None:
         raise ArgumentError(
-            f"flat is for parameters that fully_shard has sharded; this {name} holds {flat_unit!r} of "
-            "FullyShardedDataParallel or composable.fully_shard. Use the optimizer as it is: with "
-            "use_orig_params=False it has one parameter for each unit anyway."
+            f"flat takes parameters that fully_shard has sharded; this {name} holds {flat_unit!r} of "
+            "FullyShardedDataParallel or composable.fully_shard. Use the optimizer without flat: with "
+            "use_orig_params=False it already has one parameter per unit."
         )
     replaced = replaced_by_shards(parameters)
     names = listed(replaced.values(), most=8)
@@ -142,34 +150,34 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
             "built before it, from parameters that fully_shard has replaced."
         )
         raise ArgumentError(
-            f"{found} Call fully_shard first, then build the optimizer of model.parameters(), then flat."
+            f"{found} Call fully_shard first, then build the optimizer from model.parameters(), then call flat."
         )
     if replaced:
         warnings.warn(
             f"This {name} was built before the last call of fully_shard, which has replaced {names} by sharded "
-            "parameters. It will never update these. Build it after all calls of fully_shard.",
+            "parameters. It will never update these. Build it after all calls to fully_shard.",
             stacklevel=4,
         )
 
 
 class Flat(Optimizer):
-    """Mixed into the class of an optimizer. Its step gives the optimizer other groups and other state for a while."""
+    """Mixed into the class of an optimizer. During a step, the optimizer has other groups and other state."""
 
     base: ClassVar[type[Optimizer]]
     plain_step: ClassVar[Any]
-    """The step of the class that the optimizer had before, without the hooks around it: those have run already."""
+    """The step of the original class without the hooks around it, which have already run."""
     streams_state: ClassVar[bool] = True
-    """Whether it can step parameters whose state rests on the host: the engine asks."""
+    """Tells the engine that this optimizer can step parameters whose state is on the host."""
 
     def flat_groups(self) -> FlatGroups:
-        """Made at the first use: copies and unpickled optimizers have none."""
+        """Created at the first use: copies and unpickled optimizers have none."""
         flat_groups = vars(self).get("unshard_flat_groups")
         if flat_groups is None:
             flat_groups = vars(self)["unshard_flat_groups"] = FlatGroups()
         return flat_groups
 
     def follow_changes(self) -> None:
-        """Make flat state of one that was loaded or moved, as the next step would."""
+        """Rebuild the flat state if state was loaded or moved, as the next step would."""
         with torch.no_grad():
             self.flat_groups().follow_changes(self)
 
@@ -182,7 +190,7 @@ class Flat(Optimizer):
         in_backward = vars(self).get("unshard_step_in_backward")
         if in_backward is not None:
             in_backward.refuse_changed_gradients()
-            note_optimizer_step(self)  # before shards are copied to the device that this step has changed
+            note_optimizer_step(self)  # before shards that this step has changed are copied to the device
         with torch.no_grad():
             groups = flat_groups.begin_step(self, [] if in_backward is None else in_backward.finish(self))
             streamer = StateStreamer(flat_groups.streamed, flat_groups.state, param_groups)
@@ -201,7 +209,7 @@ class Flat(Optimizer):
         return result if closure is None else loss
 
     def _step_groups(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-        """Step the groups. If there is a device, parameters on the host are stepped in the thread for that."""
+        """Step the groups. If there is a device, the thread for steps on the host steps parameters there."""
         on_host = [[each for each in group["params"] if each.is_cpu] for group in groups]
         if not torch.accelerator.is_available() or not any(on_host):
             return self.plain_step(self, **options)
@@ -216,17 +224,17 @@ class Flat(Optimizer):
             stepping.result()
 
     def stand_in(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Any:
-        """An object that `plain_step` can step as if it were this optimizer, with other groups and other state."""
+        """An object that `plain_step` can step in place of this optimizer, with other groups and other state."""
         stand_in = object.__new__(self.base)
         vars(stand_in).update(vars(self) | {"param_groups": groups, "state": state})
         return stand_in
 
     def finish_steps_in_backward(self, in_backward: StepInBackward) -> bool:
-        """Complete the steps that backward has begun, also if no `step` follows; whether there are any."""
+        """Complete the steps that backward has begun, also if no `step` follows. Return True if there are any."""
         with torch.no_grad():
-            segments = in_backward.finish(self)
-            self.flat_groups().update_entries(segments, self.state)
-        return bool(segments)
+            spans = in_backward.finish(self)
+            self.flat_groups().update_entries(spans, self.state)
+        return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
         finish_steps()
@@ -239,30 +247,29 @@ class Flat(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         finish_steps()
-        with loading_to_host(self):
+        with _loading_to_host(self):
             super().load_state_dict(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made at run time, so it is made again when this is read.
+        # The class was created at run time, so unpickling has to create it again.
         return _restored, (self.base,), self.__getstate__()
 
 
 def _with_own_counters(state: MutableMapping[Any, Any]) -> dict[Any, Any]:
-    """Copies of counters, which parameters of one segment share: another optimizer would advance them repeatedly."""
+    """Copy counters, which the parameters of a span share: another optimizer would advance them repeatedly."""
+
+    def own(value: Any) -> Any:
+        is_shared = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        return value.clone() if is_shared else value
+
     return {
-        key: {name: value.clone() if _is_plain_tensor(value) else value for name, value in entry.items()}
-        if isinstance(key, DTensor)
-        else entry
+        key: {name: own(value) for name, value in entry.items()} if isinstance(key, DTensor) else entry
         for key, entry in state.items()
     }
 
 
-def _is_plain_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-
-
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """As `Optimizer.zero_grad`, without a call of torch for every DTensor."""
+    """Like `Optimizer.zero_grad`, without a torch call for every DTensor."""
     in_backward = vars(self).get("unshard_step_in_backward")
     stepped = False if in_backward is None else self.finish_steps_in_backward(in_backward)  # type: ignore[attr-defined]
     parameters = optimizer_parameters(self)
@@ -270,20 +277,17 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         for each in parameters:
             each.grad = None
     else:
-        _zero(self, [each.grad for each in parameters if each.grad is not None])
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if any(each.requires_grad or each.is_sparse for each in gradients):
+            Optimizer.zero_grad(self, set_to_none=False)
+        elif gradients:
+            foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
     if in_backward is not None and stepped:
         in_backward.warn_of_steps()
 
 
-def _zero(optimizer: Optimizer, gradients: list[torch.Tensor]) -> None:
-    if any(each.requires_grad or each.is_sparse for each in gradients):
-        Optimizer.zero_grad(optimizer, set_to_none=False)
-    elif gradients:
-        foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
-
-
 def _without_hooks(step: Any) -> Any:
-    """Torch wraps the step of a class in hooks when the first object of the class is made."""
+    """Undo what torch does when it creates the first object of a class: it wraps the step in hooks."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -295,7 +299,7 @@ _classes: dict[type, type[Optimizer]] = {}
 
 
 def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
-    """The class with `Flat` mixed in, under the same name; made once."""
+    """The class with `Flat` mixed in, under the same name; created once."""
     if base not in _classes:
         step, plain = Optimizer.profile_hook_step(Flat.step), staticmethod(_without_hooks(base.step))
         step.hooked = True  # type: ignore[attr-defined]
@@ -305,3 +309,74 @@ def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         _classes.setdefault(base, type(base.__name__, (Flat, base), members | names))
     return _classes[base]
+
+
+# -- state on the host: loading -----------------------------------------------------------------------------------
+
+
+class _Hidden:
+    """Wraps a tensor so that torch does not find it and copy it to the parameter's device, all state at once."""
+
+    def __init__(self, value: DTensor):
+        self.value = value
+
+
+@contextmanager
+def _loading_to_host(optimizer: Optimizer) -> Iterator[None]:
+    """Load offloaded state without copying it to the device. The hooks run innermost: users' hooks see the tensors."""
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(_hide),
+        optimizer.register_load_state_dict_post_hook(_move_to_host, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    devices = _state_devices(optimizer)
+    parameters = optimizer_parameters(optimizer)
+    numbers = {number for number, each in zip(saved, parameters, strict=False) if id(each) in devices}
+    state = {
+        number: {key: _Hidden(value) if _is_offloaded(key, value) else value for key, value in entry.items()}
+        if number in numbers
+        else entry
+        for number, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _is_offloaded(key: Any, value: Any) -> bool:
+    return isinstance(value, DTensor) and key != "step"  # the optimizer decides where counters are
+
+
+@torch.no_grad()
+def _move_to_host(optimizer: Optimizer) -> None:
+    """Move offloaded state to the host: state on the device, and state that was hidden from torch's load."""
+    devices = _state_devices(optimizer)
+    for parameter in optimizer_parameters(optimizer):
+        if id(parameter) in devices and parameter in optimizer.state:
+            entry = optimizer.state[parameter]
+            for key, value in entry.items():
+                if isinstance(value, _Hidden) or _is_offloaded(key, value):
+                    entry[key] = _moved(devices[id(parameter)], parameter, value)
+
+
+def _moved(device: torch.device, parameter: torch.Tensor, value: _Hidden | DTensor) -> DTensor:
+    dtensor, dtype = value, None
+    if isinstance(dtensor, _Hidden):
+        # Torch's load would have cast it like this.
+        dtensor, dtype = dtensor.value, parameter.dtype if parameter.is_floating_point() else None
+    old = local_of(dtensor)
+    local = old.to(device, dtype or old.dtype)
+    spec = spec_of(dtensor)
+    return dtensor if local is old else make_dtensor(local, spec.mesh, spec.placements, dtensor.shape)
+
+
+def _state_devices(optimizer: Optimizer) -> dict[int, torch.device]:
+    """The device of each parameter's state, by the parameter's id, if it is not the parameter's device."""
+    ranges = shard_ranges_of(optimizer_parameters(optimizer))
+    return {key: each.states.device for key, each in ranges.items() if each.states is not None}

@@ -10,30 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
+from torch.distributed.tensor import DTensor
 
-from ..comm.groups import is_group
 from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..names import optimizer_parameters
-from ..torch_private import OpenGradScaler, unscale_and_check
-from .gradients import ReduceGroup, local_gradient, reduce_group_of
-from .masked_step import step_unless
+from ..torch_private import OpenGradScaler, local_of, unscale_and_check
+from .gradients import ReduceGroup, check_process_group, local_gradient, reduce_group_of
 
 _UNSCALE = "unscale gradients (GradScaler)"
 
-# Optimizers that have taken a step, so that their state exists, and those of which all steps so far were skipped.
+# Optimizers that have taken a step, so that their state exists, and those whose steps were all skipped so far.
 _started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _not_started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class GradScaler(OpenGradScaler):
-    """`torch.amp.GradScaler`, with which all ranks skip the same steps and keep the same scale.
+    """A `torch.amp.GradScaler` with which all ranks skip the same steps and keep the same scale.
 
-    Torch's scaler asks the ranks of the mesh dimensions over which the first gradient is sharded, so ranks can disagree
-    if gradients are distributed in several ways. This one asks, once per `unscale_`, all ranks that hold any part of
-    the optimizer's parameters. Gradients may be DTensors on any meshes and plain tensors together, in float16 or
-    bfloat16, and on the host; ranks may have none. `process_group` names the ranks instead: the stages of a pipeline
-    share no mesh. `device` is the accelerator by default, or the CPU where there is none.
+    Torch's scaler reduces over the mesh dimensions that shard the first gradient, so ranks can disagree if gradients
+    are distributed in several ways. This one reduces, once per `unscale_`, over all ranks that hold a part of the
+    optimizer's parameters. Gradients may be DTensors on any meshes or plain tensors, in float16 or bfloat16, on the
+    device or the host; a rank may have none. Pass `process_group` if ranks share no mesh, as the stages of a pipeline.
+    `device` defaults to the accelerator, or to the CPU if there is none.
     """
 
     def __init__(
@@ -47,11 +46,8 @@ class GradScaler(OpenGradScaler):
         *,
         process_group: Any = None,
     ) -> None:
-        if process_group is not None and not is_group(process_group):
-            where = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
-            raise ArgumentError(
-                f"process_group must be a process group that {where} belongs to, got {process_group!r}."
-            )
+        if process_group is not None:
+            check_process_group(process_group)
         if device is None:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device = "cpu" if accelerator is None else accelerator.type
@@ -65,8 +61,8 @@ class GradScaler(OpenGradScaler):
         parameters = optimizer_parameters(optimizer)
         if self._process_group is None and (name := cut_flat(parameters)) is not None:
             raise ArgumentError(
-                f"{name!r} is a flat shard of FullyShardedDataParallel, so a rank cannot tell from it which ranks have "
-                "to agree. Pass process_group, or use ShardedGradScaler."
+                f"{name!r} is a flat shard of FullyShardedDataParallel and does not tell which ranks have to agree. "
+                "Pass process_group, or use ShardedGradScaler."
             )
         ranks = reduce_group_of(parameters, self._process_group, otherwise=inverse.device, what=_UNSCALE)
         buckets: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
@@ -89,13 +85,13 @@ class GradScaler(OpenGradScaler):
         return {device: _copied(any_found, device) for device in found}
 
     def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
-        """Make `found` positive on all ranks if it is on any."""
+        """Make `found` positive on all ranks if it is positive on any."""
         ranks.max(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; in addition, a skipped first step of a fused optimizer makes no state.
+        """Like torch's `step`, but a skipped first step of a fused optimizer creates no state.
 
-        While a step is recorded, the device decides whether it skips.
+        While a step is captured, the device decides whether to skip it.
         """
         if not self.is_enabled() or "closure" in kwargs or self._is_safe_in_torch(optimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -114,18 +110,18 @@ class GradScaler(OpenGradScaler):
         return result
 
     def _is_safe_in_torch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether torch's way is safe: that is for fused optimizers, whose kernels read the scale and what was found.
+        """Return True if torch's `step` is safe. It passes the scale and the flag to the kernels of fused optimizers.
 
-        It has two faults there (torch 2.13): a first step that is skipped makes the state all the same, and SGD's
-        state is uninitialized memory; and for parameters on the host the optimizer copies both numbers from the device
-        without waiting for them. For other optimizers it always reads on the host what was found.
+        That has two bugs (torch 2.13). A skipped first step still creates the state, and SGD's state is uninitialized
+        memory. For parameters on the host, the optimizer copies both numbers from the device without waiting. For
+        other optimizers, torch always reads the flag on the host.
         """
         if self.stage_of(optimizer) is OptState.STEPPED:
             return True  # torch raises
         if not self.skips_itself(optimizer):
             return False
         if not self.handles_scale(optimizer):
-            return True  # by code of the program
+            return True  # the program's own code does it
         if optimizer not in _started or _lacks_momentum(optimizer):
             return False
         return all(
@@ -136,9 +132,9 @@ class GradScaler(OpenGradScaler):
 class ShardedGradScaler(GradScaler):
     """A gradient scaler for shards that are plain tensors: all ranks of `process_group` skip the same steps.
 
-    Gradients may be in float16 and on the host, and a rank may have none. `scale` keeps the dtype of what it scales.
-    The order of the arguments is that of PyTorch's class of this name. Where there is no CUDA device, the default
-    device is the accelerator there is, or the CPU.
+    Gradients may be in float16 or on the host, and a rank may have none. `scale` keeps the dtypes of its inputs. The
+    arguments have the same order as in PyTorch's class of this name. Without a CUDA device, `device` defaults to
+    another accelerator, or to the CPU.
     """
 
     def __init__(
@@ -167,11 +163,11 @@ class ShardedGradScaler(GradScaler):
             self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or the tensors in nested containers, multiplied by the scale, in the dtypes they have."""
+        """Multiply a tensor, or the tensors in nested containers, by the scale. Dtypes do not change."""
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's. A tensor of one element may have dimensions: torch's check takes it and torch's copy does not."""
+        """Like torch's `update`, but takes a tensor of one element of any shape; torch's copy fails for some."""
         if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
         super().update(new_scale)
@@ -190,19 +186,19 @@ class ShardedGradScaler(GradScaler):
     def _check_device(self, tensor: torch.Tensor) -> None:
         expected = torch.device(self.device_type).type
         if tensor.device.type not in (expected, "cpu"):
-            raise ConflictError(f"This scaler is for tensors on {expected} or the host, got one on {tensor.device}.")
+            raise ConflictError(f"This scaler takes tensors on {expected} or the host, got one on {tensor.device}.")
 
     def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
         ranks.sum(found)
 
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
+    """Return True if a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
     return optimizer in _not_started and not any(isinstance(each, dict) and each for each in optimizer.state.values())
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters that were added, or a state that was loaded, have no momentum yet: as in a first step."""
+    """Return True if parameters have no momentum yet: after a load, or if they were added since the first step."""
     return any(
         each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
@@ -212,7 +208,7 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unscale_widened(gradients: Iterable[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """For dtypes that torch's kernel does not take: bfloat16 on CUDA devices. One by one, as the copies take memory."""
+    """For bfloat16 on CUDA devices, which torch's kernel does not support. One by one, because copies take memory."""
     for gradient in gradients:
         wide = gradient.float()
         unscale_and_check([wide], found, factor)
@@ -220,5 +216,33 @@ def _unscale_widened(gradients: Iterable[torch.Tensor], found: torch.Tensor, fac
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`number` on the device, without waiting; a copy to the host waits, or it would be read before it is written."""
+    """`number` on the device, without waiting. A copy to the host waits, or it would be read before it is written."""
     return number.to(device, non_blocking=device.type != "cpu")
+
+
+@torch.no_grad()
+def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """Step, and undo the step on the device if any of `found` is positive: a captured step cannot read it on the host.
+
+    Takes the memory of parameters and state a second time. Fused optimizers do not need this.
+    """
+    skip = found[0] > 0 if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax() > 0
+    before = [(tensor, tensor.clone()) for tensor in _written(optimizer, skip.device)]
+    optimizer.step(*args, **kwargs)
+    for tensor, copy in before:
+        tensor.copy_(torch.where(skip.to(tensor.device), copy, tensor))
+
+
+def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
+    """The local tensors that a step may write, each once: flat optimizers have several views of one counter.
+
+    Includes tensors that are attributes of the optimizer if they are on `device`; captured steps refuse writes to
+    others.
+    """
+    dicts = [*optimizer.param_groups, *(entry for entry in optimizer.state.values() if isinstance(entry, dict))]
+    tensors = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]
+    attributes = [value for value in vars(optimizer).values() if isinstance(value, torch.Tensor)]
+    tensors += [value for value in attributes if value.device == device]
+    tensors += optimizer_parameters(optimizer)
+    local = [local_of(each) if isinstance(each, DTensor) else each for each in tensors]
+    return list({id(each): each for each in local}.values())

@@ -1,4 +1,4 @@
-"""Gradients that are clipped or scaled: this rank's part of each, and the process group that has to agree on them."""
+"""Gradients that are clipped or scaled: their local tensors, and the process group that has to agree on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..torch_private import local_of, spec_of
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient as a plain dense tensor: a write to it changes the gradient.
+    """The local gradient as a plain dense tensor: a write to it changes the gradient.
 
     None if there is no gradient, or if none of its elements is on this rank.
     """
@@ -29,7 +29,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if isinstance(gradient, DTensor):
         gradient = local_of(gradient)
     elif gradient.is_sparse:
-        # Entries of one row add up: only their sum can be measured, and it may overflow where they did not.
+        # Entries of one row add up: only their sum has a norm, and it may overflow although the entries did not.
         if not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
         gradient = gradient.values()
@@ -38,11 +38,11 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """The ranks that hold any part of some parameters. None stands for this process alone."""
+    """The ranks that hold any part of some parameters. A `group` of None is this process alone."""
 
     group: Any
     device: torch.device
-    """Where the group can reduce; gradients may be on another device, the host."""
+    """A device that the group can reduce on; gradients may be on the host."""
     call: SharedCall
 
     @property
@@ -58,16 +58,16 @@ class ReduceGroup:
             largest_over(self.group, number, self.call)
 
     def min(self, number: torch.Tensor) -> None:
-        """-1 is the number of a rank that has none."""
+        """A rank without a number passes -1."""
         if self.group is not None:
             smallest_over(self.group, number, self.call)
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
-    """The group of all ranks of the parameters' meshes; `group` if a user gave one. `otherwise`: the device if none.
+    """All ranks of the parameters' meshes, or those of the user's `group`. `otherwise`: the device if there is neither.
 
-    Parameters count whether or not they have gradients: a rank without gradients joins the reduction, too. The ranks
-    compare that all of them do `what`.
+    Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
+    compares that all ranks do `what`.
     """
     meshes = _meshes(parameters)
     if group is not None:
@@ -82,25 +82,29 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
 
 
 def _meshes(parameters: Sequence[torch.Tensor]) -> list[DeviceMesh]:
-    """Each mesh once, without those that this rank is not on."""
+    """The distinct meshes that this rank is on."""
     meshes = [spec_of(parameter).mesh for parameter in parameters if isinstance(parameter, DTensor)]
     distinct = {id(mesh): mesh for mesh in meshes}  # comparing meshes costs more
     return [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]
 
 
-def _check_group(group: Any, meshes: list[DeviceMesh]) -> None:
+def check_process_group(group: Any) -> None:
     if not is_group(group):
         where = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise ArgumentError(f"process_group must be a process group that {where} belongs to, got {group!r}.")
+
+
+def _check_group(group: Any, meshes: list[DeviceMesh]) -> None:
+    check_process_group(group)
     if not meshes or group.size() == dist.get_world_size():
         return
     try:
         members = frozenset(dist.get_process_group_ranks(group))
-    except KeyError:  # a group that torch has not made: nobody knows which ranks it has
+    except KeyError:  # torch did not create the group, so its ranks are unknown
         return
     for mesh in meshes:
         if not ranks_of(mesh) <= members:
             raise ArgumentError(
                 f"process_group has the ranks {sorted(members)}, and parameters on rank {dist.get_rank()} are sharded "
-                f"over the ranks {sorted(ranks_of(mesh))}. Pass a group that contains these, or None to have it found."
+                f"over the ranks {sorted(ranks_of(mesh))}. Pass a group that contains these, or None to find one."
             )

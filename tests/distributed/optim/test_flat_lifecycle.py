@@ -100,7 +100,7 @@ def test_a_unit_that_was_laid_out_anew() -> None:
     mirror = Mirror(sgd)
     train(model, sgd, mirror, loss=lambda model, step: model(inputs(step).double()).square().mean())
     mirror.check()
-    assert all(segment.flat.dtype == torch.float64 for segment in ranges(sgd))
+    assert all(span.flat.dtype == torch.float64 for span in ranges(sgd))
 
 
 @world(3)

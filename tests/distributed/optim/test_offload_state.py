@@ -49,7 +49,7 @@ from unshard.engine.shard_lookup import shard_ranges_of
 from unshard.engine.side_stream import CopyStreams
 from unshard.errors import StateError
 from unshard.optim import GradScaler, clip_grad_norm_, flat
-from unshard.optim import offloaded_state as stream
+from unshard.optim import offload as stream
 
 STATES = OptimizerOffloadPolicy(pin_memory=False)
 
@@ -59,7 +59,7 @@ def host(up: str = "", down: str = "", small: int = 0) -> Iterator[CopyStreams]:
     """Late side streams, buffers full of NaN, and by default a load for each range."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(stream, "_device_memory", nan_buffer))
-        stack.enter_context(mock.patch.object(stream, "CHUNK_BYTES", small))
+        stack.enter_context(mock.patch.object(stream, "BATCH_BYTES", small))
         yield stack.enter_context(late_host(up, down))
 
 
@@ -91,7 +91,7 @@ def test_bitwise_as_on_the_device(name: str) -> None:
     kind, options = OPTIMIZERS[name]
     here = build(OffloadPolicy(), kind, **options)
     train(*here, steps=range(6), loss=loss_of_some_layers)
-    for small in (0, 400, stream.CHUNK_BYTES):
+    for small in (0, 400, stream.BATCH_BYTES):
         with host(small=small):
             there = build(STATES, kind, **options)
             train(*there, steps=range(6), loss=loss_of_some_layers)
@@ -151,12 +151,12 @@ def test_a_wait_left_out_would_be_noticed(up: str, down: str) -> None:
 
 @world(2)
 def test_memory_that_is_given_back_too_early_would_be_noticed() -> None:
-    def leave(self: stream.StateChunk) -> None:
+    def leave(self: stream.StateBatch) -> None:
         self._on_device = None
 
     here = build(OffloadPolicy())
     train(*here)
-    with host(), mock.patch.object(stream.StateChunk, "release", leave), pytest.raises(AssertionError):
+    with host(), mock.patch.object(stream.StateBatch, "release", leave), pytest.raises(AssertionError):
         there = build(STATES)
         train(*there)
         assert_alike(there, here)
@@ -189,9 +189,9 @@ def test_no_more_than_three_ranges_are_on_the_device() -> None:
 
         with mock.patch.object(type(optimizer), "plain_step", staticmethod(watching)):
             train(model, optimizer, steps=range(1, 2))
-    segments = streamed(optimizer)
-    assert segments > 3 and len(buffers) == both * segments and on_device() == 0
-    assert held == [both, both * 2, *[both * 3] * (segments - 2), both * 2]
+    spans = streamed(optimizer)
+    assert spans > 3 and len(buffers) == both * spans and on_device() == 0
+    assert held == [both, both * 2, *[both * 3] * (spans - 2), both * 2]
 
 
 @world(1, 2)

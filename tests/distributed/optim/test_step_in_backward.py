@@ -26,7 +26,7 @@ from unshard.engine.params.offload import Upload
 from unshard.engine.params.sharded import ShardedParams
 from unshard.errors import PolicyError, StateError
 from unshard.optim import GradScaler, clip_grad_norm_, flat
-from unshard.optim import step_in_backward as host
+from unshard.optim import offload as host
 
 HOST = CPUOffloadPolicy(pin_memory=False)
 MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {

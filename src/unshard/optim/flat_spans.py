@@ -1,13 +1,13 @@
-"""Flat segments: adjacent parameters that are stepped as one flat tensor, and their state.
+"""Flat spans: adjacent parameters that a flat optimizer steps as one tensor, and their state.
 
     shard      [ weight weight weight .. | bias | norm ]     dots are padding, always zero
-    segments   [ decayed                ][ not decayed ]     one tensor each, gradients at the same distances
+    spans      [ decayed                ][ not decayed ]     one tensor each, gradients at the same distances
 
-A parameter outside any shard (one that was rebound, or a DTensor made elsewhere) is a segment of its own.
+A parameter outside any shard (rebound, or a DTensor made elsewhere) is a span of its own.
 
-The state of a segment is flat as well. `optimizer.state` and state dicts hold an entry per parameter, as if the
-optimizer had stepped every parameter separately. State with a value per element is a DTensor there, over a view of the
-flat state; everything else (counters above all) is what the step made.
+The state of a span is flat as well. `optimizer.state` and state dicts hold one entry per parameter, as if the optimizer
+had stepped every parameter separately. State with a value per element is a DTensor there, over a view of the flat
+state; all other values (mostly counters) are those that the step created.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ State = MutableMapping[Any, Any]
 
 
 @dataclass(frozen=True)
-class SegmentParam:
-    """A parameter, the number of its parameter group, and where its local tensor is in a shard, if in any."""
+class SpanParam:
+    """A parameter, the number of its optimizer group, and its range in a shard if it is in one."""
 
     parameter: DTensor
     group: int
@@ -39,42 +39,40 @@ class SegmentParam:
     def local(self) -> torch.Tensor:
         return local_of(self.parameter)
 
+    @property
     def begin(self) -> int:
         return 0 if self.shard_range is None else self.shard_range.begin
 
 
-Joined = Callable[[SegmentParam, SegmentParam], bool]
-"""Whether two parameters can be in one segment."""
+Joined = Callable[[SpanParam, SpanParam], bool]
+"""Returns True if two parameters can be in one span."""
 
 
-class FlatSegment:
+class FlatSpan:
     """Adjacent parameters, and the tensor `flat` that is stepped in their place.
 
-    `flat` has the shape (1, 1, n). So state of its shape has a value per element, and state of any other shape has not:
-    a counter of shape (1,) is not mistaken for the state of a single element.
+    `flat` has the shape (1, 1, n), so only state with a value per element has its shape: a counter of shape (1,) is not
+    mistaken for the state of a single element.
     """
 
-    def __init__(self, params: Sequence[SegmentParam]):
+    def __init__(self, params: Sequence[SpanParam]):
         self.params = list(params)
         first, last = params[0].shard_range, params[-1].shard_range
         self.group = params[0].group
+        self.outside_shard = first is None
         self.state_offload = None if first is None else first.states
-        """Where the state rests, if it has to be copied to the device for a step."""
+        """Holds the state on the host, if it is copied to the device for a step."""
         flat = params[0].local.detach()
         self.starts = [0]
         """The elements of `flat` where the parameters begin."""
         if first is not None and last is not None:
-            self.starts = [(each.begin() - first.begin) // flat.element_size() for each in params]
+            self.starts = [(each.begin - first.begin) // flat.element_size() for each in params]
             flat = first.shard.flat(flat.dtype, first.begin, (last.end - first.begin) // flat.element_size())
         self._is_subclass = type(flat) is not torch.Tensor
-        """Subclasses may not support views: `flat` is the local tensor itself then."""
+        """Subclasses may not support views; `flat` is then the local tensor itself."""
         self.flat = self.to_flat_shape(flat)
         self._in_entries: dict[str, Any] | None = None
-        """The flat state that the entries of the parameters were last made from."""
-
-    @property
-    def outside_shard(self) -> bool:
-        return self.params[0].shard_range is None
+        """The flat state that the parameters' entries were last made from."""
 
     def to_flat_shape(self, tensor: torch.Tensor) -> torch.Tensor:
         """From (n,) to (1, 1, n)."""
@@ -84,14 +82,8 @@ class FlatSegment:
         """From (1, 1, n) to (n,)."""
         return tensor if self._is_subclass else tensor[0, 0]
 
-    def split(self, joined: Joined) -> list[FlatSegment]:
-        runs = runs_of(self.params, joined)
-        return [self] if len(runs) == 1 else [FlatSegment(run) for run in runs]
-
-    # -- gradients ------------------------------------------------------------------------------------------
-
     def gradient(self, ranges: dict[int, GradRange]) -> tuple[ShardedGrad, torch.Tensor] | None:
-        """The flat gradient and the sharded gradient it is part of, if gradients are arranged as the parameters are."""
+        """The flat gradient and the sharded gradient around it, or None if gradients are not laid out like `flat`."""
         found = [ranges.get(id(each.parameter.grad)) for each in self.params]
         first = found[0]
         if self.outside_shard or first is None:
@@ -102,37 +94,35 @@ class FlatSegment:
         return first.shard, first.shard.flat(self.flat.dtype, first.begin, *self.flat.shape)
 
     def collected_gradient(self) -> torch.Tensor:
-        """A flat gradient, copied from whatever gradients the parameters have."""
+        """A flat gradient, copied from the parameters' own gradients."""
         gradients = [_local_gradient(each.parameter) for each in self.params]
         if self.outside_shard:
             return self.to_flat_shape(gradients[0])
         flat = torch.zeros_like(self.flat)
-        foreach_copy(self._views(self.from_flat_shape(flat)), gradients)
+        foreach_copy(self._views(flat), gradients)
         return flat
 
     def _views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A view for each parameter, of a tensor with as many elements as `flat`."""
-        if self.outside_shard:
-            return [tensor]
-        locals_ = [each.local for each in self.params]
+        """A view for each parameter, of a tensor like `flat`."""
+        flat, locals_ = self.from_flat_shape(tensor), [each.local for each in self.params]
         starts = zip(self.starts, locals_, strict=True)
-        return [tensor[start : start + local.numel()].view(local.shape) for start, local in starts]
+        return [flat[start : start + local.numel()].view(local.shape) for start, local in starts]
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def is_per_element(self, value: Any) -> bool:
-        """Whether flat state has a value for each element of `flat`."""
+        """Return True if flat state has a value for each element of `flat`."""
         return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
 
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros, one for each element of `flat`, where the state rests."""
+        """Zeros in the shape of `flat`, on the host if the state is offloaded."""
         if self.state_offload is None:
             return torch.zeros_like(self.flat, dtype=dtype)
         nbytes = self.flat.numel() * dtype.itemsize
         return self.to_flat_shape(self.state_offload.memory(nbytes, "optimizer state").view(dtype))
 
     def flat_state(self, state: State) -> dict[str, Any] | None:
-        """The flat state, from the entries of the parameters."""
+        """The flat state, copied from the entries of the parameters."""
         if self.params[0].parameter not in state:
             return None
         entries: list[dict[str, Any]] = [state[each.parameter] for each in self.params]
@@ -142,33 +132,29 @@ class FlatSegment:
                 values = [_local_state(entry[key], key, each) for entry, each in zip(entries, self.params, strict=True)]
                 flat[key] = self._joined(values)
             else:
-                # A copy: a state dict that a user keeps must not change with the steps.
-                flat[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                flat[key] = _own_copy(value)  # steps must not change a state dict that the user keeps
         return flat
 
     def _joined(self, values: list[torch.Tensor]) -> torch.Tensor:
         if self.outside_shard:
             return self.to_flat_shape(values[0].to(self.flat.device))
         flat = self.new_state(values[0].dtype)
-        foreach_copy(self._views(self.from_flat_shape(flat)), values)
+        foreach_copy(self._views(flat), values)
         return flat
 
-    def split_state(self, values: dict[str, Any], parts: list[FlatSegment]) -> list[dict[str, Any]]:
-        """The flat state of each segment that this one was split into: the same memory, and counters of their own."""
-        found = []
-        for part in parts:
-            first = (part.params[0].begin() - self.params[0].begin()) // self.flat.element_size()
-            own: dict[str, Any] = {}
-            for key, value in values.items():
-                if self.is_per_element(value):
-                    own[key] = part.to_flat_shape(self.from_flat_shape(value)[first : first + part.flat.numel()])
-                else:
-                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            found.append(own)
-        return found
+    def state_of_part(self, values: dict[str, Any], part: FlatSpan) -> dict[str, Any]:
+        """The flat state of a span that this one was split into: the same memory, but its own counters."""
+        first = (part.params[0].begin - self.params[0].begin) // self.flat.element_size()
+        last = first + part.flat.numel()
+        return {
+            key: part.to_flat_shape(self.from_flat_shape(value)[first:last])
+            if self.is_per_element(value)
+            else _own_copy(value)
+            for key, value in values.items()
+        }
 
     def update_entries(self, values: dict[str, Any], state: State) -> bool:
-        """Make the entries of the parameters agree with the flat state `values`; true if any entry has changed."""
+        """Make the parameters' entries agree with the flat state `values`. Return True if any entry has changed."""
         before = self._in_entries
         if before is not None and before.keys() == values.keys() and all(map(is_, before.values(), values.values())):
             return False
@@ -180,7 +166,7 @@ class FlatSegment:
             for number, entry in enumerate(entries):
                 entry[key] = self._entry_value(number, value)
         for entry in entries:
-            for key in [key for key in entry if key not in values]:
+            for key in entry.keys() - values.keys():
                 del entry[key]
         return True
 
@@ -194,10 +180,10 @@ class FlatSegment:
         return make_dtensor(local, spec.mesh, spec.placements, param.parameter.shape)
 
 
-def _same_distance(a: SegmentParam, b: SegmentParam, a_grad: GradRange, b_grad: GradRange, number: int) -> bool:
-    """Whether the gradients of `a`, and of `b` `number` parameters later, are as far apart as `a` and `b` are."""
+def _same_distance(a: SpanParam, b: SpanParam, a_grad: GradRange, b_grad: GradRange, number: int) -> bool:
+    """Return True if the gradients of `a`, and of `b` `number` parameters later, are as far apart as `a` and `b`."""
     in_order = b_grad.shard is a_grad.shard and b_grad.order == a_grad.order + number
-    return in_order and b_grad.begin - a_grad.begin == b.begin() - a.begin()
+    return in_order and b_grad.begin - a_grad.begin == b.begin - a.begin
 
 
 def _local_gradient(parameter: DTensor) -> torch.Tensor:
@@ -211,7 +197,7 @@ def _local_gradient(parameter: DTensor) -> torch.Tensor:
     return local_of(gradient)
 
 
-def _local_state(value: torch.Tensor, key: str, param: SegmentParam) -> torch.Tensor:
+def _local_state(value: torch.Tensor, key: str, param: SpanParam) -> torch.Tensor:
     if isinstance(value, DTensor):
         placements = spec_of(param.parameter).placements
         if spec_of(value).placements != placements:
@@ -221,14 +207,14 @@ def _local_state(value: torch.Tensor, key: str, param: SegmentParam) -> torch.Te
     if value.shape != param.local.shape:
         raise ParameterError(
             f"The optimizer's state {key!r} of a parameter of shape {tuple(param.parameter.shape)} should have the "
-            f"shape {tuple(param.local.shape)} on this rank, and has {tuple(value.shape)}. State that was saved for "
-            "another number of ranks is loaded with torch.distributed.checkpoint."
+            f"shape {tuple(param.local.shape)} on this rank, but has {tuple(value.shape)}. To load state that was "
+            "saved for another number of ranks, use torch.distributed.checkpoint."
         )
     return value
 
 
 def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """Some elements, as a tensor on a slice of the storage: one with an offset could not be saved inside a DTensor."""
+    """Elements of `flat` on a slice of its storage: a tensor with an offset could not be saved inside a DTensor."""
     if not shape.numel():
         return flat.new_empty(shape)
     first, size = flat.storage_offset() + start, flat.element_size()
@@ -236,12 +222,16 @@ def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torc
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-# -- which parameters can be in one segment -------------------------------------------------------------------
+def _own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def runs_of(params: Iterable[SegmentParam], joined: Joined) -> list[list[SegmentParam]]:
-    """The longest runs in which each parameter is joined to the one before."""
-    runs: list[list[SegmentParam]] = []
+# -- which parameters can be in one span ----------------------------------------------------------------------
+
+
+def runs_of(params: Iterable[SpanParam], joined: Joined) -> list[list[SpanParam]]:
+    """The longest runs in which each parameter is joined to the previous one."""
+    runs: list[list[SpanParam]] = []
     for param in params:
         if runs and joined(runs[-1][-1], param):
             runs[-1].append(param)
@@ -250,48 +240,41 @@ def runs_of(params: Iterable[SegmentParam], joined: Joined) -> list[list[Segment
     return runs
 
 
-def params_in_memory_order(groups: Sequence[dict[str, Any]]) -> list[SegmentParam]:
-    """The DTensors among the parameters; those of a shard in the order they have there, those outside shards last."""
+def params_in_memory_order(groups: Sequence[dict[str, Any]]) -> list[SpanParam]:
+    """The DTensors among the parameters: shard by shard in the order of their ranges, those outside shards last."""
     numbered = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
     ranges = shard_ranges_of(each for _, each in numbered)
-    params = [
-        SegmentParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)
-    ]
+    params = [SpanParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)]
     inside = [(each.shard_range, each) for each in params if each.shard_range is not None]
     shards = {id(place.shard): number for number, (place, _) in enumerate(inside)}
     ordered = sorted(inside, key=lambda each: (shards[id(each[0].shard)], each[0].order))
     return [each for _, each in ordered] + [each for each in params if each.shard_range is None]
 
 
-def adjacent(groups: Sequence[dict[str, Any]]) -> Joined:
-    """Whether memory and parameter groups allow two parameters to be one tensor."""
+def adjacent(groups: Sequence[dict[str, Any]], state: State) -> Joined:
+    """Memory, optimizer groups and state allow two parameters to be one tensor."""
 
-    def joined(a: SegmentParam, b: SegmentParam) -> bool:
+    def joined(a: SpanParam, b: SpanParam) -> bool:
         one, other = a.shard_range, b.shard_range
         if one is None or other is None or a.group != b.group or a.parameter.dtype != b.parameter.dtype:
             return False
         if one.end < other.begin and _rounds_to_zero(groups[a.group].get("eps"), a.parameter.dtype):
             return False
-        return one.precedes(other)
+        return one.precedes(other) and _same_state(state.get(a.parameter), state.get(b.parameter))
 
     return joined
 
 
 def _rounds_to_zero(eps: Any, dtype: torch.dtype) -> bool:
-    """Whether the `eps` that optimizers add to a divisor is zero in `dtype`: padding would become NaN."""
+    """Return True if the `eps` that optimizers add to a divisor is zero in `dtype`: padding would become NaN."""
     return isinstance(eps, float | int) and dtype.is_floating_point and eps < torch.finfo(dtype).tiny
 
 
-def same_state(state: State) -> Joined:
-    """Whether two parameters have state that fits one tensor: the same keys and dtypes, and equal counters."""
-
-    def joined(a: SegmentParam, b: SegmentParam) -> bool:
-        one, other = state.get(a.parameter), state.get(b.parameter)
-        if one is None or other is None:
-            return one is other
-        return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
-
-    return joined
+def _same_state(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Return True if two entries fit one tensor: the same keys and dtypes, and equal counters."""
+    if one is None or other is None:
+        return one is other
+    return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
 
 
 def _same_value(one: Any, other: Any) -> bool:
@@ -305,14 +288,14 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def adjacent_gradients(ranges: dict[int, GradRange]) -> Joined:
-    """Whether two adjacent parameters can stay one tensor with the gradients they have now."""
+    """Two adjacent parameters can stay one tensor with their present gradients."""
 
-    def joined(a: SegmentParam, b: SegmentParam) -> bool:
+    def joined(a: SpanParam, b: SpanParam) -> bool:
         one, other = a.parameter.grad, b.parameter.grad
         if one is None or other is None:
             return one is other
         a_grad, b_grad = ranges.get(id(one)), ranges.get(id(other))
-        # A gradient that a user made is copied into a flat one.
+        # A gradient that the program made is copied into a flat one.
         return a_grad is None or b_grad is None or _same_distance(a, b, a_grad, b_grad, 1)
 
     return joined
