@@ -10,6 +10,9 @@ INSTALLED := $(VENV)/.installed
 # One thread per process: torchrun's processes share the cores, and oversubscribed threads are slower.
 export OMP_NUM_THREADS ?= 1
 
+# The tests' workers import what the first process has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-gpu test-versions bench lint format types clean
 
