@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from unshard import MixedPrecisionPolicy, ReduceScatter, fully_shard
-from unshard.engine.params import module_buffers
+from unshard.engine.params import module_casts
 from unshard.errors import ConflictError, OrderError
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -57,7 +57,7 @@ def warnings_logged() -> Iterator[list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    module_buffers._warn_once.cache_clear()
+    module_casts._warn_once.cache_clear()
     logging.getLogger("unshard").addHandler(handler)
     try:
         yield records
