@@ -140,13 +140,13 @@ if "fail" in sys.argv:
     ("options", "status", "last"),
     [
         ("two exit", 0, "unshard sharded 2 units."),
-        ("wrapper", 0, "unshard sharded 1 unit."),
+        pytest.param("wrapper", 0, "unshard sharded 1 unit.", marks=pytest.mark.slow),
         (
             "nothing",
             0,
             "unshard sharded nothing: this process called neither fully_shard nor Fully",
         ),
-        ("fail", 1, "failed"),
+        pytest.param("fail", 1, "failed", marks=pytest.mark.slow),
     ],
 )
 def test_run_says_what_was_sharded(options: str, status: int, last: str, tmp_path: Path) -> None:

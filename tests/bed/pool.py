@@ -37,6 +37,7 @@ MOST_THREADS = 300  # torch before 2.13 keeps process groups of ended jobs, each
 
 # What the server imports before any worker is forked from it. Nothing in here may start threads or touch a GPU.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
+PRELOADED += ["unshard.fsdp1", "unshard.fsdp2", "unshard.captured_step", "unshard.checkpoint"]
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -67,10 +67,10 @@ def test_first_steps_that_are_skipped() -> None:
         assert happened.index("record") > WARMUP
 
 
+@pytest.mark.parametrize("kind", ["synchronise", "all-reduce"])
 @world(4)
-def test_bitwise_over_replicas() -> None:
-    for kind in ("synchronise", "all-reduce"):
-        assert_bitwise(accumulated(kind), adamw, mesh=mesh(2))
+def test_bitwise_over_replicas(kind: str) -> None:
+    assert_bitwise(accumulated(kind), adamw, mesh=mesh(2))
 
 
 @world(2)

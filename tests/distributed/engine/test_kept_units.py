@@ -196,9 +196,10 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.parametrize("shard", CONFIGS)
 @world(1, 2, 3, 4)
-def test_writes_take_effect() -> None:
-    for program, shard in product(PROGRAMS, CONFIGS):
+def test_writes_take_effect(shard: Callable[[Net], Any]) -> None:
+    for program in PROGRAMS:
         if program in PROGRAMS[:4] and shard is sliced and dist.get_world_size() == 4:
             continue  # slices cannot be written: below
         if program is initialise and shard is flat_wrapper:
