@@ -54,7 +54,7 @@ class SimulatedRecorder:
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
         self._happened.append("record")
         _refuse_ordinary_memory(self._captured._trained)
-        static, collectives, left = arguments.static(), RecordedCollectives(), self._captured._trained.left()
+        static, collectives, gradients = arguments.static(), RecordedCollectives(), self._captured._trained.gradients()
         tensors = _tensors(self._captured._trained)
         before = [tensor.clone() for tensor in tensors]
         with collectives.recording():
@@ -63,21 +63,22 @@ class SimulatedRecorder:
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
-        graph: Any = SimulatedGraph(self._captured, lambda: static.run(step), returned, left, self._happened)
+        graph: Any = SimulatedGraph(self._captured, lambda: static.run(step), returned, gradients, self._happened)
         return Recording(static, collectives, graph, returned if len(returned) != 1 else returned[0], lambda: None)
 
 
 class SimulatedGraph:
     def __init__(
-        self, step: Any, run: Callable[[], Any], returned: Sequence[torch.Tensor], left: Any, happened: list[str]
+        self, step: Any, run: Callable[[], Any], returned: Sequence[torch.Tensor], gradients: Any, happened: list[str]
     ):
-        """`left`: the gradients that are there before the step."""
-        self._captured, self._run, self._returned, self._left, self._happened = step, run, returned, left, happened
+        """`gradients`: those before the step."""
+        self._captured, self._run, self._returned = step, run, returned
+        self._gradients, self._happened = gradients, happened
 
     def replay(self) -> None:
         self._happened.append("replay")
         trained = self._captured._trained
-        trained.leave(self._left)
+        trained.restore(self._gradients)
         with (
             self._captured._learning_rates(),
             recording_step(),  # as the recording: the device repeats what it did
@@ -85,7 +86,7 @@ class SimulatedGraph:
         ):
             for mine, new in zip(self._returned, _listed(self._run()), strict=True):
                 mine.copy_(new.detach())
-        trained.leave(self._left)
+        trained.restore(self._gradients)
 
     def reset(self) -> None:
         self._happened.append("drop")
@@ -116,8 +117,8 @@ def _tensors(trained: Any) -> list[torch.Tensor]:
         view
         for unit in trained.units
         for group in unit.param_groups
-        if group.gradients._unreduced is not None
-        for view in group.gradients._unreduced.sums().values()
+        if group.gradients.unreduced is not None
+        for view in group.gradients.unreduced.sums().values()
     ]
     partial = [
         flat
@@ -125,7 +126,7 @@ def _tensors(trained: Any) -> list[torch.Tensor]:
         for group in unit.param_groups
         for reduction in group.gradients.reductions.values()
         if reduction.has_partial
-        for flat in reduction._partial.flats
+        for flat in reduction.partial.flats
     ]
     used = trained.scaler is not None and trained.scaler._scale is not None
     scaler = [trained.scaler._scale, trained.scaler._growth_tracker] if used else []

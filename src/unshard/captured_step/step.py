@@ -28,7 +28,7 @@ from .recording import Recorder, Recording
 from .seeds import refusing_seeds
 from .signatures import Signature, changed_rates, difference
 from .stopped import described
-from .trained import Identity, Left, Trained, TrainedState
+from .trained import Identity, Snapshots, Trained, TrainedState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,19 +86,21 @@ def capture(
 
 @dataclass
 class Recorded:
-    """A recording, what its replays leave of gradients if they change that, and when it was used last."""
+    """A recording and the gradients that its replays leave."""
 
     recording: Recording
-    leaves: Left | None
-    staying: list[ShardedGrad]
-    """Gradients that it may write; a program must not hold one."""
+    gradients: Snapshots | None
+    """Gradients after a replay; None if they are the same as before it."""
+    written: list[ShardedGrad]
+    """Gradients that a replay may write; the program must not hold any of them."""
     used: int
+    """The last call that replayed it."""
 
     def can_replay(self, trained: Trained) -> bool:
         """Whether the memory of gradients that it writes is there, and free to be written."""
-        if self.leaves is not None and not trained.can_leave(self.leaves):
+        if self.gradients is not None and not trained.can_restore(self.gradients):
             return False
-        return all(grad.attached or grad.idle for grad in self.staying)
+        return all(grad.attached or grad.idle for grad in self.written)
 
 
 class CapturedStep(Generic[P, R]):
@@ -157,8 +159,8 @@ class CapturedStep(Generic[P, R]):
         recorded.used = self._calls
         result = recorded.recording.replay(arguments.tensors)
         trained.forget_casts()
-        if recorded.leaves is not None:
-            trained.leave(recorded.leaves)
+        if recorded.gradients is not None:
+            trained.restore(recorded.gradients)
         for optimizer in trained.optimizers:
             mark_stepped(optimizer)
         return result
@@ -194,8 +196,8 @@ class CapturedStep(Generic[P, R]):
         """None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
         trained = self._trained
         trained.rest()
-        left = trained.left()
-        obstacle = trained.obstacle() or trained.obstacle_in(left) or arguments.obstacle(device, trained.is_part)
+        gradients = trained.gradients()
+        obstacle = trained.obstacle() or trained.obstacle_in(gradients) or arguments.obstacle(device, trained.is_part)
         if not obstacle or self._recorder is not None:
             self._prepare(device)
         if obstacle:
@@ -219,7 +221,7 @@ class CapturedStep(Generic[P, R]):
         if obstacle := trained.obstacle_in_buffers():
             self._warn(obstacle)
             return None
-        signature = Signature(arguments.signature(), trained.signature(left))
+        signature = Signature(arguments.signature(), trained.signature(gradients))
         if signature != self._last_signature:
             self._last_signature = signature
         return self._last_signature
@@ -303,7 +305,7 @@ class CapturedStep(Generic[P, R]):
         if obstacle:
             self._refuse(signature, obstacle)
             return
-        self._trained.keep_left()
+        self._trained.keep_gradient_memory()
         if any(map(has_skipped_all, self._trained.optimizers)):
             return  # a recording would make the optimizer's state, in every replay
         if signature not in self._counts and self._new_rates < RATES:
@@ -349,7 +351,7 @@ class CapturedStep(Generic[P, R]):
             oldest = min(self._recorded, key=lambda each: self._recorded[each].used)
             self._recorded.pop(oldest).recording.drop()
         _drop_before_destruction()
-        trained.keep_left()
+        trained.keep_gradient_memory()
         trained.release_memory()
         trained.forget_casts()
         before, tensors = TrainedState(trained), trained.tensors()
@@ -369,8 +371,9 @@ class CapturedStep(Generic[P, R]):
             trained.forget_casts()
         answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
         if answer is Answer.YES and recording is not None:
-            leaves = trained.left()
-            recorded = Recorded(recording, None if leaves == before.left else leaves, trained.staying(), self._calls)
+            after = trained.gradients()
+            changed = None if after == before.gradients else after
+            recorded = Recorded(recording, changed, trained.kept_grads(), self._calls)
             self._recorded[signature] = recorded
             self._new_rates = 0
             trained.release_memory()

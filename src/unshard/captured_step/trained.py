@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.groups import ranks_of
 from ..engine.api import (
-    NOTHING_LEFT,
+    NO_GRADIENTS,
+    GradientSnapshot,
     GradState,
-    LeftGradients,
     ModuleBuffers,
     ParamGroup,
     ParamState,
@@ -24,6 +24,8 @@ from ..engine.api import (
     Root,
     ShardedGrad,
     Unit,
+    keep_gradient_memory,
+    kept_grads,
     param_group_of,
     state_of,
 )
@@ -50,8 +52,8 @@ from .optimizer_settings import OptimizerSettings
 from .same_objects import SameObjects, values_of
 from .signatures import TrainedSignature
 
-Left = tuple[LeftGradients, ...]
-"""What each param group has of gradients."""
+Snapshots = tuple[GradientSnapshot, ...]
+"""The gradients of each param group."""
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
 _root, _param_state = attrgetter("root"), attrgetter("param_state")
@@ -213,9 +215,9 @@ class Trained:
             return "set_post_optim_event was called"
         return ""
 
-    def obstacle_in(self, left: Left) -> str:
+    def obstacle_in(self, gradients: Snapshots) -> str:
         """Why gradients that lie between two calls stand in the way; empty if they do not."""
-        if not all(each.repeatable for each in left):
+        if not all(each.repeatable for each in gradients):
             return "gradients lie between two calls that are not reduced (no_sync() of the wrapper) or were set by hand"
         if any(map(is_not, map(_grad, self.unmanaged), repeat(None))):
             return (
@@ -362,8 +364,8 @@ class Trained:
             return entries
         return [each for each in entries if isinstance(each, dict)]
 
-    def signature(self, left: Left) -> TrainedSignature:
-        """What chooses among recordings: modes, flags, settings, and the gradients that are there, `left`."""
+    def signature(self, gradients: Snapshots) -> TrainedSignature:
+        """What chooses among recordings: modes, flags, settings, and the gradients before the call."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
         self._settings.look()
@@ -371,7 +373,7 @@ class Trained:
             tuple(map(_training, self._modules)),
             requires_grad,
             tuple(map(_flags, map(_unit_options, self.units))),
-            left,
+            gradients,
             self._settings.compared,
             self._scaler_settings(),
             self.stages(),
@@ -390,33 +392,33 @@ class Trained:
 
     # -- what a step leaves ---------------------------------------------------------------------------------
 
-    def left(self) -> Left:
+    def gradients(self) -> Snapshots:
         with quick_attributes():
             nothing = not any(map(is_not, map(_grad, self.parameters), repeat(None)))
         if nothing and _RESTING.issuperset(map(_grad_state, self._groups)):
-            return (NOTHING_LEFT,) * len(self._groups)
-        return tuple([group.gradients.left() for group in self._groups])
+            return (NO_GRADIENTS,) * len(self._groups)
+        return tuple(map(GradientSnapshot.of, self._groups))
 
-    def can_leave(self, left: Left) -> bool:
-        return all(group.gradients.can_leave(each) for group, each in zip(self._groups, left, strict=True))
+    def can_restore(self, gradients: Snapshots) -> bool:
+        return all(each.fits(group) for each, group in zip(gradients, self._groups, strict=True))
 
-    def leave(self, left: Left) -> None:
-        for group, each in zip(self._groups, left, strict=True):
-            group.gradients.leave(each)
+    def restore(self, gradients: Snapshots) -> None:
+        for each, group in zip(gradients, self._groups, strict=True):
+            each.restore(group)
 
-    def staying(self) -> list[ShardedGrad]:
+    def kept_grads(self) -> list[ShardedGrad]:
         """Gradients whose memory stays; recordings may write it."""
-        return [grad for group in self._groups for grad in group.gradients.staying()]
+        return list(chain.from_iterable(map(kept_grads, self._groups)))
 
-    def keep_left(self) -> None:
-        """Keep the memory of gradients that are left where it is, for good."""
+    def keep_gradient_memory(self) -> None:
+        """Keep the memory of the gradients that exist now where it is, for good."""
         for group in self._groups:
-            if not group.gradients.left().nothing:
-                group.gradients.stay()
+            if GradientSnapshot.of(group) != NO_GRADIENTS:
+                keep_gradient_memory(group)
 
     def obstacle_after(self) -> str:
         """Why what a step leaves cannot be repeated; empty if it can."""
-        return self.unit_left_unsharded() or self.obstacle_in(self.left())
+        return self.unit_left_unsharded() or self.obstacle_in(self.gradients())
 
     def unit_left_unsharded(self) -> str:
         """Which unit is not at rest after a step, in words; empty if all are."""
@@ -439,12 +441,12 @@ class Trained:
         for root in self.roots():
             root.abandon()
         before.restore()
-        if not self.can_leave(before.left):
+        if not self.can_restore(before.gradients):
             raise StateError(
                 "A recording of the step has failed, and gradients that were accumulated before it are lost with it. "
                 "Begin the accumulation anew: call zero_grad()."
             )
-        self.leave(before.left)
+        self.restore(before.gradients)
         self.release_memory()
 
 
@@ -452,7 +454,7 @@ class TrainedState:
     """Gradients and optimizer state, as the host knows them."""
 
     def __init__(self, trained: Trained):
-        self.left = trained.left()
+        self.gradients = trained.gradients()
         self._trained = trained
         self._tensors = [(each, dict(each)) for each in trained.tensor_dicts()]
         self._states = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]

@@ -11,6 +11,7 @@ from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Dtypes, Precision, cast_floats, dtypes_for
 from .gather.all_gather import Slicing
 from .gather.extension import is_extended, refuse_opaque
+from .gradient_snapshot import NO_GRADIENTS, GradientSnapshot, keep_gradient_memory, kept_grads
 from .hooks import FSDPState, UnshardHandle, state_of
 from .nested_tensors import tensors_in
 from .observer import Members
@@ -22,7 +23,6 @@ from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
 from .params.quantized import attributes_of, is_packed, load_quant_states, set_quant_state
 from .params.sharded import ShardedParams
-from .reduce.left_gradients import NOTHING_LEFT, LeftGradients
 from .reduce.reduction import division
 from .reduce.sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .root import Root
@@ -93,9 +93,6 @@ __all__ = [
     "Scalable",
     "scalable_gradients",
     "ShardedGrad",
-    "LeftGradients",
-    "recording_step",
-    "NOTHING_LEFT",
     "sharded_grads_of",
     "roots_of",
     "orders_of",
@@ -110,6 +107,12 @@ __all__ = [
     "unlisten",
     "finish_steps",
     "note_optimizer_step",
+    # captured steps: gradients between two steps
+    "recording_step",
+    "GradientSnapshot",
+    "NO_GRADIENTS",
+    "keep_gradient_memory",
+    "kept_grads",
     # tools: what is stored, computed and reduced in which dtype
     "Dtypes",
     "Members",

@@ -79,7 +79,7 @@ def test_what_is_kept_between_backwards() -> None:
         assert all(isinstance(each, DTensor) and each.grad is None for each in model.parameters())
         for unit in units(model):
             assert unit.param_groups[0].gradients.state is GradState.LOCAL and not unit.param_groups[0].held
-            sums = unit.param_groups[0].gradients._unreduced.sums()
+            sums = unit.param_groups[0].gradients.unreduced.sums()
             assert [tuple(each.shape) for each in sums.values()] == [param.sharding.shape for param in unit.params]
 
 

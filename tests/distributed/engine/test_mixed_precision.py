@@ -81,7 +81,7 @@ def _check_row(original: torch.dtype, param: torch.dtype | None, reduce: torch.d
         torch.testing.assert_close(mine.grad.full_tensor(), summed.to(original), rtol=0, atol=0)
     model.set_requires_gradient_sync(False)
     model(x, rows).sum().backward()
-    kept = fully_shard.state(model).unit.param_groups[0].gradients._unreduced.sums()
+    kept = fully_shard.state(model).unit.param_groups[0].gradients.unreduced.sums()
     assert len(kept) == 5 and {each.dtype for each in kept.values()} == {reduce or compute}
 
 

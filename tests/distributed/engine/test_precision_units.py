@@ -382,7 +382,7 @@ def test_replicas_are_reduced_in_the_reduce_dtype(reduce: torch.dtype) -> None:
             ]
             (reduction,) = unit.param_groups[0].gradients.reductions.values()
             assert reduction.has_partial is not last
-            assert {each.dtype for each in reduction._partial.flats} == {reduce}
+            assert {each.dtype for each in reduction.partial.flats} == {reduce}
         exact = {B16: 256.0, F32: 257.0, F16: 257.0}[reduce] if first == 256.0 else 5.0
         assert model.weight.grad.full_tensor().tolist() == [exact] * 4
         assert model.weight.grad.dtype == F32

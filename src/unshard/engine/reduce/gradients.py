@@ -23,7 +23,6 @@ from ..params.buffers import Shard
 from ..params.param import ManagedParam
 from ..params.sharded import ShardedParams
 from ..states import GradState, checked_move
-from .left_gradients import NOTHING_LEFT, LeftGradients
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
 from .unreduced import Gradients, UnreducedGradients
@@ -52,7 +51,7 @@ class GroupGradients:
         """By the set of parameters. Another dict when all are made anew: recorded steps refer to their memory."""
         # These outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
-        self._unreduced: UnreducedGradients | None = None
+        self.unreduced: UnreducedGradients | None = None
         self._in_flight: list[ReductionInFlight] = []
         self._unsharded: list[nn.Parameter] = []
         self._all: tuple[int, ...] = ()
@@ -147,14 +146,14 @@ class GroupGradients:
         if not gradients and not (last and self.has_sums_to_reduce(options)):
             return
         with torch.no_grad():  # a backward may build a graph
-            if self.state is GradState.LOCAL and self._unreduced is not None:
-                self._unreduced.forget(self._sharded.hide_unreduced())
+            if self.state is GradState.LOCAL and self.unreduced is not None:
+                self.unreduced.forget(self._sharded.hide_unreduced())
             if self.state is GradState.LOCAL or (gradients and not options.synchronise):
                 gradients = self._keep(gradients)
             if options.synchronise:
                 self._start(self._sharded.members_to_reduce(gradients), gradients, options, last)
-            elif self._unreduced is not None:
-                self._sharded.show_unreduced(self._unreduced)
+            elif self.unreduced is not None:
+                self._sharded.show_unreduced(self.unreduced)
 
     def _start(self, members: tuple[int, ...], gradients: Gradients, options: Options, last: bool) -> None:
         state = checked_move(self, self.state, GradState.REDUCING)
@@ -241,7 +240,7 @@ class GroupGradients:
 
     def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
         """Zeros for trainable parameters that this rank did not use and another one may have."""
-        kept = self._unreduced.sums() if self._unreduced is not None else {}
+        kept = self.unreduced.sums() if self.unreduced is not None else {}
         for index, param in enumerate(self._params):
             trained = param.unsharded is not None and param.unsharded.requires_grad and _is_trained(param)
             if index not in gradients and index not in kept and param.sharding.numel and trained:
@@ -253,18 +252,18 @@ class GroupGradients:
     # -- gradients that are not reduced yet -----------------------------------------------------------------
 
     def _keep(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        if self._unreduced is None:
-            self._unreduced = UnreducedGradients(self._sharded.shard, self._device)
-        self._unreduced.add(gradients)
+        if self.unreduced is None:
+            self.unreduced = UnreducedGradients(self._sharded.shard, self._device)
+        self.unreduced.add(gradients)
         self.state = checked_move(self, self.state, GradState.LOCAL)
-        sums = self._unreduced.sums()
+        sums = self.unreduced.sums()
         if observer.current is not None:
             observer.current.keeping(self._params, sums)
         return sums
 
     def _clear_unreduced(self) -> None:
-        if self._unreduced is not None and not self._unreduced.clear():
-            self._unreduced = None  # a user holds the sums
+        if self.unreduced is not None and not self.unreduced.clear():
+            self.unreduced = None  # a user holds the sums
 
     def drop_unreduced(self) -> None:
         """Drop what backwards without synchronisation have summed up."""
@@ -329,60 +328,8 @@ class GroupGradients:
 
     # -- recorded steps -------------------------------------------------------------------------------------
 
-    def left(self) -> LeftGradients:
-        """What the last step has left. Only at rest."""
-        attached = [each for grad in self._all_grads() if (each := grad.as_attached()) is not None]
-        given = [param.sharded for param in self._params if param.sharded.grad is not None]
-        if not attached and not given and self.state in (GradState.EMPTY, GradState.REDUCED):
-            return NOTHING_LEFT
-        ours = {id(grad) for each in self._all_grads() for grad in each.grads}
-        kept = self._unreduced if self.state is GradState.LOCAL else None
-        return LeftGradients(
-            GradState.REDUCED if self.state is GradState.EMPTY else self.state,
-            (0, ()) if kept is None else (kept.address, tuple(kept.sums())),
-            tuple((each.partial_address, key) for key, each in self.reductions.items() if each.has_partial),
-            tuple(attached),
-            tuple(id(each) for each in given if id(each.grad) not in ours),
-            self._sharded.shows_unreduced,
-        )
-
-    def stay(self) -> None:
-        """Keep the memory of what is left where it is, for good."""
-        if self._unreduced is not None and self.state is GradState.LOCAL:
-            self._unreduced.stay()
-        for reduction in self.reductions.values():
-            reduction.stay()
-
-    def staying(self) -> list[ShardedGrad]:
-        """Those whose memory stays: a recorded step may write it, also if it leaves no gradients."""
-        return [grad for grad in self._all_grads() if grad.buffer.stays]
-
-    def can_leave(self, left: LeftGradients) -> bool:
-        """Whether the memory of `left` is there, and no program holds gradients of before in it."""
-        numbers = {grad.number: grad for grad in self._all_grads()}
-        for number, at, _ in left.attached:
-            grad = numbers.get(number)
-            if grad is None or grad.address != at or not (grad.attached or grad.idle):
-                return False
-        if left.unreduced[1] and (self._unreduced is None or self._unreduced.address != left.unreduced[0]):
-            return False
-        sums = {key: each.partial_address for key, each in self.reductions.items()}
-        return all(sums.get(key) == at for at, key in left.partial)
-
-    def leave(self, left: LeftGradients) -> None:
-        """Know of `left`, which a replay has written, and of nothing else."""
-        deque(map(setattr, (param.sharded for param in self._params), repeat("grad"), repeat(None)), maxlen=0)
-        numbers = {grad.number: grad for grad in self._all_grads()}
-        for number, _, members in left.attached:
-            numbers[number].attach(members)
-        if self._unreduced is not None:
-            self._unreduced.know(left.unreduced[1])
-        partial = {key for _, key in left.partial}
-        for key, reduction in self.reductions.items():
-            reduction.has_partial = key in partial
-        self.state = left.state
-
-    def _all_grads(self) -> list[ShardedGrad]:
+    def all_grads(self) -> list[ShardedGrad]:
+        """All sharded gradients, including those that no parameter has as its `.grad`."""
         return [grad for reduction in self.reductions.values() for grad in reduction.grads]
 
     def forget_in_flight(self) -> None:
@@ -393,7 +340,7 @@ class GroupGradients:
         """After the layout changed, or the gradients were converted, nothing made before fits."""
         self.drop()
         self.reductions = {}
-        self._unreduced = None
+        self.unreduced = None
 
 
 def _described(unit_name: str, names: list[str], members: list[str]) -> str:

@@ -105,7 +105,7 @@ class Reduction:
     """How the gradients of one set of parameters are reduced. One exists per set that ever had gradients.
 
     The reduce-scatter writes straight into the sharded gradient where dtype and device allow it, otherwise into
-    `_reduced`, from where one call casts or copies it. `_partial` holds sums over the shards that still wait for their
+    `_reduced`, from where one call casts or copies it. `partial` holds sums over the shards that still wait for their
     all-reduce over the replicas.
 
     On a device the reduce-scatter input is memory of a side stream. It is freed as soon as the reduce-scatter is
@@ -148,7 +148,7 @@ class Reduction:
         self._packings: WeakKeyDictionary[ShardedGrad, Packing] = WeakKeyDictionary()
         self._input.release()
         self._reduced = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device, shards.pool)
-        self._partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
+        self.partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
         self.has_partial = False
         """Whether there are partial sums."""
         self.grads: list[ShardedGrad] = []
@@ -309,7 +309,7 @@ class Reduction:
         return Outcome.DELIVERED
 
     def _reduce_over_replicas(self, flight: ReductionInFlight) -> Outcome:
-        outputs, partial = flight.outputs, self._partial
+        outputs, partial = flight.outputs, self.partial
         if not flight.options.all_reduce:
             if self.has_partial:
                 foreach_add(partial.flats, outputs.flats)
@@ -339,7 +339,7 @@ class Reduction:
 
     def release(self) -> None:
         """Free all memory that no parameter's gradient lies in. Only if nothing is in flight."""
-        for buffer in (self._input, self._reduced, self._partial):
+        for buffer in (self._input, self._reduced, self.partial):
             buffer.release()
         self.has_partial = False
 
@@ -352,17 +352,6 @@ class Reduction:
         self.grads = [grad for grad in self.grads if grad.attached]
         self.grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
         return self.grads[-1]
-
-    @property
-    def partial_address(self) -> int:
-        return self._partial.storage.data_ptr()
-
-    def stay(self) -> None:
-        """Keep the memory of partial sums, and of gradients that parameters have, where it is."""
-        if self.has_partial:
-            self._partial.stay()
-        for grad in self.attached_grads():
-            grad.buffer.stay()
 
     def attached_grads(self) -> list[ShardedGrad]:
         """Those that are `.grad` of parameters."""

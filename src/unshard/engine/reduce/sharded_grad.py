@@ -33,7 +33,6 @@ from .. import observer
 from ..params.buffers import Shard, ShardBuffer
 from ..params.offload import OffloadPlan
 from ..params.param import ManagedParam
-from .left_gradients import Attached
 
 _made = itertools.count()
 _Views = TypeVar("_Views")
@@ -128,15 +127,10 @@ class ShardedGrad:
         """Whether a grad is some parameter's `.grad`."""
         return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: asked in every step
 
-    @property
-    def address(self) -> int:
-        return self.buffer.storage.data_ptr()
-
-    def as_attached(self) -> Attached | None:
-        """Which grads parameters have; None if they have none."""
+    def attached_members(self) -> tuple[int, ...]:
+        """Indices of the grads that are the `.grad` of their parameters."""
         pairs = enumerate(zip(self._parameters, self.grads, strict=True))
-        members = tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
-        return (self.number, self.address, members) if members else None
+        return tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
 
     def attach(self, members: Sequence[int]) -> None:
         """Become `.grad` of some parameters, which have none."""

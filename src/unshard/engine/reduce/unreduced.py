@@ -151,65 +151,54 @@ class UnreducedGradients:
         ]
         regions = shard.layout.unsharded_regions(items, range(len(items)))
         buffer_layout = lay_out(regions, itemsizes, items[0].sharding.world if items else 1)
-        self._buffer = Buffer(buffer_layout.nbytes, device)
+        self.buffer = Buffer(buffer_layout.nbytes, device)
         self._views = {}
         for region, at in zip(regions, buffer_layout.ranges, strict=True):
             run = region.runs[0]
             for index, start in zip(run.members, run.starts, strict=True):
                 dtype, sharding = shard.segments.dtypes(index).kept, shard.shardings[index]
-                self._views[index] = self._buffer.tensor(
+                self._views[index] = self.buffer.tensor(
                     dtype, at.offset + start * dtype.itemsize, sharding.shape, sharding.stride
                 )
         self._flats: dict[int, torch.Tensor] = {}
-        self._uses = storage_use_count(self._buffer.storage)
-        self._buffer.release()
-        self._present: set[int] = set()
+        self._uses = storage_use_count(self.buffer.storage)
+        self.buffer.release()
+        self.present: set[int] = set()
+        """Indices of the parameters that have sums."""
 
     def add(self, gradients: dict[int, torch.Tensor]) -> None:
-        self._buffer.take()
-        new = [index for index in gradients if index not in self._present]
-        old = [index for index in gradients if index in self._present]
+        self.buffer.take()
+        new = [index for index in gradients if index not in self.present]
+        old = [index for index in gradients if index in self.present]
         if new:
             foreach_copy([self._views[i] for i in new], [gradients[i] for i in new])
         if old:
             foreach_add([self._views[i] for i in old], [gradients[i] for i in old])
-        self._present.update(new)
+        self.present.update(new)
 
     def sums(self) -> dict[int, torch.Tensor]:
-        return {index: self._views[index] for index in sorted(self._present)}
+        return {index: self._views[index] for index in sorted(self.present)}
 
     def flat(self, length: int) -> torch.Tensor:
         """The sums of a flat unit as one tensor, zero where there are none."""
         if length not in self._flats:
             dtype = next(iter(self._views.values())).dtype
-            self._flats[length] = self._buffer.tensor(dtype, 0, (length,))
+            self._flats[length] = self.buffer.tensor(dtype, 0, (length,))
             self._uses += 1
         flat = self._flats[length]
-        if len(self._present) < len(self._views):
+        if len(self.present) < len(self._views):
             kept = [view.clone() for view in self.sums().values()]
             flat.zero_()
             foreach_copy(list(self.sums().values()), kept)
         return flat
 
-    @property
-    def address(self) -> int:
-        return self._buffer.storage.data_ptr()
-
-    def stay(self) -> None:
-        """Keep the memory where it is."""
-        self._buffer.stay()
-
-    def know(self, present: Iterable[int]) -> None:
-        """There are sums of these parameters, and of no others."""
-        self._present = set(present)
-
     def forget(self, indices: Iterable[int]) -> None:
-        self._present.difference_update(indices)
+        self.present.difference_update(indices)
 
     def clear(self) -> bool:
         """Drop everything; false if a user holds the memory."""
-        self._present.clear()
-        if self._buffer.held and storage_use_count(self._buffer.storage) > self._uses:
+        self.present.clear()
+        if self.buffer.held and storage_use_count(self.buffer.storage) > self._uses:
             return False
-        self._buffer.release()
+        self.buffer.release()
         return True

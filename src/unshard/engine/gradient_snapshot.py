@@ -1,0 +1,133 @@
+"""The gradients of a param group between two steps, as the host knows them.
+
+A replayed step leaves the gradients that its recording left, but runs no Python, so the host has to be told. The
+memory of these gradients must stay where it was when the step was recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from .param_group import ParamGroup
+from .params.buffers import Buffer
+from .reduce.sharded_grad import ShardedGrad
+from .states import GradState
+
+
+class GradientsInMemory(NamedTuple):
+    """Gradients in one buffer."""
+
+    key: Any
+    """Which buffer: the number of a `ShardedGrad` or the key of a `Reduction`; None for unreduced gradients."""
+    address: int
+    members: tuple[int, ...]
+    """Indices of the parameters, or of the grads of a `ShardedGrad`."""
+
+
+@dataclass(frozen=True)
+class GradientSnapshot:
+    """Two snapshots are equal if they have the same gradients in the same memory."""
+
+    state: GradState = GradState.REDUCED
+    """LOCAL or PARTIAL; REDUCED if there is nothing left to reduce."""
+    unreduced: tuple[GradientsInMemory, ...] = ()
+    """Sums that no collective has seen: one buffer, or none."""
+    partial: tuple[GradientsInMemory, ...] = ()
+    """Sums over the shards that wait for their all-reduce over the replicas."""
+    attached: tuple[GradientsInMemory, ...] = ()
+    """Sharded gradients that are the `.grad` of parameters."""
+    foreign: tuple[int, ...] = ()
+    """Ids of the parameters whose `.grad` the program has set."""
+    shown: bool = False
+    """Whether unreduced sums are visible as `.grad`."""
+
+    @staticmethod
+    def of(group: ParamGroup) -> GradientSnapshot:
+        """Take a snapshot of a param group at rest."""
+        gradients = group.gradients
+        grads = gradients.all_grads()
+        attached = [
+            GradientsInMemory(grad.number, _address(grad.buffer), members)
+            for grad in grads
+            if (members := grad.attached_members())
+        ]
+        with_grad = [param.sharded for param in group.sharded.params if param.sharded.grad is not None]
+        if not attached and not with_grad and gradients.state in (GradState.EMPTY, GradState.REDUCED):
+            return NO_GRADIENTS
+        ours = {id(each) for grad in grads for each in grad.grads}
+        sums = gradients.unreduced if gradients.state is GradState.LOCAL else None
+        return GradientSnapshot(
+            GradState.REDUCED if gradients.state is GradState.EMPTY else gradients.state,
+            () if sums is None else (GradientsInMemory(None, _address(sums.buffer), tuple(sums.sums())),),
+            tuple(
+                GradientsInMemory(key, _address(reduction.partial), key[0])
+                for key, reduction in gradients.reductions.items()
+                if reduction.has_partial
+            ),
+            tuple(attached),
+            tuple(id(each) for each in with_grad if id(each.grad) not in ours),
+            group.sharded.shows_unreduced,
+        )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `restore` can bring these gradients back."""
+        return not self.foreign and not self.shown
+
+    def fits(self, group: ParamGroup) -> bool:
+        """Return True if the memory is still there, and the program holds no earlier gradients in it."""
+        gradients = group.gradients
+        grads = {grad.number: grad for grad in gradients.all_grads()}
+        for number, address, _ in self.attached:
+            grad = grads.get(number)
+            if grad is None or _address(grad.buffer) != address or not (grad.attached or grad.idle):
+                return False
+        sums, reductions = gradients.unreduced, gradients.reductions
+        for _, address, members in self.unreduced:
+            if members and (sums is None or _address(sums.buffer) != address):
+                return False
+        for key, address, _ in self.partial:
+            if key not in reductions or _address(reductions[key].partial) != address:
+                return False
+        return True
+
+    def restore(self, group: ParamGroup) -> None:
+        """Make the host know these gradients, which a replay has written, and no others."""
+        gradients = group.gradients
+        deque(map(setattr, (param.sharded for param in group.sharded.params), repeat("grad"), repeat(None)), maxlen=0)
+        grads = {grad.number: grad for grad in gradients.all_grads()}
+        for number, _, members in self.attached:
+            grads[number].attach(members)
+        if gradients.unreduced is not None:
+            gradients.unreduced.present = {index for each in self.unreduced for index in each.members}
+        partial = {each.key for each in self.partial}
+        for key, reduction in gradients.reductions.items():
+            reduction.has_partial = key in partial
+        gradients.state = self.state
+
+
+NO_GRADIENTS = GradientSnapshot()
+
+
+def keep_gradient_memory(group: ParamGroup) -> None:
+    """Keep the memory of all gradients that exist now where it is, for good: recordings read and write it."""
+    gradients = group.gradients
+    if gradients.unreduced is not None and gradients.state is GradState.LOCAL:
+        gradients.unreduced.buffer.stay()
+    for reduction in gradients.reductions.values():
+        if reduction.has_partial:
+            reduction.partial.stay()
+        for grad in reduction.attached_grads():
+            grad.buffer.stay()
+
+
+def kept_grads(group: ParamGroup) -> list[ShardedGrad]:
+    """Sharded gradients whose memory stays. A recording may write it even if the step leaves no gradients."""
+    return [grad for grad in group.gradients.all_grads() if grad.buffer.stays]
+
+
+def _address(buffer: Buffer) -> int:
+    return buffer.storage.data_ptr()
