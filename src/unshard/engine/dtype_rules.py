@@ -38,6 +38,12 @@ class Dtypes:
     reduce_stored: torch.dtype
     """What gradients are reduced in where the unit computes in the original dtype although the policy says another."""
 
+    @property
+    def stored(self) -> Dtypes:
+        """The dtypes if the unit computes in the original dtype (`Precision.STORED`)."""
+        wire = self.wire if self.reduce == self.reduce_stored else self.reduce_stored
+        return replace(self, compute=self.original, reduce=self.reduce_stored, wire=wire)
+
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
     """What numbers of a dtype are sent as: backends know no complex numbers, so these are sent as pairs of reals."""
@@ -77,18 +83,13 @@ class Segments:
     def stored(self) -> Segments:
         """The same segments where nothing is cast on the way to the modules."""
         same = copy.copy(self)
-        same.kinds = [_stored(kind) for kind in self.kinds]
+        same.kinds = [kind.stored for kind in self.kinds]
         return same
 
     @property
     def reduces_stored_alike(self) -> bool:
         """Whether gradients are reduced in the same dtypes where nothing is cast on the way to the modules."""
         return all(kind.reduce == kind.reduce_stored for kind in self.kinds)
-
-
-def _stored(kind: Dtypes) -> Dtypes:
-    wire = kind.wire if kind.reduce == kind.reduce_stored else kind.reduce_stored
-    return replace(kind, compute=kind.original, reduce=kind.reduce_stored, wire=wire)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

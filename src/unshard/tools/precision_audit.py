@@ -1,47 +1,55 @@
-"""Compares the dtypes in real steps with the plan."""
+"""Records the dtypes in real steps and compares them with the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from ..engine.api import Precision, observer
+from ..engine.api import ManagedParam, Members, Phase, Precision, observer, tensors_in, unsharded_name
 from ..errors import StateError
+from ..names import FSDP_PREFIX, optimizer_parameters
+from ..torch_private import never_compiled, own_buffers
 from .formatting import NOTHING, quoted, shared_title, shorts, table, unit_title
-from .precision_plan import ModelPlan, ParamPlan, UnitPlan, plan_of
-from .precision_recorder import CastRecorder, Dtypes, PrecisionRecorder, Stage, modules_with_params
+from .precision_plan import ModelPlan, ParamPlan, ParamStage, UnitPlan, plan_of, state_dtypes
 from .precision_report import NOT_CAST, surprise_lines, surprises_of
 
 _POLICY = Precision.POLICY
-_SHOWN = 20  # one cause often makes a difference in every block
+_MOST_SHOWN = 20  # one cause often makes a difference in every block
 _BOUNDARIES = ("unit", "inputs planned", "found", "outputs planned", "found", "buffers planned", "found")
+_CAST_NAMES = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+_CASTS = frozenset(getattr(torch.Tensor, name) for name in _CAST_NAMES)
+
+DtypeSet = set[torch.dtype]
 
 
 class PrecisionAudit:
-    """`differences`: where a dtype is not the planned one. `str(audit)`: a table of both, differences, surprises."""
+    """`differences`: dtypes that are not as planned. `str(audit)`: a table of both, the differences and surprises."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
-        self._plan = plan_of(model, optimizer)
-        self._recorder = PrecisionRecorder(self._plan, optimizer)
         self._handles: list[Any] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._plan = plan_of(self._model, self._optimizer)
+        self._recorder = PrecisionRecorder(self._plan, self._optimizer)
         self._casts = CastRecorder(self._recorder)
 
     def __enter__(self) -> PrecisionAudit:
         if observer.current is not None:
             raise StateError(
-                "Another precision audit is active, and the engine takes one observer. Leave that block first, or "
+                "Another precision audit is active, and the engine supports one observer. Leave that block first, or "
                 "audit the root module, which covers all units."
             )
-        # Made again: the model may have been converted since the audit was made.
-        self._plan = plan_of(self._model, self._optimizer)
-        self._recorder = PrecisionRecorder(self._plan, self._optimizer)
+        self._prepare()  # again: the model may have been converted since the audit was created
         self._handles = self._recorder.install()
-        self._casts = CastRecorder(self._recorder)
         self._casts.__enter__()
         observer.current = self._recorder
         return self
@@ -62,24 +70,30 @@ class PrecisionAudit:
 
     @property
     def differences(self) -> list[str]:
-        return _differences(self._plan, self._recorder)
+        found: list[str] = []
+        for unit in self._plan.units:
+            found += _parameter_differences(unit, self._recorder)
+            found += _buffer_differences(unit, self._recorder)
+            found += _boundary_differences(unit, self._recorder)
+            found += _module_differences(unit, self._recorder)
+        return found
 
     @property
     def surprises(self) -> list[str]:
-        """Those of the plan, with the present state of the optimizer, and those of the steps."""
+        """Surprises of the plan, with the present state of the optimizer, and of the steps."""
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
 
     def _surprises_of_steps(self) -> list[str]:
         found, recorder = [], self._recorder
         params = [each for unit in self._plan.units for each in unit.params]
-        with_grad = [each for each in params if recorder.dtypes(Stage.GRAD, each)]
+        with_grad = [each for each in params if recorder.dtypes(ParamStage.GRAD, each)]
         if self._optimizer is not None and not recorder.steps:
             found.append(
-                f"The {type(self._optimizer).__name__} never stepped on parameters of the model: call its step() "
-                "inside the audit, build it of model.parameters(), and check whether a gradient scaler skips all steps."
+                f"The {type(self._optimizer).__name__} never stepped parameters of the model: call its step() inside "
+                "the audit, build it from model.parameters(), and check whether a gradient scaler skips all steps."
             )
         elif recorder.steps:
-            never_updated = [each.name for each in with_grad if not recorder.dtypes(Stage.UPDATED, each)]
+            never_updated = [each.name for each in with_grad if not recorder.dtypes(ParamStage.UPDATED, each)]
             if never_updated:
                 found.append(
                     f"Parameters {quoted(never_updated)} got gradients, but no optimizer that stepped holds them; add "
@@ -89,9 +103,9 @@ class PrecisionAudit:
         if rounded:
             found.append(
                 f"Parameters {quoted([each.name for each in rounded])}: sums of several backwards, kept in "
-                f"{shorts(each.dtypes.reduce for each in rounded)}, were rounded to "
-                f"{shorts(each.dtypes.wire for each in rounded)} when they were sent; leave wire_dtype None where "
-                "gradients are accumulated without synchronisation."
+                f"{shorts(each.dtypes.kept for each in rounded)}, were rounded to "
+                f"{shorts(each.dtypes.wire for each in rounded)} when they were sent; leave wire_dtype None if you "
+                "accumulate gradients without synchronisation."
             )
         if recorder.autocast:
             names = {module: name for name, module in self._model.named_modules()}
@@ -103,12 +117,22 @@ class PrecisionAudit:
         return found
 
     def _sums_rounded(self, param: ParamPlan) -> bool:
-        """A wire dtype as wide as gradients are does not round those of one backward, but it rounds sums of several."""
-        kept, sent = (self._recorder.dtypes(stage, param) for stage in (Stage.KEPT, Stage.WIRE))
+        """A wire dtype as wide as the gradients of one backward does not round these, but rounds sums of several."""
+        kept, sent = (self._recorder.dtypes(stage, param) for stage in (ParamStage.KEPT, ParamStage.WIRE))
         return bool(kept and sent) and min(d.itemsize for d in sent) < min(d.itemsize for d in kept)
 
     def __str__(self) -> str:
-        return _text(self._plan, self._recorder, self.differences, self.surprises)
+        plan, recorder, differences = self._plan, self._recorder, self.differences
+        stages = [stage for stage in ParamStage if stage is not ParamStage.GRADIENT]
+        head = ["unit", "parameters", "", *(stage.value for stage in stages)]
+        lines = table(head, _lines_of_units(plan, lambda unit: _parameter_lines(unit, recorder, stages)), numbers=(1,))
+        boundaries = table(_BOUNDARIES, _lines_of_units(plan, lambda unit: [_boundary_line(unit, recorder)]))
+        steps = f"Steps of an optimizer: {recorder.steps or 'none'}."
+        shown = ["Differences:", *(f"- {each}" for each in differences[:_MOST_SHOWN])]
+        if len(differences) > _MOST_SHOWN:
+            shown.append(f"- and {len(differences) - _MOST_SHOWN} more, all of them in `differences`")
+        shown = shown if differences else ["No differences."]
+        return "\n".join([*lines, "", *boundaries, "", steps, "", *shown, "", *surprise_lines(self.surprises)])
 
 
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
@@ -119,45 +143,173 @@ def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
     return PrecisionAudit(model, optimizer)
 
 
+# -- recording --------------------------------------------------------------------------------------------------
+
+
+class PrecisionRecorder:
+    """An observer of the engine, with hooks on modules and optimizers. Keeps sets of dtypes, no tensors."""
+
+    def __init__(self, plan: ModelPlan, optimizer: Any = None):
+        self._plan, self._optimizer = plan, optimizer
+        self._owners = {each.param: unit for unit in plan.units for each in unit.params}
+        self.parameters: dict[tuple[ParamStage, ManagedParam, Precision], DtypeSet] = {}
+        self.inputs: dict[tuple[nn.Module, Precision], DtypeSet] = {}
+        self.outputs: dict[tuple[nn.Module, Precision], DtypeSet] = {}
+        self.buffers: dict[tuple[str, Precision], DtypeSet] = {}
+        self.autocast: dict[nn.Module, torch.dtype] = {}
+        self.casts: dict[ManagedParam, DtypeSet] = {}
+        """The dtypes to which the model's own code converted unsharded parameters."""
+        self.steps = 0
+        """The number of steps of optimizers that hold parameters of the model."""
+        self._stepping: set[int] = set()  # the step of a subclass may call its parent's: that is one step
+
+    def install(self) -> list[Any]:
+        """Register all hooks; `remove()` of each handle ends it."""
+        handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        for unit in self._plan.units:
+            tops = _cast_modules(unit)
+            for module in dict.fromkeys([*tops, *unit.modules_with_params()]):
+                # These run after the hooks that cast, which were registered before.
+                before = partial(self._before_forward, unit, module in tops)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(partial(self._after_forward, unit)))
+        return handles
+
+    @never_compiled
+    def _before_forward(self, plan: UnitPlan, is_top: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit = plan.state.unit
+        self.inputs.setdefault((module, unit.precision), set()).update(_floats((args, kwargs)))
+        if torch.is_autocast_enabled(unit.device.type):
+            self.autocast[module] = torch.get_autocast_dtype(unit.device.type)
+        for each in plan.buffers if is_top else ():
+            buffer = own_buffers(each.module).get(each.alias.rpartition(".")[2])
+            if buffer is not None:
+                self.buffers.setdefault((each.name, unit.precision), set()).add(buffer.dtype)
+
+    @never_compiled
+    def _after_forward(self, plan: UnitPlan, module: nn.Module, args: Any, output: Any) -> None:
+        self.outputs.setdefault((module, plan.state.unit.precision), set()).update(_floats(output))
+
+    # -- called by the engine -------------------------------------------------------------------------------
+
+    def all_gathering(self, params: Sequence[ManagedParam], members: Members, sent: Sequence[torch.Tensor]) -> None:
+        self._all(ParamStage.GATHERED, params, members, sent)
+
+    def unsharded(self, params: Sequence[ManagedParam]) -> None:
+        for param in params:
+            if param.unsharded is not None:
+                self._one(ParamStage.COMPUTED, param, param.unsharded.dtype)
+
+    def keeping(self, params: Sequence[ManagedParam], sums: Mapping[int, torch.Tensor]) -> None:
+        for index, tensor in sums.items():
+            self._one(ParamStage.KEPT, params[index], tensor.dtype)
+
+    def reducing(
+        self,
+        params: Sequence[ManagedParam],
+        members: Members,
+        gradients: Mapping[int, torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        sums: Sequence[torch.Tensor],
+    ) -> None:
+        for index, gradient in gradients.items():
+            self._one(ParamStage.GRADIENT, params[index], gradient.dtype)
+        self._all(ParamStage.WIRE, params, members, sent)
+        self._all(ParamStage.REDUCED, params, members, sums)
+
+    def all_reducing(self, params: Sequence[ManagedParam], members: Members, sums: Sequence[torch.Tensor]) -> None:
+        self._all(ParamStage.ALL_REDUCED, params, members, sums)
+
+    def delivered(self, params: Sequence[ManagedParam]) -> None:
+        for param in params:
+            if (grad := param.sharded.grad) is not None:
+                self._one(ParamStage.GRAD, param, grad.dtype)
+
+    def _all(
+        self, stage: ParamStage, params: Sequence[ManagedParam], members: Members, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        for inside, tensor in zip(members, tensors, strict=False):
+            for index in inside:
+                self._one(stage, params[index], tensor.dtype)
+
+    def _one(self, stage: ParamStage, param: ManagedParam, dtype: torch.dtype) -> None:
+        unit = self._owners.get(param)
+        if unit is not None:  # not a parameter of another model
+            self.parameters.setdefault((stage, param, unit.state.unit.precision), set()).add(dtype)
+
+    def cast(self, unsharded: torch.Tensor, dtype: torch.dtype) -> None:
+        """The model has converted an unsharded parameter. Between steps that is not part of a computation."""
+        for param, unit in self._owners.items():
+            if param.unsharded is unsharded and unsharded.dtype != dtype and unit.state.unit.phase is not Phase.IDLE:
+                self.casts.setdefault(param, set()).add(dtype)
+
+    def dtypes(self, stage: ParamStage, param: ParamPlan, *precisions: Precision) -> DtypeSet:
+        wanted = precisions or tuple(Precision)
+        return {d for each in wanted for d in self.parameters.get((stage, param.param, each), ())}
+
+    # -- optimizers -----------------------------------------------------------------------------------------
+
+    def _held_params(self, optimizer: Any) -> list[ManagedParam]:
+        if self._optimizer is not None and optimizer is not self._optimizer:
+            return []
+        params = {id(param.sharded): param for param in self._owners}
+        return [params[id(each)] for each in optimizer_parameters(optimizer) if id(each) in params]
+
+    def _before_step(self, optimizer: Any, *unused: Any) -> None:
+        held = self._held_params(optimizer)
+        self.steps += bool(held) and id(optimizer) not in self._stepping
+        self._stepping.add(id(optimizer))
+        for param in held:
+            if param.sharded.grad is not None:
+                self._one(ParamStage.GRAD, param, param.sharded.grad.dtype)
+                self._one(ParamStage.UPDATED, param, param.sharded.dtype)
+
+    def _after_step(self, optimizer: Any, *unused: Any) -> None:
+        self._stepping.discard(id(optimizer))
+        for param in self._held_params(optimizer):
+            for dtype in state_dtypes(optimizer, param.sharded) or ():
+                self._one(ParamStage.STATE, param, dtype)
+
+
+class CastRecorder(TorchFunctionMode):
+    """Records conversions of parameters by the model's own code, which inputs and outputs may not show."""
+
+    def __init__(self, recorder: PrecisionRecorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS and unsharded_name(args[0]) is not None:
+            self._recorder.cast(args[0], result.dtype)
+        return result
+
+
+def _cast_modules(unit: UnitPlan) -> list[nn.Module]:
+    """The modules whose forward gets the unit's cast inputs: of a wrapper, the wrapped module."""
+    wrapped = FSDP_PREFIX.rstrip(".")
+    return [dict(top.named_children()).get(wrapped, top) for top in unit.state.modules()]
+
+
+def _floats(value: Any) -> DtypeSet:
+    return {tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()}
+
+
 # -- differences ------------------------------------------------------------------------------------------------
-
-
-def _planned(stage: Stage, param: ParamPlan, precision: Precision = _POLICY) -> Dtypes:
-    """The dtypes that are expected at a stage; none if there is no such stage."""
-    dtypes, compute = param.dtypes, param.compute_dtype(precision)
-    if stage in (Stage.GATHERED, Stage.COMPUTED):
-        return set() if param.extended else {compute}  # an all-gather of the tensor's own may have any dtype
-    if not param.trainable:
-        return set()
-    if stage is Stage.GRADIENT:
-        return {compute, dtypes.reduce}  # accumulated gradients have the reduce dtype
-    if stage is Stage.STATE:
-        return set(param.state) if param.state else {dtypes.original}
-    if stage is Stage.WIRE:
-        return {dtypes.wire}
-    summed = stage in (Stage.KEPT, Stage.REDUCED, Stage.ALL_REDUCED)
-    return {dtypes.reduce} if summed else {dtypes.original}
-
-
-def _differences(plan: ModelPlan, recorder: PrecisionRecorder) -> list[str]:
-    found: list[str] = []
-    for unit in plan.units:
-        found += _parameter_differences(unit, recorder)
-        found += _buffer_differences(unit, recorder)
-        found += _boundary_differences(unit, recorder)
-        found += _module_differences(unit, recorder)
-    return found
 
 
 def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
     equal: dict[tuple[str, str, str], list[str]] = {}
     for param in unit.params:
-        for stage in Stage:
+        for stage in ParamStage:
             for precision in Precision:
-                want, have = _planned(stage, param, precision), recorder.dtypes(stage, param, precision)
-                if stage is Stage.GRADIENT:
-                    want = want | _planned(stage, param, _POLICY)  # of a forward in the other precision
-                if stage is Stage.GATHERED and _gathered_as_bytes(unit, want, precision):
+                want, have = param.planned(stage, precision), recorder.dtypes(stage, param, precision)
+                if stage is ParamStage.GRADIENT:
+                    want = want | param.planned(stage, _POLICY)  # of a forward in the other precision
+                if stage is ParamStage.GATHERED and _gathered_as_bytes(unit, want, precision):
                     have = have - {torch.uint8}
                 if have and want and not have <= want:
                     key = (stage.value, shorts(want), shorts(have - want))
@@ -167,16 +319,16 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
 
     casts = [(each, to) for each in unit.params for to in recorder.casts.get(each.param, ())]
     for param, dtype in casts:
-        want = _planned(Stage.COMPUTED, param, unit.state.unit.precision)
+        want = param.planned(ParamStage.COMPUTED, unit.state.unit.precision)
         yield (
             f"{_title(unit)}: {param.name!r} planned to be computed with in {shorts(want)}, found converted to "
             f"{shorts([dtype])} by the model's own code."
         )
 
 
-def _gathered_as_bytes(unit: UnitPlan, dtypes: Dtypes, precision: Precision) -> bool:
+def _gathered_as_bytes(unit: UnitPlan, dtypes: DtypeSet, precision: Precision) -> bool:
     """Several dtypes in one collective are sent as bytes, and so are dtypes that a backend does not support."""
-    together = {each.compute_dtype(precision) for each in unit.params} | dtypes
+    together = {each.dtypes_in(precision).compute for each in unit.params} | dtypes
     return len(together) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
 
 
@@ -190,7 +342,7 @@ def _buffer_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator
 
 
 def _boundary_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
-    for module in unit.state.modules():
+    for module in _cast_modules(unit):
         for precision in Precision:
             for name, want, have in (
                 ("inputs", _planned_input(unit, precision), recorder.inputs.get((module, precision), set())),
@@ -201,7 +353,7 @@ def _boundary_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterat
 
 
 def _planned_input(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
-    return unit.state.unit.compute_dtype_in(precision) if unit.state.casts_inputs else None
+    return unit.state.unit.compute_dtype_in(precision) if unit.casts_inputs else None
 
 
 def _planned_output(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
@@ -209,18 +361,20 @@ def _planned_output(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
 
 
 def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
-    """Modules that compute with parameters of their own only: their inputs and outputs show the dtype."""
-    tops = unit.state.modules()
-    for module, params in modules_with_params(unit).items():
+    """Modules without parameters in their children: inputs and outputs show the dtype in which they compute."""
+    tops = _cast_modules(unit)
+    for module, params in unit.modules_with_params().items():
         if any(True for child in module.children() for _ in child.parameters()):
-            continue  # what it returns may come from a module inside
+            continue  # its outputs may come from a module inside
         for precision in Precision:
-            computed = {d for each in params if (d := each.compute_dtype(precision)).is_floating_point}
-            output_dtype = _output_dtype(unit, module, module in tops, precision)
+            computed = {d for each in params if (d := each.dtypes_in(precision).compute).is_floating_point}
+            policy = unit.module_policies.get(module, unit.policy if module in tops else None)
+            output_dtype = policy.output_dtype if policy is not None and precision is _POLICY else None
             inputs = recorder.inputs.get((module, precision), set())
             outputs = recorder.outputs.get((module, precision), set())
             autocast = recorder.autocast.get(module)
-            where = f"{_title(unit)}, module {_path(module, params)!r}"
+            path = params[0].name.rpartition(".")[0] or type(module).__name__
+            where = f"{_title(unit)}, module {path!r}"
             why = f" (inside autocast to {shorts([autocast])})" if autocast else ""
             if computed and inputs and not inputs & computed:
                 yield f"{where}: computation planned in {shorts(computed)}, found inputs in {shorts(inputs)}{why}."
@@ -229,37 +383,11 @@ def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator
                 yield f"{where}: outputs planned in {shorts(wanted)}, found {shorts(outputs - wanted)}{why}."
 
 
-def _output_dtype(unit: UnitPlan, module: nn.Module, is_top: bool, precision: Precision) -> torch.dtype | None:
-    """The dtype to which a module's outputs are cast, if they are."""
-    if precision is not _POLICY:
-        return None
-    own = unit.module_policies.get(module)
-    if own is not None:
-        return own.output_dtype
-    return unit.policy.output_dtype if is_top else None
-
-
-def _path(module: nn.Module, params: list[ParamPlan]) -> str:
-    return params[0].name.rpartition(".")[0] or type(module).__name__
-
-
 def _title(unit: UnitPlan) -> str:
     return f"Unit {unit_title(unit.name)!r}"
 
 
 # -- the text ----------------------------------------------------------------------------------------------------
-
-
-def _text(plan: ModelPlan, recorder: PrecisionRecorder, differing: list[str], surprises: list[str]) -> str:
-    stages = [stage for stage in Stage if stage is not Stage.GRADIENT]
-    head = ["unit", "parameters", "", *(stage.value for stage in stages)]
-    lines = table(head, _lines_of_units(plan, lambda unit: _parameter_lines(unit, recorder, stages)), numbers=(1,))
-    boundaries = table(_BOUNDARIES, _lines_of_units(plan, lambda unit: _boundary_line(unit, recorder)))
-    steps = f"Steps of an optimizer: {recorder.steps or 'none'}."
-    differences = ["Differences:", *(f"- {each}" for each in differing[:_SHOWN])] if differing else ["No differences."]
-    if len(differing) > _SHOWN:
-        differences.append(f"- and {len(differing) - _SHOWN} more, all of them in `differences`")
-    return "\n".join([*lines, "", *boundaries, "", steps, "", *differences, "", *surprise_lines(surprises)])
 
 
 def _lines_of_units(plan: ModelPlan, lines_of: Callable[[UnitPlan], list[list[str]]]) -> list[list[str]]:
@@ -274,7 +402,7 @@ def _lines_of_units(plan: ModelPlan, lines_of: Callable[[UnitPlan], list[list[st
     ]
 
 
-def _parameter_lines(unit: UnitPlan, recorder: PrecisionRecorder, stages: Sequence[Stage]) -> list[list[str]]:
+def _parameter_lines(unit: UnitPlan, recorder: PrecisionRecorder, stages: Sequence[ParamStage]) -> list[list[str]]:
     lines = []
     for row in unit.rows:
         params = [each for each in unit.params if each.name in row.names]
@@ -284,31 +412,29 @@ def _parameter_lines(unit: UnitPlan, recorder: PrecisionRecorder, stages: Sequen
     return lines or [["0", "", *[NOTHING] * len(stages)]]
 
 
-def _planned_cell(unit: UnitPlan, params: list[ParamPlan], stage: Stage) -> str:
-    if stage is Stage.ALL_REDUCED and not unit.replicated:
+def _planned_cell(unit: UnitPlan, params: list[ParamPlan], stage: ParamStage) -> str:
+    if stage is ParamStage.ALL_REDUCED and not unit.replicated:
         return NOTHING
-    usual, stored = (shorts(d for each in params for d in _planned(stage, each, which)) for which in Precision)
+    usual, stored = (shorts(d for each in params for d in each.planned(stage, which)) for which in Precision)
     return f"{usual}, eval {stored}" if unit.policy.full_precision_in_eval and stored != usual else usual
 
 
-def _found_cell(recorder: PrecisionRecorder, params: list[ParamPlan], stage: Stage) -> str:
+def _found_cell(recorder: PrecisionRecorder, params: list[ParamPlan], stage: ParamStage) -> str:
     usual, stored = (shorts(d for each in params for d in recorder.dtypes(stage, each, which)) for which in Precision)
     return usual if stored in (NOTHING, usual) else f"{usual}, eval {stored}"
 
 
-def _boundary_line(unit: UnitPlan, recorder: PrecisionRecorder) -> list[list[str]]:
-    tops = unit.state.modules()
+def _boundary_line(unit: UnitPlan, recorder: PrecisionRecorder) -> list[str]:
+    tops = _cast_modules(unit)
     inputs = {d for top in tops for each in Precision for d in recorder.inputs.get((top, each), ())}
     outputs = {d for top in tops for each in Precision for d in recorder.outputs.get((top, each), ())}
     seen = {d for each in unit.buffers for p in Precision for d in recorder.buffers.get((each.name, p), ())}
     to, out = _planned_input(unit, _POLICY), _planned_output(unit, _POLICY)
     return [
-        [
-            shorts([to] if to else [], NOT_CAST),
-            shorts(inputs),
-            shorts([out] if out else [], NOT_CAST),
-            shorts(outputs),
-            shorts(each.seen for each in unit.buffers),
-            shorts(seen),
-        ]
+        shorts([to] if to else [], NOT_CAST),
+        shorts(inputs),
+        shorts([out] if out else [], NOT_CAST),
+        shorts(outputs),
+        shorts(each.seen for each in unit.buffers),
+        shorts(seen),
     ]

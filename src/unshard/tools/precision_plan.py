@@ -1,9 +1,10 @@
-"""The dtypes that every parameter, gradient, input, output and buffer of a sharded model will have, by its units."""
+"""The planned dtypes of every parameter, gradient, input, output and buffer of a sharded model, by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,33 +25,70 @@ from ..policies import MixedPrecisionPolicy
 from ..torch_private import is_replicated, own_buffers, own_parameters
 
 
+class ParamStage(Enum):
+    """A stage at which a parameter, or its gradient, has a dtype."""
+
+    GATHERED = "gathered"
+    COMPUTED = "computed"
+    GRADIENT = "gradient of autograd"
+    KEPT = "sums kept"
+    WIRE = "wire"
+    REDUCED = "reduced"
+    ALL_REDUCED = "over replicas"
+    GRAD = ".grad"
+    UPDATED = "updated"
+    STATE = "optimizer state"
+
+
 @dataclass(frozen=True)
 class ParamPlan:
     """One parameter of a unit."""
 
     param: ManagedParam
     name: str
-    """As in `named_parameters()` of the model."""
+    """The name in `named_parameters()` of the model."""
     aliases: tuple[str, ...]
-    """All of its names relative to the unit, which the patterns of the policy match."""
+    """All names relative to the unit, which the patterns of the policy match."""
     parameter: Any
     dtypes: Dtypes
     extended: bool
-    """Whether the tensor has its own all-gather (`fsdp_pre_all_gather`)."""
+    """True if the tensor has a gather protocol (`fsdp_pre_all_gather`)."""
     state: tuple[torch.dtype, ...] | None
-    """The dtypes of the optimizer's state; None if there is none yet."""
+    """The dtypes of the optimizer's state; None if it does not exist yet."""
 
     @property
     def trainable(self) -> bool:
         return self.parameter.requires_grad
 
-    def compute_dtype(self, precision: Precision) -> torch.dtype:
-        return self.dtypes.original if precision is Precision.STORED else self.dtypes.compute
+    def dtypes_in(self, precision: Precision) -> Dtypes:
+        return self.dtypes.stored if precision is Precision.STORED else self.dtypes
+
+    def planned(self, stage: ParamStage, precision: Precision = Precision.POLICY) -> set[torch.dtype]:
+        """The dtypes expected at a stage; none if there is no such stage."""
+        dtypes = self.dtypes_in(precision)
+        if stage in (ParamStage.GATHERED, ParamStage.COMPUTED):
+            return set() if self.extended else {dtypes.compute}  # a gather protocol may use any dtype
+        if not self.trainable:
+            return set()
+        if stage is ParamStage.GRADIENT:
+            return {dtypes.compute, dtypes.kept}  # `kept` after accumulation without synchronisation
+        if stage is ParamStage.STATE:
+            return set(self.state) if self.state else {dtypes.original}
+        return {
+            {
+                ParamStage.KEPT: dtypes.kept,
+                ParamStage.WIRE: dtypes.wire,
+                ParamStage.REDUCED: dtypes.reduce,
+                ParamStage.ALL_REDUCED: dtypes.reduce,
+                ParamStage.GRAD: dtypes.gradient,
+                ParamStage.UPDATED: dtypes.original,
+            }[stage]
+        }
 
 
 @dataclass(frozen=True)
 class Row:
-    """The parameters of one unit that have the same dtypes at every stage. `None`: there is no such stage."""
+    """The parameters of one unit that have the same dtypes at every stage; None if there is no such stage."""
 
     unit: str
     names: tuple[str, ...]
@@ -64,10 +102,10 @@ class Row:
     kept: torch.dtype | None
     """Gradients accumulated over backwards without synchronisation."""
     grad: torch.dtype | None
-    """`.grad`, where gradients of backwards with synchronisation accumulate."""
+    """`.grad`, in which gradients of backwards with synchronisation accumulate."""
     updated: torch.dtype | None
     state: tuple[torch.dtype, ...]
-    """What the optimizer keeps; before its first step, what it is expected to keep."""
+    """The dtypes of the optimizer's state; before its first step, the expected ones."""
     state_exists: bool
 
     @property
@@ -76,31 +114,31 @@ class Row:
 
     @property
     def cells(self) -> tuple[Any, ...]:
-        """What the table shows, except the unit."""
+        """All cells of the table except the unit."""
         fields = self.__dict__.items()
         return (self.parameters, *(value for name, value in fields if name not in ("unit", "names")))
 
 
 @dataclass(frozen=True)
-class CastBoundary:
-    """Casts of inputs and outputs, of a unit or of modules inside it whose dtypes are overridden."""
+class CastPlan:
+    """Casts of inputs and outputs of a unit, or of modules inside it whose dtypes are overridden."""
 
     modules: tuple[str, ...]
     """Relative to the unit; empty for the unit itself."""
     inputs: torch.dtype | None
     outputs: torch.dtype | None
     in_eval: bool
-    """Whether they are cast in `eval()` mode, too."""
+    """True if they are also cast in `eval()` mode."""
 
 
 @dataclass(frozen=True)
 class BufferPlan:
     name: str
     alias: str
-    """Its name relative to the unit, which the patterns of the policy match."""
+    """The name relative to the unit, which the patterns of the policy match."""
     module: nn.Module
     was: torch.dtype | None
-    """Its dtype when the module was sharded."""
+    """The dtype when the module was sharded."""
     stored: torch.dtype
     seen: torch.dtype
 
@@ -111,19 +149,33 @@ class UnitPlan:
     state: FSDPState
     params: tuple[ParamPlan, ...]
     rows: tuple[Row, ...]
-    cast_boundaries: tuple[CastBoundary, ...]
+    casts: tuple[CastPlan, ...]
     buffers: tuple[BufferPlan, ...]
     module_policies: dict[nn.Module, MixedPrecisionPolicy]
-    """The modules inside the unit that cast, with the policies that they cast by."""
+    """The modules inside the unit that cast inputs and outputs, and their policies."""
     ranks: int
     """The number of ranks over which gradients are reduced."""
     replicated: bool
-    """Whether they are all-reduced over replicas, too."""
+    """True if they are also all-reduced over replicas."""
     outermost: bool
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
         return self.state.unit.policy
+
+    @property
+    def casts_inputs(self) -> bool:
+        return _casts_inputs(self.state, self.outermost)
+
+    def modules_with_params(self) -> dict[nn.Module, list[ParamPlan]]:
+        """The modules on which parameters of the unit are registered."""
+        found: dict[nn.Module, list[ParamPlan]] = {}
+        for each in self.params:
+            for location in each.param.locations:
+                module = location.module()
+                if module is not None:
+                    found.setdefault(module, []).append(each)
+        return found
 
 
 @dataclass(frozen=True)
@@ -132,7 +184,7 @@ class ModelPlan:
     unmanaged: tuple[tuple[str, Any], ...]
     """Trainable parameters that are in no unit."""
     parameter_ids: frozenset[int]
-    """The ids of all parameters that an optimizer of the model should hold."""
+    """The ids of all parameters that the model's optimizers should hold."""
 
     @property
     def rows(self) -> list[Row]:
@@ -140,12 +192,12 @@ class ModelPlan:
 
 
 def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
-    """The plan of every unit in `model`, without a step, an allocation or a collective."""
+    """Plan every unit in `model`, without a step, an allocation or a collective."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"Expected a sharded model, got {type(model).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
-            f"Expected one torch.optim.Optimizer, got {type(optimizer).__name__}. For several optimizers call it "
+            f"Expected one torch.optim.Optimizer, got {type(optimizer).__name__}. For several optimizers, call it "
             "once for each."
         )
     paths: dict[FSDPState, list[str]] = {}
@@ -154,8 +206,8 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
             paths.setdefault(state, []).append(name)
     if not paths:
         raise ArgumentError(
-            f"{type(model).__name__} contains no module that fully_shard was applied to, so there is no precision of "
-            "units to report. Shard it first: fully_shard(model, mp_policy=...)."
+            f"{type(model).__name__} contains no module that fully_shard was applied to. Shard it first: "
+            "fully_shard(model, mp_policy=...)."
         )
     prefixes = _prefixes(model)
     outer = set(_outermost(model))
@@ -168,7 +220,7 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
 def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
     """The modules whose parameters and buffers belong to a unit, with the prefix of their names.
 
-    The number is that of the sharded module, if the unit has several.
+    The number is the index of the sharded module, if the unit has several.
     """
     for number, top in enumerate(state.modules()):
         prefixes = _prefixes(top)
@@ -207,7 +259,7 @@ def _unit_plan(
         state,
         params,
         tuple(_rows(name, params)),
-        tuple(_boundaries_of(state, module_policies)),
+        tuple(_casts_of(state, state in outer, module_policies)),
         tuple(_buffers(state, prefixes)),
         module_policies,
         max((group.shards.world * group.replicas.world for group in unit.param_groups), default=1),
@@ -236,7 +288,7 @@ def _params(state: FSDPState, prefixes: dict[nn.Module, str], optimizer: Any) ->
 
 
 def _sharded_parameter(param: ManagedParam) -> Any:
-    """The registered parameter, unless that is an unsharded one or none."""
+    """The registered parameter, unless it is unsharded or missing."""
     registered = param.locations[0].parameters.get(param.locations[0].name)
     unsharded = registered is param.unsharded or registered is param.sliced
     return registered if isinstance(registered, nn.Parameter) and not unsharded else param.sharded
@@ -258,25 +310,33 @@ def _rows(unit: str, params: tuple[ParamPlan, ...]) -> Iterator[Row]:
             computed=dtypes.compute,
             wire=dtypes.wire if updated else None,
             reduced=dtypes.reduce if updated else None,
-            kept=dtypes.reduce if updated else None,
-            grad=dtypes.original if updated else None,
+            kept=dtypes.kept if updated else None,
+            grad=dtypes.gradient if updated else None,
             updated=dtypes.original if updated else None,
             state=(state if state is not None else (dtypes.original,)) if updated else (),
             state_exists=state is not None,
         )
 
 
-def _boundaries_of(state: FSDPState, module_policies: dict[nn.Module, MixedPrecisionPolicy]) -> Iterator[CastBoundary]:
-    unit, policy = state.unit, state.unit.policy
-    inputs = policy.param_dtype if state.casts_inputs else None
-    yield CastBoundary((), inputs, policy.output_dtype, not policy.full_precision_in_eval)
+def _casts_inputs(state: FSDPState, outermost: bool) -> bool:
+    """For some policies this depends on the root, which the first forward finds: until then, the outermost unit."""
+    if state.is_initialised:
+        return state.casts_inputs
+    return state.unit.policy.casts_inputs(outermost, empty=not state.unit.used_params)
+
+
+def _casts_of(
+    state: FSDPState, outermost: bool, module_policies: dict[nn.Module, MixedPrecisionPolicy]
+) -> Iterator[CastPlan]:
+    policy = state.unit.policy
+    in_eval = not policy.full_precision_in_eval
+    yield CastPlan((), policy.param_dtype if _casts_inputs(state, outermost) else None, policy.output_dtype, in_eval)
     inside = {module: prefix.removesuffix(".") for _, prefix, module in owned_modules(state)}
     equal: dict[MixedPrecisionPolicy, list[str]] = {}
     for module, own in module_policies.items():
         equal.setdefault(own, []).append(inside.get(module, type(module).__name__))
     for own, names in equal.items():
-        inputs = own.param_dtype if own.cast_forward_inputs else None
-        yield CastBoundary(tuple(names), inputs, own.output_dtype, not unit.policy.full_precision_in_eval)
+        yield CastPlan(tuple(names), own.param_dtype if own.cast_forward_inputs else None, own.output_dtype, in_eval)
 
 
 def _buffers(state: FSDPState, prefixes: dict[nn.Module, str]) -> Iterator[BufferPlan]:
@@ -298,7 +358,7 @@ def _unmanaged(model: nn.Module, units: tuple[UnitPlan, ...]) -> Iterator[tuple[
     known = {id(each) for param in params for each in (param.sharded, param.unsharded, param.sliced)}
     replicated = {inner for module in model.modules() if is_replicated(module) for inner in module.modules()}
     seen: set[int] = set()
-    for prefix, module in ((prefix, module) for module, prefix in _prefixes(model).items()):
+    for module, prefix in _prefixes(model).items():
         for name, parameter in own_parameters(module).items():
             if parameter is None or not parameter.requires_grad or module in replicated:
                 continue
@@ -311,7 +371,7 @@ def _unmanaged(model: nn.Module, units: tuple[UnitPlan, ...]) -> Iterator[tuple[
 
 
 def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors with a value per element: not the count of steps."""
+    """State tensors with a value per element, that is, not the step counter."""
     for name, value in optimizer.state.get(parameter, {}).items():
         per_element = isinstance(value, torch.Tensor) and (value.ndim or not parameter.ndim) and name != "step"
         if per_element and value.is_floating_point():
@@ -319,7 +379,7 @@ def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.T
 
 
 def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | None:
-    """The dtypes of what the optimizer keeps for a parameter; None if it keeps nothing yet."""
+    """The dtypes of the optimizer's state of a parameter; None if it has none yet."""
     if optimizer is None or not optimizer.state.get(parameter):
         return None
     found = {value.dtype for _, value in state_tensors(optimizer, parameter)}

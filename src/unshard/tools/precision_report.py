@@ -1,4 +1,4 @@
-"""The dtypes in which a sharded model will compute, reduce and update, and what is surprising about them."""
+"""Reports the planned dtypes of a sharded model and flags surprising ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..policies import MixedPrecisionPolicy, matches
 from ..torch_private import BATCH_NORM
 from .formatting import NOTHING, quoted, shared_title, short, shorts, table, unit_title, unit_titles
 from .precision_plan import (
-    CastBoundary,
+    CastPlan,
     ModelPlan,
     ParamPlan,
     Row,
@@ -32,15 +32,15 @@ _HEAD = ("unit", "parameters", "elements", *_STAGES)
 _BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "seen by forward", "in eval()")
 NOT_CAST = "not cast"
 _MANY_RANKS = 8
-"""A bf16 number has 8 significant bits: a sum over more ranks than this rounds nearly every summand."""
+"""A bf16 number has 8 significant bits, so a sum over more ranks than this rounds nearly every summand."""
 _POSITION_TABLES = ("*inv_freq*", "*freqs*")
-"""Names of buffers with a value per position: in 16 bits, distant positions have equal values."""
+"""Names of buffers with a value per position. In 16 bits, distant positions have equal values."""
 _DEFAULT_KEEP_BUFFERS = next(f.default for f in fields(MixedPrecisionPolicy) if f.name == "keep_buffers")
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """`str(report)` is the text. `rows`: one per unit and set of dtypes. `surprises`: what is probably not intended."""
+    """`str(report)` is the text. `rows`: one per unit and set of dtypes. `surprises`: dtypes that look unintended."""
 
     plan: ModelPlan
     surprises: list[str]
@@ -62,17 +62,17 @@ class PrecisionReport:
             *table(_BOUNDARIES, [line for group in _equal_units(units) for line in _boundary_lines(group)]),
         ]
         if len(_equal_units(units)) < len(units):
-            lines += ["", "On lines of several units, numbers are those of each unit."]
+            lines += ["", "On lines of several units, numbers are per unit."]
         if any(row.state and not row.state_exists for row in rows):
             lines += ["", "* expected after the first step of the optimizer"]
         return "\n".join(lines + ["", *surprise_lines(self.surprises)])
 
 
 def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
-    """Report the dtypes of every stage of a sharded `model`, and what is surprising about them.
+    """Report the dtypes of a sharded `model` at every stage of a step, and flag surprising ones.
 
-    Works before the first step, and on the meta device. The report is printed on rank 0 only, to `file` or to standard
-    output, and returned on every rank. With `optimizer` it covers the optimizer's state, too.
+    Works before the first step and on the meta device. Rank 0 prints the report to `file` (default: standard output);
+    every rank returns it. With `optimizer`, the report also covers the optimizer's state.
     """
     plan = plan_of(model, optimizer)
     report = PrecisionReport(plan, surprises_of(plan, optimizer))
@@ -86,11 +86,11 @@ def surprise_lines(found: list[str]) -> list[str]:
 
 
 def _equal_units(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
-    """Lists of units that have the same lines, in the order of the first of each."""
+    """Group units that have the same lines, in order of first appearance."""
     equal: dict[Any, list[UnitPlan]] = {}
     for unit in units:
         buffers = tuple(sorted((short(each.stored), short(each.seen)) for each in unit.buffers))
-        lines = (tuple(row.cells for row in unit.rows), unit.cast_boundaries, buffers)
+        lines = (tuple(row.cells for row in unit.rows), unit.casts, buffers)
         equal.setdefault(lines, []).append(unit)
     return list(equal.values())
 
@@ -119,7 +119,7 @@ def _cells(row: Row) -> list[str]:
 
 def _boundary_lines(group: list[UnitPlan]) -> list[list[str]]:
     first, lines = group[0], []
-    for boundary in first.cast_boundaries:
+    for boundary in first.casts:
         label, pairs = "  " + ", ".join(boundary.modules), []
         if not boundary.modules:  # the unit itself
             label = shared_title([unit.name for unit in group])
@@ -129,11 +129,11 @@ def _boundary_lines(group: list[UnitPlan]) -> list[list[str]]:
     return lines
 
 
-def _casts(boundary: CastBoundary) -> tuple[str, str]:
+def _casts(boundary: CastPlan) -> tuple[str, str]:
     return short(boundary.inputs, NOT_CAST), short(boundary.outputs, NOT_CAST)
 
 
-def _in_eval(unit: UnitPlan, boundary: CastBoundary) -> str:
+def _in_eval(unit: UnitPlan, boundary: CastPlan) -> str:
     if boundary.in_eval:
         return "the same"
     stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
@@ -148,7 +148,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def surprises_of(plan: ModelPlan, optimizer: Any = None) -> list[str]:
-    """What a plan holds that is probably not intended: sentences with the names and the remedy."""
+    """Sentences about dtypes that look unintended, with names and the remedy."""
     found: list[Iterator[str]] = [_stored_in_16_bits(plan), _stored_in_fp64(plan)]
     if optimizer is not None:
         found += [_narrow_state(plan, optimizer), _parameters_of_others(plan, optimizer)]
@@ -184,8 +184,8 @@ def _stored_in_16_bits(plan: ModelPlan) -> Iterator[str]:
         dtypes = shorts(each.dtypes.original for each in stored)
         narrow = stored[0].dtypes.original
         yield _sentence(
-            f"{_names(stored)}: stored in {dtypes}, so the optimizer updates in 16 bits and small updates are lost; "
-            f"keep them in fp32 and set param_dtype={narrow} to compute in {short(narrow)}."
+            f"{_names(stored)}: stored in {dtypes}, so the optimizer updates in 16 bits and loses small updates; keep "
+            f"them in fp32 and set param_dtype={narrow} to compute in {short(narrow)}."
         )
 
 
@@ -197,8 +197,8 @@ def _stored_in_fp64(plan: ModelPlan) -> Iterator[str]:
     for kind, found in (("parameters", names), ("buffers", buffers)):
         if found:
             yield _sentence(
-                f"{kind} {quoted(found)}: stored in fp64, which costs twice the memory and spreads to what is computed "
-                "with them; build them with dtype=torch.float32, from Python numbers or torch tensors."
+                f"{kind} {quoted(found)}: stored in fp64, which takes twice the memory and spreads to results; build "
+                "them with dtype=torch.float32, from Python numbers or torch tensors."
             )
 
 
@@ -211,7 +211,7 @@ def _narrow_state(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     for (name, dtype), params in narrow.items():
         yield (
             f"{type(optimizer).__name__} keeps {name!r} of {_names(params)} in {short(dtype)}, narrower than fp32: "
-            "averages over many steps stop moving; keep its state in fp32."
+            "long averages stop moving; keep its state in fp32."
         )
 
 
@@ -227,8 +227,8 @@ def _parameters_of_others(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
     names = [name for name in known if name]
     which = f" ({quoted(names)} as they were before sharding, or unsharded)" if names else ""
     yield (
-        f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's{which}, so its steps do "
-        "not change the model: build the optimizer after fully_shard, while no parameters are unsharded."
+        f"{type(optimizer).__name__} holds {len(others)} parameters that are not the model's{which}. Its steps do not "
+        "change the model: build the optimizer after fully_shard, while no parameters are unsharded."
     )
 
 
@@ -237,8 +237,8 @@ def _unmanaged(plan: ModelPlan) -> Iterator[str]:
         names = quoted([name for name, _ in plan.unmanaged])
         yield (
             f"Parameters {names}: in no unit (ignored, or added after sharding), so their gradients are not reduced "
-            "and the ranks drift apart; leave them out of ignored_params, add them before fully_shard, or reduce "
-            "their gradients yourself."
+            "and ranks diverge; leave them out of ignored_params, add them before fully_shard, or reduce their "
+            "gradients yourself."
         )
 
 
@@ -247,8 +247,8 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
     if rounded:
         dtypes = rounded[0].dtypes
         yield _sentence(
-            f"{_names(rounded)}: gradients come in {short(dtypes.compute)} and are reduced in {short(dtypes.reduce)}, "
-            f"which rounds them; set reduce_dtype={dtypes.compute}, or leave it None."
+            f"{_names(rounded)}: gradients are computed in {short(dtypes.compute)} and reduced in "
+            f"{short(dtypes.reduce)}, which rounds them; set reduce_dtype={dtypes.compute}, or leave it None."
         )
     sent = _trainable(
         plan,
@@ -257,16 +257,16 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
     if sent:
         dtypes = sent[0].dtypes
         yield _sentence(
-            f"{_names(sent)}: gradients come in {short(dtypes.compute)} and wire_dtype rounds them to "
-            f"{short(dtypes.wire)}; nothing is lost only where the wire is as wide as param_dtype, so leave wire_dtype "
-            "None or compute in it."
+            f"{_names(sent)}: gradients are computed in {short(dtypes.compute)} and wire_dtype rounds them to "
+            f"{short(dtypes.wire)}; sending loses nothing only if wire_dtype is as wide as param_dtype, so leave "
+            "wire_dtype None or compute in it."
         )
     many = [unit for unit in plan.units if unit.ranks > _MANY_RANKS and _reduces_in_16_bits(unit)]
     if many:
         yield _sentence(
-            f"{_units(many)}: gradients are added up in 16 bits over {max(unit.ranks for unit in many)} ranks, "
-            "which rounds most summands; set reduce_dtype=torch.float32, with wire_dtype=torch.bfloat16 if "
-            "the bytes matter."
+            f"{_units(many)}: gradients are summed in 16 bits over {max(unit.ranks for unit in many)} ranks, "
+            "which rounds most summands; set reduce_dtype=torch.float32, and wire_dtype=torch.bfloat16 to send as "
+            "few bytes."
         )
 
 
@@ -283,7 +283,7 @@ def _fp16(plan: ModelPlan) -> Iterator[str]:
     ]
     if users:
         yield _sentence(
-            f"{_units(users)}: computed or reduced in fp16, where gradients below 6e-8 vanish and sums above 65504 "
+            f"{_units(users)}: computed or reduced in fp16, in which gradients below 6e-8 vanish and sums above 65504 "
             "overflow; train with unshard.optim.GradScaler, or use torch.bfloat16."
         )
 
@@ -299,12 +299,12 @@ def _buffers(plan: ModelPlan) -> Iterator[str]:
         yield (
             f"Buffers {quoted([each.name for each in rounded])}: {was} when they were sharded and {now} now, so a "
             ".to() or .half() of the model rounded them; set param_dtype in the policy instead of converting the "
-            "model, and compute the buffers anew."
+            "model, and recompute the buffers."
         )
     if stored:
         yield (
             f"Buffers {quoted([each.name for each in stored])}: stored in {shorts(each.stored for each in stored)}, in "
-            "which distant positions have equal values; compute them in fp32, after the last conversion of the model."
+            "which distant positions have equal values; compute them in fp32 after the last conversion of the model."
         )
     if seen:
         yield (
@@ -328,7 +328,7 @@ def _statistics(plan: ModelPlan) -> Iterator[str]:
     if narrow:
         yield (
             f"Statistics {quoted([buffer.name for buffer in narrow])} add up in {shorts(b.seen for b in narrow)} "
-            "(buffer_dtype), where small changes vanish; compute these norms as they are stored, with overrides."
+            "(buffer_dtype), in which small changes vanish; use overrides to compute these norms in their own dtype."
         )
 
 
@@ -360,8 +360,8 @@ def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
     for patterns, users in keeping.items():
         if patterns and all(unit.policy.buffer_dtype is None for unit in users):
             yield (
-                f"Patterns {quoted(patterns)} in keep_buffers of {_units(users)} have no effect: buffers are seen as "
-                "they are stored; set buffer_dtype, or take them out."
+                f"Patterns {quoted(patterns)} in keep_buffers of {_units(users)} have no effect: buffers are not cast; "
+                "set buffer_dtype, or remove the patterns."
             )
         names = [buffer.alias for unit in users for buffer in unit.buffers]
         yield from _matching_nothing("keep_buffers", patterns, users, "floating-point buffer", names)
@@ -373,14 +373,13 @@ def _matching_nothing(
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             yield (
-                f"Pattern {pattern!r} in {field} matches no {thing} of {_units(users)}: names are those inside the "
-                "module that was sharded, without its own path, and units inside it have policies of their own; "
-                "correct the pattern or take it out."
+                f"Pattern {pattern!r} in {field} matches no {thing} of {_units(users)}: names are relative to the "
+                "sharded module, and units inside it have their own policies; correct or remove the pattern."
             )
 
 
 def _modules_without_casts(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Overrides that match some parameters of a module and not all: its inputs and outputs are not cast then."""
+    """Overrides that match only some parameters of a module: its inputs and outputs are not cast."""
     found: dict[tuple[str, tuple[str, ...], str], list[UnitPlan]] = {}
     for unit in units:
         inside = {module: prefix for _, prefix, module in owned_modules(unit.state)}
@@ -414,6 +413,6 @@ def _some_in_eval(units: tuple[UnitPlan, ...]) -> Iterator[str]:
     in_full = [unit for unit in cast if unit.policy.full_precision_in_eval]
     if in_full and len(in_full) < len(cast):
         yield _sentence(
-            f"{_units(in_full)}: computed as stored in eval() (full_precision_in_eval), but the other units are not, "
-            "so the dtypes of inputs and parameters may differ; set it in all policies, or in none."
+            f"{_units(in_full)}: computed in the stored dtype in eval() (full_precision_in_eval), unlike the other "
+            "units, so the dtypes of inputs and parameters may differ; set it in all policies, or in none."
         )

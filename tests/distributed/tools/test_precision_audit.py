@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from unshard import MixedPrecisionPolicy, fully_shard
+from unshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard, tools
 from unshard.engine import observer
 from unshard.errors import StateError
 from unshard.tools import PrecisionAudit, precision_audit
@@ -48,17 +50,17 @@ def found(audit: PrecisionAudit, unit: str, row: int = 0) -> dict[str, str]:
     lines = str(audit).splitlines()
     starts = [0] + [i + 2 for i in range(len(lines[1])) if lines[1][i : i + 2] == "  "]
     starts = [i for i in starts if lines[1][i : i + 1] == "-"]
-    segments = list(zip(starts, [*starts[1:], None], strict=True))
+    columns = list(zip(starts, [*starts[1:], None], strict=True))
     first = next(number for number, line in enumerate(lines) if line.startswith(unit))
     cells = lines[first + 1 + 2 * row]
-    return {lines[0][a:b].strip(): cells[a:b].strip() for a, b in segments}
+    return {lines[0][a:b].strip(): cells[a:b].strip() for a, b in columns}
 
 
 def assert_removed(model: nn.Module) -> None:
     assert observer.current is None and torch._C._len_torch_function_stack() == 0
     for module in model.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        assert not any("unshard.tools" in type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
+        assert not any("unshard.tools" in getattr(hook, "func", hook).__module__ for hook in hooks)
 
 
 # --- honest steps ------------------------------------------------------------------------------------------------
@@ -107,6 +109,31 @@ def train(model: Model, optimizer: torch.optim.Optimizer) -> None:
     step(model, optimizer)
     with torch.no_grad():
         model(batch())
+
+
+@world(2)
+def test_honest_steps_of_the_wrapper() -> None:
+    """Its policy keeps sums in the compute dtype, may keep `.grad` there, and casts the inputs of the root only."""
+    for use_orig_params, low in itertools.product((True, False), (True, False)):
+        precision = MixedPrecision(B16, F32, keep_low_precision_grads=low)
+        options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+        inner = FullyShardedDataParallel(nn.Linear(4, 4), **options)
+        model = FullyShardedDataParallel(nn.Sequential(inner, nn.Tanh(), nn.Linear(4, 4)), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rows = tools.precision(model, optimizer, file=io.StringIO()).rows
+        assert [(row.reduced, row.kept, row.grad) for row in rows] == [(F32, B16, B16 if low else F32)] * 2
+        with precision_audit(model) as audit:
+            with model.no_sync():
+                model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4)).sum().backward()
+        assert audit.differences == []
+        cells = found(audit, "(root)")
+        assert (cells["wire"], cells["reduced"], cells["sums kept"]) == ("fp32", "fp32", "bf16")
+        if use_orig_params:
+            assert cells[".grad"] == ("bf16" if low else "fp32")
+        boundary = next(line.split() for line in str(audit).split("inputs planned")[1].splitlines() if "(root)" in line)
+        assert boundary[1:3] == ["bf16", "bf16"]
+        assert_removed(model)
 
 
 @world(4)

@@ -156,7 +156,10 @@ POLICIES: list[tuple[dict[str, object], tuple[str, ...]]] = [
     ({}, ()),
     ({"param_dtype": F16}, ("fp16", "(root)", "GradScaler")),
     ({"reduce_dtype": F16}, ("fp16", "GradScaler")),
-    ({"param_dtype": None, "reduce_dtype": B16}, ("tokens.weight", "come in fp32", "reduced in bf16", "reduce_dtype")),
+    (
+        {"param_dtype": None, "reduce_dtype": B16},
+        ("tokens.weight", "computed in fp32", "reduced in bf16", "reduce_dtype"),
+    ),
     ({"param_dtype": None, "wire_dtype": B16}, ("tokens.weight", "wire_dtype rounds them to bf16")),
     ({"wire_dtype": B16}, ()),
     ({"output_dtype": None}, ("(root)", "returns bf16", "output_dtype=torch.float32")),
@@ -223,7 +226,7 @@ def test_buffers_that_a_conversion_rounded() -> None:
         none(report_of(each))  # its digits are lost, but no dtype tells
         each.to(B16)
         mended, rounded = report_of(each).surprises, "Buffers 'inv_freq', 'scale': fp32 when they were sharded and bf16"
-        assert len(mended) == 2 and mended[1].startswith(rounded) and "compute the buffers anew" in mended[1]
+        assert len(mended) == 2 and mended[1].startswith(rounded) and "recompute the buffers" in mended[1]
     born = Model()
     born.inv_freq, born.scale = born.inv_freq.to(B16), born.scale.to(B16)
     only(report_of(sharded(model=born)), "'inv_freq'", "stored in bf16", "fp32")
