@@ -95,7 +95,7 @@ class FlatSpan:
 
     def collected_gradient(self) -> torch.Tensor:
         """A flat gradient, copied from the parameters' own gradients."""
-        gradients = [_local_gradient(each.parameter) for each in self.params]
+        gradients = [_local(cast(torch.Tensor, each.parameter.grad), each) for each in self.params]
         if self.outside_shard:
             return self.to_flat_shape(gradients[0])
         flat = torch.zeros_like(self.flat)
@@ -186,24 +186,19 @@ def _same_distance(a: SpanParam, b: SpanParam, a_grad: GradRange, b_grad: GradRa
     return in_order and b_grad.begin - a_grad.begin == b.begin - a.begin
 
 
-def _local_gradient(parameter: DTensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if not isinstance(gradient, DTensor):
-        return gradient
-    placements = spec_of(parameter).placements
-    if spec_of(gradient).placements != placements:
-        gradient = gradient.redistribute(placements=placements)
-    return local_of(gradient)
+def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
+    """The local tensor of a gradient or of state, in the parameter's placements."""
+    if not isinstance(value, DTensor):
+        return value
+    placements = spec_of(param.parameter).placements
+    if spec_of(value).placements != placements:
+        # On the parameter's device: the mesh may not support tensors on the host.
+        value = cast(DTensor, value.to(param.local.device)).redistribute(placements=placements)
+    return local_of(value)
 
 
 def _local_state(value: torch.Tensor, key: str, param: SpanParam) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        placements = spec_of(param.parameter).placements
-        if spec_of(value).placements != placements:
-            # On the parameter's device: the mesh may not support tensors on the host.
-            value = cast(DTensor, value.to(param.local.device)).redistribute(placements=placements)
-        value = local_of(value)
+    value = _local(value, param)
     if value.shape != param.local.shape:
         raise ParameterError(
             f"The optimizer's state {key!r} of a parameter of shape {tuple(param.parameter.shape)} should have the "

@@ -21,6 +21,7 @@ from ..engine.api import (
     unsharded_name,
 )
 from ..errors import ArgumentError
+from ..names import modules_until
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import is_replicated, own_buffers, own_parameters
 
@@ -38,6 +39,17 @@ class ParamStage(Enum):
     GRAD = ".grad"
     UPDATED = "updated"
     STATE = "optimizer state"
+
+
+_FIELDS = {
+    ParamStage.KEPT: "kept",
+    ParamStage.WIRE: "wire",
+    ParamStage.REDUCED: "reduce",
+    ParamStage.ALL_REDUCED: "reduce",
+    ParamStage.GRAD: "gradient",
+    ParamStage.UPDATED: "original",
+}
+"""The fields of the engine's `Dtypes`."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +86,7 @@ class ParamPlan:
             return {dtypes.compute, dtypes.kept}  # `kept` after accumulation without synchronisation
         if stage is ParamStage.STATE:
             return set(self.state) if self.state else {dtypes.original}
-        return {
-            {
-                ParamStage.KEPT: dtypes.kept,
-                ParamStage.WIRE: dtypes.wire,
-                ParamStage.REDUCED: dtypes.reduce,
-                ParamStage.ALL_REDUCED: dtypes.reduce,
-                ParamStage.GRAD: dtypes.gradient,
-                ParamStage.UPDATED: dtypes.original,
-            }[stage]
-        }
+        return {getattr(dtypes, _FIELDS[stage])}
 
 
 @dataclass(frozen=True)
@@ -222,17 +225,13 @@ def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
 
     The number is the index of the sharded module, if the unit has several.
     """
+
+    def is_foreign(module: nn.Module) -> bool:
+        return state_of(module) not in (None, state) or is_replicated(module)
+
     for number, top in enumerate(state.modules()):
-        prefixes = _prefixes(top)
-        for module in _below(top, state):
-            yield number, prefixes[module], module
-
-
-def _below(module: nn.Module, state: FSDPState) -> Iterator[nn.Module]:
-    if state_of(module) in (None, state) and not is_replicated(module):
-        yield module
-        for child in module.children():
-            yield from _below(child, state)
+        for prefix, module in modules_until(top, is_foreign):
+            yield number, prefix, module
 
 
 def _prefixes(top: nn.Module) -> dict[nn.Module, str]:

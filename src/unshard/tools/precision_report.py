@@ -119,25 +119,22 @@ def _cells(row: Row) -> list[str]:
 
 def _boundary_lines(group: list[UnitPlan]) -> list[list[str]]:
     first, lines = group[0], []
-    for boundary in first.casts:
-        label, pairs = "  " + ", ".join(boundary.modules), []
-        if not boundary.modules:  # the unit itself
+    for cast in first.casts:
+        label, pairs = "  " + ", ".join(cast.modules), []
+        if not cast.modules:  # the unit itself
             label = shared_title([unit.name for unit in group])
             pairs = sorted({(short(each.stored), short(each.seen)) for each in first.buffers})
         stored, seen = ("+".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True)) if pairs else ("", "")
-        lines.append([label, *_casts(boundary), stored or NOTHING, seen or NOTHING, _in_eval(first, boundary)])
+        casts = short(cast.inputs, NOT_CAST), short(cast.outputs, NOT_CAST)
+        lines.append([label, *casts, stored or NOTHING, seen or NOTHING, _in_eval(first, cast)])
     return lines
 
 
-def _casts(boundary: CastPlan) -> tuple[str, str]:
-    return short(boundary.inputs, NOT_CAST), short(boundary.outputs, NOT_CAST)
-
-
-def _in_eval(unit: UnitPlan, boundary: CastPlan) -> str:
-    if boundary.in_eval:
+def _in_eval(unit: UnitPlan, cast: CastPlan) -> str:
+    if cast.in_eval:
         return "the same"
     stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
-    return "no casts" if boundary.modules else f"as stored ({stored})"
+    return "no casts" if cast.modules else f"as stored ({stored})"
 
 
 def _count(number: int, thing: str) -> str:
@@ -163,6 +160,10 @@ def _is_16_bit(dtype: torch.dtype | None) -> bool:
 
 def _trainable(plan: ModelPlan, wanted: Callable[[ParamPlan], bool]) -> list[ParamPlan]:
     return [each for unit in plan.units for each in unit.params if each.trainable and wanted(each)]
+
+
+def _units_with(plan: ModelPlan, wanted: Callable[[ParamPlan], bool]) -> list[UnitPlan]:
+    return [unit for unit in plan.units if any(each.trainable and wanted(each) for each in unit.params)]
 
 
 def _names(params: Iterable[ParamPlan]) -> str:
@@ -261,7 +262,8 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
             f"{short(dtypes.wire)}; sending loses nothing only if wire_dtype is as wide as param_dtype, so leave "
             "wire_dtype None or compute in it."
         )
-    many = [unit for unit in plan.units if unit.ranks > _MANY_RANKS and _reduces_in_16_bits(unit)]
+    narrow = _units_with(plan, lambda each: _is_16_bit(each.dtypes.reduce))
+    many = [unit for unit in narrow if unit.ranks > _MANY_RANKS]
     if many:
         yield _sentence(
             f"{_units(many)}: gradients are summed in 16 bits over {max(unit.ranks for unit in many)} ranks, "
@@ -270,17 +272,8 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
         )
 
 
-def _reduces_in_16_bits(unit: UnitPlan) -> bool:
-    return any(each.trainable and _is_16_bit(each.dtypes.reduce) for each in unit.params)
-
-
 def _fp16(plan: ModelPlan) -> Iterator[str]:
-    half = torch.float16
-    users = [
-        unit
-        for unit in plan.units
-        if any(half in (each.dtypes.compute, each.dtypes.reduce) and each.trainable for each in unit.params)
-    ]
+    users = _units_with(plan, lambda each: torch.float16 in (each.dtypes.compute, each.dtypes.reduce))
     if users:
         yield _sentence(
             f"{_units(users)}: computed or reduced in fp16, in which gradients below 6e-8 vanish and sums above 65504 "
@@ -291,7 +284,7 @@ def _fp16(plan: ModelPlan) -> Iterator[str]:
 def _buffers(plan: ModelPlan) -> Iterator[str]:
     every = [each for unit in plan.units for each in unit.buffers]
     tables = [each for each in every if any(matches(each.alias, pattern) for pattern in _POSITION_TABLES)]
-    rounded = [e for e in every if e.was is not None and _rounds(e.was, e.stored)]
+    rounded = [e for e in every if e.was not in (None, e.stored) and e.stored.itemsize <= e.was.itemsize]
     stored = [each for each in tables if _is_16_bit(each.stored) and each not in rounded]
     seen = [each for each in tables if _is_16_bit(each.seen) and each not in rounded + stored]
     if rounded:
@@ -312,10 +305,6 @@ def _buffers(plan: ModelPlan) -> Iterator[str]:
             f"{shorts(each.seen for each in seen)} because of buffer_dtype, and distant positions have equal values; "
             "name them in keep_buffers."
         )
-
-
-def _rounds(was: torch.dtype, now: torch.dtype) -> bool:
-    return was != now and now.itemsize <= was.itemsize
 
 
 def _statistics(plan: ModelPlan) -> Iterator[str]:
