@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from bed import world
 from bed.programs import TORCHRUN, python
+from bed.world import mostly_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -293,9 +294,11 @@ def test_every_recipe_is_run() -> None:
     assert len(headings) == 7 and set(headings) == set(run_here)
 
 
-def test_the_program_of_the_readme(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["float32"]))  # bfloat16 takes a minute on a CPU
+def test_the_program_of_the_readme(dtype: str, tmp_path: Path) -> None:
     text = listing("README.md", "Use")
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 40 and text.count("bfloat16") == 1
+    text = text.replace("bfloat16", dtype)
     program = tmp_path / "train.py"
     program.write_text(text)
     losses = re.findall(r"loss (\S+)", python("-W", "ignore", *TORCHRUN, program).stdout)
