@@ -2,7 +2,7 @@
 
 from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture
-from .comm.broadcast import sync_module_states
+from .comm.agreement import sync_module_states
 from .comm.user_collectives import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
 from .errors import CheckpointError, CollectiveError, OrderError, UnshardError

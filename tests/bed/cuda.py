@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unshard import fully_shard
-from unshard.comm.memory import CudaPool, pool_of_group
+from unshard.comm.groups import CudaPool, pool_of_group
 from unshard.comm.process_group import ProcessGroupTransport
 from unshard.fsdp2 import meshes
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from unshard.comm import process_group
-from unshard.comm.solo import SoloTransport
+from unshard.comm.transports import SoloTransport
 from unshard.layout.collective_tensors import PACK_SMALL, PackingRule
 
 

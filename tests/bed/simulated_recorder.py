@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unshard.captured_step import step as captured
 from unshard.captured_step.arguments import Arguments
 from unshard.captured_step.recording import Recording
-from unshard.comm.order.recorded import RecordedCollectives
+from unshard.comm.order.check import RecordedCollectives
 from unshard.engine.api import recording_step
 from unshard.engine.reduce.gradients import GroupGradients
 

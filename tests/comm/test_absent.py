@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from unshard.comm.order.absent import absent_ranks, raised_lately
-from unshard.comm.order.announcements import RECENT, Announcement, first_line_of
-from unshard.comm.order.check import Order
+from unshard.comm.order.check import WARN_SECONDS
+from unshard.comm.order.peers import RECENT, Peers, absent_ranks, first_line_of, raised_lately
+from unshard.comm.order.store import Announcement
 
 MINE = Announcement(0, issued=50)
 
@@ -36,9 +37,9 @@ def test_a_rank_that_has_ended_or_been_killed() -> None:
     seen = "last announced to all-gather unit 'a', 20 s ago; was last seen at train.py:7"
     assert absent(ended) == {1: f"rank 1 has ended with KeyError: 'x'; {seen}"}
     killed = absent(other(), silent=(1,))[1]
-    assert killed.startswith("rank 1 shows no sign of life since 10 s") and killed.endswith(seen)
+    assert killed.startswith("rank 1 has shown no sign of life for 10 s") and killed.endswith(seen)
     assert absent(Announcement(1), silent=(1,)) == {
-        1: "rank 1 has not sharded any module over this process group: it ended before it did, or runs PyTorch's FSDP "
+        1: "rank 1 has not sharded any module over this process group: it ended before that, or runs PyTorch's FSDP "
         "(start all ranks with `unshard run`)"
     }
 
@@ -87,14 +88,16 @@ def test_an_exception_in_one_line() -> None:
 def test_when_a_rank_says_that_it_waits(
     they: Announcement, limit: float, said: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = Announcement(0, issued=50, last="all-gather unit 'b'")
-    announcer = SimpleNamespace(interval=5.0, add=lambda order: None, own=lambda order: mine)
-    store = SimpleNamespace(name="", announcer=announcer, rank=0, ranks=[0, 1], announcements=lambda: [they])
-    order, times = Order(store, waits_on_host=True, peer_seconds=limit), []
+    announcer = SimpleNamespace(interval=5.0, add=lambda peers: None, last_raised={})
+    store = SimpleNamespace(name="", rank=0, ranks=[0, 1], announcements=lambda: [they])
+    progress, now = SimpleNamespace(last_announced=lambda: (50, "all-gather unit 'b'")), 1000.0
+    peers, times = Peers(store, announcer, progress, warn_seconds=min(WARN_SECONDS, limit)), []
+    with mock.patch("time.time", lambda: now):
+        peers.position(now)
     for seconds in range(0, 300, 5):
-        announcer.stalled = lambda order, seconds=seconds: float(seconds)
-        with caplog.at_level(logging.WARNING, "unshard"):
-            order.warn_of_absent()
+        later = mock.patch("time.time", lambda seconds=seconds: now + seconds)
+        with caplog.at_level(logging.WARNING, "unshard"), later:
+            peers.warn_of_absent()
         if caplog.messages:
             times.append(seconds)
             assert caplog.messages[0].startswith(f"rank 0 has waited {seconds} s to all-gather unit 'b': rank 1 ")

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from unshard.comm.interface import Works
-from unshard.comm.order.polling import PollingWork
+from unshard.comm.order.waiting import PollingWork
 
 
 class Order:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from unshard.comm.order.predictor import SequencePredictor
+from unshard.comm.order.sequence import SequencePredictor
 
 
 def misses(forecast: SequencePredictor, stream: list[int]) -> int:

@@ -29,12 +29,9 @@ from unshard.comm import process_group
 from unshard.comm.agreement import require_agreement
 from unshard.comm.groups import group_like, group_of
 from unshard.comm.interface import Label, Transport, Work
-from unshard.comm.order import check, polling
-from unshard.comm.order.checked_transport import OrderCheckedTransport
+from unshard.comm.order import check, waiting
 from unshard.comm.process_group import ProcessGroupTransport
-from unshard.comm.solo import SoloTransport
-from unshard.comm.split import SplitTransport
-from unshard.comm.transports import transport_for
+from unshard.comm.transports import OrderCheckedTransport, SoloTransport, SplitTransport, transport_for
 from unshard.comm.user_collectives import PluginTransport
 from unshard.errors import OrderError, UnsupportedError
 from unshard.torch_private import group_timeout, number_of_groups
@@ -206,13 +203,13 @@ def test_a_wait_is_given_up_when_the_order_is_broken(own: bool) -> None:
     with (
         mock.patch.object(transport.order, "poll_interval", timedelta(seconds=0.05)),
         mock.patch.object(transport.order, "compare_recent", side_effect=OrderError("broken")),
-        mock.patch.object(polling._Blocked, "threads", 0) as blocked,
+        mock.patch.object(waiting._Blocked, "threads", 0) as blocked,
     ):
         if rank == 0:
             work = transport.reduce_scatter([output], [unreduced], average=False)
             with pytest.raises(OrderError, match="broken"):
                 work.wait()
-            assert polling._Blocked.threads == blocked + own
+            assert waiting._Blocked.threads == blocked + own
     dist.barrier(other)
     if rank == 1:  # the answer comes after all: nothing has been freed
         transport.reduce_scatter([output], [unreduced], average=False).wait()
@@ -227,7 +224,7 @@ def test_a_users_collective_is_checked_too() -> None:
     transport = plain.wrapped(lambda base: PluginTransport(base, dist.group.WORLD, ToyGather(), ToyReduceScatter()))
     rank, output = dist.get_rank(), torch.empty(4)
     same = Label(lambda: "gather the same")
-    transport.all_gather([output], [torch.full((2,), 1.0 * rank)], same).wait()
+    transport.all_gather([output], [torch.full((2,), 1.0 * rank)], label=same).wait()
     assert output.tolist() == [0, 0, 1, 1]
     transport.all_gather([output], [torch.full((2,), 2.0 * rank)]).wait()  # without a label: not compared
     assert output.tolist() == [0, 0, 2, 2]
@@ -236,7 +233,7 @@ def test_a_users_collective_is_checked_too() -> None:
         mock.patch.object(plain.order, "poll_interval", timedelta(seconds=0.2)),
         pytest.raises(OrderError, match=r"gather [01], rank \d to gather [01]"),
     ):
-        transport.all_gather([output], [torch.ones(2)], Label(lambda: f"gather {rank}")).wait()
+        transport.all_gather([output], [torch.ones(2)], label=Label(lambda: f"gather {rank}")).wait()
 
 
 @world(2)
@@ -299,29 +296,26 @@ def test_a_second_group_is_made_for_the_first_reduce_scatter() -> None:
     """And all reduce-scatters go through it, and nothing else does."""
     used = []
 
-    class Named(ProcessGroupTransport):
-        def all_gather(self, *args: Any, **kwargs: Any) -> Work:
-            used.append(("gather", self._group))
-            return super().all_gather(*args, **kwargs)
+    def noted(name: str) -> Any:
+        original = getattr(ProcessGroupTransport, name)
 
-        def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
-            used.append(("reduce-scatter", self._group))
-            return super().reduce_scatter(*args, **kwargs)
+        def method(self: ProcessGroupTransport, *args: Any, **kwargs: Any) -> Work:
+            used.append((name, self._group))
+            return original(self, *args, **kwargs)
 
-        def all_reduce(self, *args: Any, **kwargs: Any) -> Work:
-            used.append(("all-reduce", self._group))
-            return super().all_reduce(*args, **kwargs)
+        return mock.patch.object(ProcessGroupTransport, name, method)
 
     usual, groups = dist.group.WORLD, number_of_groups()
-    transport = SplitTransport(Named(usual, CPU), lambda: Named(second_group(usual), CPU))
-    transport.all_gather([torch.empty(2)], [torch.ones(1)]).wait()
-    transport.all_reduce([torch.ones(1)], average=True).wait()
-    assert number_of_groups() == groups
-    for _ in range(2):
-        transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], average=True).wait()
-        assert number_of_groups() == groups + 1
+    transport = SplitTransport(usual, CPU, lambda: second_group(usual))
+    with noted("all_gather"), noted("reduce_scatter"), noted("all_reduce"):
+        transport.all_gather([torch.empty(2)], [torch.ones(1)]).wait()
+        transport.all_reduce([torch.ones(1)], average=True).wait()
+        assert number_of_groups() == groups
+        for _ in range(2):
+            transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], average=True).wait()
+            assert number_of_groups() == groups + 1
     own = second_group(usual)
-    assert used == [("gather", usual), ("all-reduce", usual), ("reduce-scatter", own), ("reduce-scatter", own)]
+    assert used == [("all_gather", usual), ("all_reduce", usual), ("reduce_scatter", own), ("reduce_scatter", own)]
 
 
 @world(2)
@@ -331,9 +325,9 @@ def test_an_order_is_compared_over_both_groups() -> None:
     label = Label(lambda: ["gather", "reduce"][rank])
     with pytest.raises(OrderError, match=r"(?s)gather.*reduce|reduce.*gather"):
         if rank == 0:
-            transport.all_gather([torch.empty(2)], [torch.ones(1)], label).wait()
+            transport.all_gather([torch.empty(2)], [torch.ones(1)], label=label).wait()
         else:
-            transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], label, average=True).wait()
+            transport.reduce_scatter([torch.empty(1)], [torch.ones(2)], label=label, average=True).wait()
 
 
 def test_the_loopback_group_conforms() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from unshard.comm.groups import group_like
-from unshard.comm.split import SplitTransport
+from unshard.comm.transports import SplitTransport
 from unshard.engine.unit import Unit
 from unshard.layout.collective_tensors import PackingRule
 from unshard.torch_private import group_timeout, nccl_options
@@ -43,10 +43,16 @@ def check(model: nn.Module) -> None:
     assert_at_rest(model)
 
 
-def split(unit: Unit) -> SplitTransport | None:
-    """The transport behind the comparison of orders, if it is divided."""
-    transport: Any = unit.param_groups[0].shards._base
-    return transport if isinstance(transport, SplitTransport) else None
+def transport_of(unit: Unit) -> Any:
+    """The transport behind the order check."""
+    return unit.param_groups[0].shards._base
+
+
+def second(unit: Unit) -> Any:
+    """The transport of the second process group, once it is made."""
+    transport = transport_of(unit)
+    reduces = transport.reduce_scatter.__self__
+    return None if reduces is transport else reduces
 
 
 @world(2, 3, 4, backend="nccl")
@@ -58,10 +64,10 @@ def test_a_group_of_its_own_is_made_for_a_backward() -> None:
     model = sharded(Stack().cuda(), mesh=DeviceMesh.from_group(group, "cuda"))
     with torch.no_grad():
         loss_of(model, 0)
-    assert all(split(unit)._reduce_scatters is None for unit in units(model))
+    assert all(isinstance(transport_of(unit), SplitTransport) and second(unit) is None for unit in units(model))
     check(model)
     own = group_like(group, "nccl", DEVICE, meet=lambda: None)
-    assert {split(unit)._reduce_scatters._group for unit in units(model)} == {own}
+    assert {second(unit)._group for unit in units(model)} == {own}
     assert own is not group and dist.get_process_group_ranks(own) == dist.get_process_group_ranks(group)
     assert group_timeout(own, DEVICE) == timeout
     assert nccl_options(own, DEVICE).is_high_priority_stream
@@ -78,11 +84,11 @@ def test_what_nccl_packs() -> None:
 def test_one_group_for_both() -> None:
     model = sharded(Stack().cuda())
     model.set_separate_reduce_scatter_group(False)
-    assert all(split(unit) is None for unit in units(model))
+    assert not any(isinstance(transport_of(unit), SplitTransport) for unit in units(model))
     check(model)
     model.set_separate_reduce_scatter_group(True)
     check(model)
-    assert all(split(unit)._reduce_scatters is not None for unit in units(model))
+    assert all(second(unit) is not None for unit in units(model))
 
 
 @contextmanager
@@ -105,11 +111,11 @@ def test_ranks_that_are_bound_to_their_device(backend: str, tmp_path: Path) -> N
     with job_of_bound_ranks(tmp_path / "store", backend):
         model = sharded(Stack().cuda())
         check(model)
-        assert all(split(unit)._reduce_scatters._group.size() == 4 for unit in units(model))
+        assert all(second(unit)._group.size() == 4 for unit in units(model))
         check(sharded(Stack().cuda(), reshard_after_forward=2))
         model = sharded(Stack().cuda(), mesh=two_by_two())
         check(model)
-        assert all(split(unit)._reduce_scatters._group.size() == 2 for unit in units(model))
+        assert all(second(unit)._group.size() == 2 for unit in units(model))
 
 
 def two_by_two() -> DeviceMesh:

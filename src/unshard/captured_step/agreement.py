@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.order.store import keys_of_job
+from ..comm.order.peers import keys_of_job
 
 PATIENCE = 60.0  # seconds that a rank waits for the others: the step would wait for them as well
 KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..comm.order.recorded import RecordedCollectives
+from ..comm.order.check import RecordedCollectives
 from ..torch_private import end_failed_recording, tree_flatten, tree_map, tree_unflatten
 from .arguments import Arguments, StaticArguments
 

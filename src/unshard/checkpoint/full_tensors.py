@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.groups import current_device, staging_device
-from ..comm.order.check import wait_for
+from ..comm.order.waiting import wait_for
 from ..state.boxes import full_box
 from ..state.model import HeldTensor
 from .files import copy_pieces

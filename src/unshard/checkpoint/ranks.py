@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.interface import CallOrder
-from ..comm.order.check import explained, known_orders
+from ..comm.order.check import Order, explained, known_orders
 from ..engine.api import orders_of
 from ..errors import CheckpointError, listed
 
@@ -68,7 +67,7 @@ def begin(what: str, model: nn.Module | None = None) -> None:
     `what` completes "rank 0 wants to ...", and is a constant.
     """
     if dist.is_available() and dist.is_initialized():
-        orders: set[CallOrder] = {*known_orders([dist.group.WORLD])}
+        orders: set[Order] = {*known_orders([dist.group.WORLD])}
         orders.update(() if model is None else orders_of(model.parameters()))
         for order in sorted(orders, key=attrgetter("name")):
             # After an error among some ranks, a checkpoint is still exchanged over the process group of all of them.

@@ -1,23 +1,36 @@
-"""Finds out, before the first step, that ranks were given different models: otherwise a hang or garbage."""
+"""Equal values on all ranks: compare models, broadcast tensors, reduce single numbers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError, listed
+from .groups import staging_device
 from .interface import Transport
+from .order.waiting import SharedCall
+from .transports import transport_for
 
 _DETAIL = 64 * 1024  # bytes of facts that are compared one by one once the ranks are known to differ
+_BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
+
+# -- compare -----------------------------------------------------------------------------------------------
 
 
 def require_agreement(transport: Transport, device: torch.device, what: str, facts: Sequence[str]) -> None:
     """Raise on every rank of `transport` if the ranks' lists of facts differ, naming the first difference.
 
-    One small gather; if the ranks differ they all see it, and a second one finds out where. Nothing is compared over an
-    object that only looks like a process group and cannot gather.
+    Without this, ranks that were given different models hang or compute garbage. Costs one small all-gather; if the
+    ranks differ, all of them see it, and a second all-gather finds out where. Does nothing for an object that only
+    looks like a process group and has no all-gather.
     """
     if transport.world == 1 or not transport.traits.gathers:
         return
@@ -40,16 +53,110 @@ def require_agreement(transport: Transport, device: torch.device, what: str, fac
 
 
 def _gather(transport: Transport, mine: torch.Tensor) -> torch.Tensor:
-    # Filled with this rank's own, so that a simulated group that delivers nothing agrees with itself.
+    # Filled with this rank's own values, so that a simulated group that delivers nothing agrees with itself.
     output = mine.repeat(transport.world)
     transport.all_gather([output], [mine]).wait()
     return output.view(transport.world, -1)
 
 
 def _first_difference(first: list[str], other: list[str], rank: int) -> str:
-    for number in range(max(len(first), len(other))):
-        here = first[number] if number < len(first) else "nothing more"
-        there = other[number] if number < len(other) else "nothing more"
+    for here, there in zip_longest(first, other, fillvalue="nothing more"):
         if here != there:
             return f"rank 0 of the group has {here}, rank {rank} has {there}."
     return f"rank 0 of the group and rank {rank} differ beyond what can be shown."
+
+
+# -- broadcast ---------------------------------------------------------------------------------------------
+
+
+def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
+    """Copy the parameters and buffers of `module` from the first rank of the group to its other ranks, in place.
+
+    All ranks of the group (by default, all ranks of the job) call this before they shard the module.
+    """
+    group = dist.group.WORLD if process_group is None else process_group
+    named = [*module.named_parameters(), *module.named_buffers()]
+    sharded = [name for name, each in named if isinstance(each, DTensor)]
+    if sharded:
+        raise StateError(
+            f"sync_module_states needs plain tensors, but {listed(sharded)} of {type(module).__name__} are DTensors. "
+            "Call it before fully_shard."
+        )
+    on_meta = [name for name, each in named if each.is_meta]
+    if on_meta:
+        raise StateError(
+            f"{listed(on_meta)} of {type(module).__name__} are on the meta device and have no values to send. "
+            "Initialise them first."
+        )
+    device = staging_device(group, [each for _, each in named])
+    facts = [f"{name} with shape {tuple(each.shape)} and {each.dtype}" for name, each in named]
+    require_agreement(transport_for(group, device), device, "the parameters and buffers to broadcast", facts)
+    broadcast_tensors([each for _, each in named], [group], device)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device) -> None:
+    """Copy `tensors` from each group's first rank to its other ranks, many tensors of one dtype at once."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in tensors:
+        by_dtype.setdefault(each.dtype, []).append(each.detach())
+    for group in groups:
+        if group.size() > 1:
+            for same in by_dtype.values():
+                for bucket in _buckets(same):
+                    flat = torch.cat([each.reshape(-1).to(device) for each in bucket])
+                    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+                    for each, values in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                        each.copy_(values.view(each.shape))
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for each in tensors:
+        bucket.append(each)
+        size += each.numel() * each.element_size()
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+# -- single numbers ----------------------------------------------------------------------------------------
+
+
+def sum_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
+    """`number` <- its sum over the ranks. `call`: the call that needs it."""
+    _reduce(group, number, dist.ReduceOp.SUM, call)
+
+
+def largest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
+    """`number`, which is not negative, <- the largest of the ranks' numbers. NaN is larger than infinity.
+
+    Backends lose NaN in a maximum of floats, each in its own way. Read as integers, the bits of non-negative floats
+    have the same order, with NaN last.
+    """
+    bits = {4: torch.int32, 8: torch.int64}[number.dtype.itemsize]
+    _reduce(group, number.abs_().view(bits), dist.ReduceOp.MAX, call)
+
+
+_INFINITY_BITS = 0x7FF0000000000000  # of a float64; the bits of NaN are larger
+
+
+def smallest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
+    """`number`, a float64, <- the smallest of the ranks' non-negative numbers; NaN if any is NaN.
+
+    A rank without a number passes -1. The result is -1 if no rank has a number.
+    """
+    bits = number.view(torch.int64)
+    distance = torch.where(number < 0, -1, _INFINITY_BITS - bits)
+    _reduce(group, distance.masked_fill_(number.isnan(), torch.iinfo(torch.int64).max), dist.ReduceOp.MAX, call)
+    bits.copy_(_INFINITY_BITS - distance.clamp(min=0))
+    number.masked_fill_(distance < 0, -1)
+    number.masked_fill_(distance > _INFINITY_BITS, torch.nan)
+
+
+def _reduce(group: Any, number: torch.Tensor, how: Any, call: SharedCall) -> None:
+    if group.size() > 1:
+        call.run(partial(dist.all_reduce, number, how, group))

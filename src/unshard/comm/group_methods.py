@@ -1,12 +1,11 @@
-"""Which methods of a process group send the collectives. They are chosen once, when the transport is made.
+"""Chooses the methods of a process group that issue collectives, once, when the transport is made.
 
-Torch's own groups have all methods. A group that is written in Python overrides some of them; what it inherits only
-works if a backend is registered with it, and would bypass what it overrides.
+Torch's own groups have all methods. A group written in Python overrides some of them. Inherited methods work only if a
+backend is registered with the group, and would bypass the overridden ones.
 
-What such a group inherits is called on its backend (which has no methods for several tensors). Torch holds the GIL
-while it carries out a method that a class in Python inherits from `ProcessGroup`. Gloo's thread holds the lock of its
-queue while it frees a tensor, for which it needs the GIL: they wait for each other for ever (torch 2.12 and 2.13, seen
-without this library).
+Inherited methods are called on the backend (which has none for several tensors), because the group's own can deadlock.
+Torch holds the GIL while it runs a method that a Python class inherits from `ProcessGroup`. Gloo's thread holds the
+lock of its queue while it frees a tensor, for which it needs the GIL (torch 2.12 and 2.13, seen without this library).
 """
 
 from __future__ import annotations
@@ -23,12 +22,15 @@ Method = Callable[..., Any]
 
 
 class GroupMethods(NamedTuple):
-    """Each issues a collective and returns its work, or None if it is complete. None: the group cannot do it."""
+    """Each method issues a collective and returns its work, or None if it is complete.
+
+    A method that is None does not exist.
+    """
 
     all_gather: Method
-    """Of one tensor: `(output, input, options)`."""
+    """For one tensor: `(output, input, options)`."""
     all_gather_many: Method | None
-    """Of several: `(outputs, inputs, options)`."""
+    """For several tensors: `(outputs, inputs, options)`."""
     reduce_scatter: Method
     reduce_scatter_many: Method | None
     all_to_all: Method | None
@@ -36,13 +38,16 @@ class GroupMethods(NamedTuple):
     all_reduce: Method
     """`([tensor], options)`."""
     gathers: bool = True
-    """Whether there is an all-gather. One that is missing raises when it is called."""
+    """False if the all-gather is missing, and raises when it is called."""
     own_reduce_scatter: bool = False
-    """Whether the reduce-scatter is written in Python, which no other collective may replace then."""
+    """The reduce-scatter is written in Python, so no other collective may replace it."""
 
 
 def methods_of(group: Any, backend: Any, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
-    """`backend`: what is registered with the group for the device, or None; the others: what it can group."""
+    """`backend`: the group's backend for the device, or None.
+
+    `gathers_groups`, `reduces_groups`: the backend takes several tensors in one collective.
+    """
     if type(group) is not dist.ProcessGroup:
         return _methods_in_python(group, backend, gathers_groups, reduces_groups)
     return GroupMethods(
@@ -86,12 +91,12 @@ def _methods_in_python(group: Any, backend: Any, gathers_groups: bool, reduces_g
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Method:
-    """Under the first name that the group has."""
+    """The method under the first of `names` that the group has."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def _own(group: Any, names: tuple[str, ...]) -> Method | None:
-    """Under the first name that the group does not inherit from torch's class."""
+    """The method under the first of `names` that the group does not inherit from torch's class."""
     for name in names:
         inherited = getattr(type(group), name, None) is getattr(dist.ProcessGroup, name, None)
         if isinstance(group, dist.ProcessGroup) and inherited and name not in getattr(group, "__dict__", ()):
@@ -118,7 +123,7 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    """An error when it is called; but a class that is written in C++ has methods that Python does not see."""
+    """A method that raises when it is called. But a class written in C++ has methods that Python does not see."""
     inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
 
     def call(*args: Any) -> Any:
@@ -129,7 +134,7 @@ def _missing(group: Any, names: tuple[str, ...]) -> Method:
             if "No backend type" not in str(error):
                 raise
         raise UnsupportedError(
-            f"The process group {group!r} has no method {names[0]}. A group that is written in Python must have "
+            f"The process group {group!r} has no method {names[0]}. A group written in Python must have "
             "all_gather_single, reduce_scatter_single and allreduce (for torch before 2.13: _allgather_base, "
             "_reduce_scatter_base and allreduce), or a backend for the device of the tensors."
         )

@@ -1,18 +1,20 @@
-"""Process groups made for this library, each once, and the ranks of meshes."""
+"""Process groups that this library makes, ranks and devices of meshes and groups, and memory of backends."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..torch_private import (
     AllreduceOptions,
+    backend_allocator,
     backend_of,
     group_timeout,
     nccl_options,
@@ -20,19 +22,20 @@ from ..torch_private import (
     own_group_name,
     root_mesh,
     served_device_types,
+    symmetric_memory_pool,
 )
 
-# By default group, so that groups of a job that was torn down are not found again.
+# By default group, so that groups of a job that has ended are not found again.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
 def is_group(value: Any) -> bool:
-    """Whether it has ranks; it need not be of torch's class, as long as nothing is sent that it has no method for."""
+    """Return True if `value` has ranks. It need not be of torch's class."""
     return callable(getattr(value, "rank", None)) and callable(getattr(value, "size", None))
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
-    """The group of these ranks for a purpose; only they have to call, all in the same order."""
+    """The group of these ranks for a purpose, made once. Only these ranks call, all in the same order."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:
@@ -41,20 +44,20 @@ def group_of(ranks: Sequence[int], purpose: str) -> Any:
     return made[key]
 
 
-# By the group that they are like, and its backend: a group may have one for the host and one for devices.
+# By original group and backend: a group may have one backend for the host and one for devices.
 _LIKE: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[], None]) -> Any:
-    """A second group of the same ranks, whose collectives do not wait for those of `group`; made once.
+    """A second group of the same ranks, made once. Its collectives do not wait for those of `group`.
 
-    All ranks make it together; `meet` is called before, and raises if they do not come. It has the timeout of `group`
-    and, with NCCL, its options. Where torch cannot make one, it is `group` itself.
+    All ranks make it together: `meet` is called first, and raises if they do not come. It has the timeout of `group`
+    and, with NCCL, its options. If torch cannot make one, returns `group` itself.
     """
     made = _LIKE.setdefault(group, {})
     if backend not in made:
         meet()
-        # None and not the group: a weak dictionary would keep a key that is its own value.
+        # None instead of the group: a value that is its own weak key would never be freed.
         made[backend] = _make_group_like(group, backend, device)
     return made[backend] or group
 
@@ -64,16 +67,16 @@ def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
     timeout, description = group_timeout(group, device), "unshard reduce-scatters"
     ranks = dist.get_process_group_ranks(group)
     if nccl and dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
-        # Torch makes groups by splitting communicators then. `new_group` splits that of the whole job, for which all
-        # ranks of the job have to call; `split_group` crashes with that one if it is not the first of the process
-        # (torch 2.11; pull request 192109 of pytorch mends it).
+        # Torch then makes groups by splitting communicators. `new_group` splits the communicator of the whole job, so
+        # all ranks of the job would have to call. `split_group` crashes with that communicator if it is not the first
+        # of the process (torch 2.11; fixed by pytorch pull request 192109).
         if not backend_of(group, device).supports_splitting:  # in torch's debug mode
             return None
         if not whole:
             with own_group_name(ranks):
                 return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
-    # Until 2.13, torch names a group of some ranks by how many groups a rank is in. With different names the ranks
-    # would wait for each other.
+    # Until 2.13, torch names a group of some ranks by how many groups a rank is in. With different names, the ranks
+    # would wait for each other forever.
     if not whole and not _same_on_all_ranks(number_of_groups(), group, device):
         return None
     with own_group_name(ranks):
@@ -96,7 +99,7 @@ def _same_on_all_ranks(number: int, group: Any, device: torch.device) -> bool:
     return largest == -least
 
 
-# Equal meshes have equal ranks, so the cache cannot be wrong; it holds integers, so it keeps no group alive.
+# Equal meshes have equal ranks, so the cache is never stale. It holds integers, so it keeps no group alive.
 _ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
@@ -131,14 +134,14 @@ def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh of the most ranks; of equals one with a group of its own, else the first."""
+    """The mesh with the most ranks, preferably one with a group of its own, else the first."""
     return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim == 1))
 
 
 def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
     """The process group of all ranks of these meshes, which all contain this rank.
 
-    All ranks of it have to call together: it may have to be made.
+    All its ranks have to call together, because it may have to be made.
     """
     widest = widest_of(meshes)
     if len(meshes) == 1 or all(ranks_of(mesh) <= ranks_of(widest) for mesh in meshes):
@@ -149,7 +152,7 @@ def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
     if any(root_mesh(mesh) is not root for mesh in meshes):
         listed = ", ".join(str(sorted(ranks_of(mesh))) for mesh in meshes)
         raise ArgumentError(
-            f"On rank {dist.get_rank()} the parameters lie on meshes of the ranks {listed}. None of these covers the "
+            f"The parameters on rank {dist.get_rank()} are on meshes of the ranks {listed}. None of these covers the "
             "others, and they are not slices of one mesh, so it is unknown which ranks have to agree. Pass "
             "process_group= a group that contains them all."
         )
@@ -158,3 +161,29 @@ def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
 
 def _world_or_group_of(ranks: frozenset[int]) -> Any:
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else group_of(sorted(ranks), "gradients")
+
+
+# -- memory of backends ------------------------------------------------------------------------------------
+
+
+class CudaPool:
+    """A CUDA memory pool. A tensor that was allocated in it stays in it when its storage is resized."""
+
+    def __init__(self, pool: Any, device: torch.device):
+        self._pool, self._device = pool, device
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+
+def pool_of_group(group: Any, device: torch.device) -> CudaPool | None:
+    """The backend's own memory, or None. NCCL registers it once and copies less."""
+    allocator = backend_allocator(group, device)
+    return None if allocator is None else CudaPool(torch.cuda.MemPool(allocator), device)
+
+
+def symmetric_pool(device: torch.device, backend: str) -> CudaPool:
+    """Memory at the same address on all ranks."""
+    if device.type != "cuda":
+        raise UnsupportedError(f"Symmetric memory needs a CUDA device, but this module is on {device}.")
+    return CudaPool(symmetric_memory_pool(device, backend), device)

@@ -1,7 +1,7 @@
 """Collectives of a `torch.distributed` process group.
 
-The group's own methods are called instead of the functions of `torch.distributed`: they take many tensors at
-once, and skip a layer of Python.
+Calls the group's own methods instead of the functions of `torch.distributed`: they take several tensors at once and
+skip a layer of Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from functools import cache
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -24,27 +26,26 @@ from ..torch_private import (
     backend_name,
     backend_of,
 )
-from .exchange import AllToAllReduce, PairwiseReduce, ReduceOfCopy
 from .group_methods import methods_of
-from .interface import Done, Label, Traits, Transport, Work, Works
+from .interface import Done, Label, Tensors, Traits, Transport, Work, Works
 
-# One more tensor in a group of NCCL's costs time on the wire: 0.07 ms with 4 ranks on a slow network. The copy that
-# packing takes runs at the speed of the device's memory, 3 us for 4 MiB, but each takes a call on the host.
+# Each tensor in a grouped NCCL collective costs time on the wire: 0.07 ms with 4 ranks on a slow network. Packing costs
+# a copy at the speed of the device's memory, 3 us for 4 MiB, and a call on the host.
 ON_DEVICE = PackingRule(below=4 * 1024 * 1024, least=3)
 ON_HOST = PACK_SMALL
 
 _dtype_of = attrgetter("dtype")
-_DONE = Done()  # a group that is written in Python may return None instead of a work
+_DONE = Done()  # a group written in Python may return None instead of a work
 _TENSOR: Any = dist.reduce_scatter_tensor
 _SINGLE: Any = getattr(dist, "reduce_scatter_single", None)  # its name since torch 2.13, which has both
 
-# What Gloo's all-gather accepts; anything else is sent as bytes.
+# Dtypes that Gloo's all-gather accepts. Others are sent as uint8.
 _GLOO_DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     + (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 )
 
-# Their works end on the host, also for tensors on a device; those of the others end in a stream.
+# `wait` blocks the host with these backends, even for tensors on a device. With others it blocks the current stream.
 _WAITING_ON_HOST = ("gloo", "mpi", "ucc")
 
 
@@ -60,9 +61,13 @@ class ProcessGroupTransport(Transport):
         self._gather_one, self._gather_many = methods.all_gather, methods.all_gather_many
         self._reduce_one, self._reduce_many = methods.reduce_scatter, methods.reduce_scatter_many
         self._all_to_all, self._all_reduce = methods.all_to_all, methods.all_reduce
-        self._exchanges = _exchange_is_faster(self.backend, device) and not methods.own_reduce_scatter
-        # NCCL carries out the collectives of a group one after the other. In backward the gather of the next unit then
-        # waits for the reduction of the last one, and both for each other's latencies.
+        self._exchanges = (
+            methods.all_to_all is not None
+            and not methods.own_reduce_scatter
+            and _exchange_is_faster(self.backend, device)
+        )
+        # NCCL runs the collectives of a group one after the other. In backward, the all-gather of the next unit would
+        # wait for the reduce-scatter of the previous one, and both for each other's latencies.
         self.separate_is_faster = self.backend == "nccl" and not in_python
         self.traits = Traits(
             self._gather_many is not None,
@@ -70,7 +75,7 @@ class ProcessGroupTransport(Transport):
             packing=ON_HOST if device.type == "cpu" or self.backend == "gloo" else ON_DEVICE,
             gathers_on_any_stream=True,
             waits_in_stream=device.type != "cpu" and self.backend not in _WAITING_ON_HOST,
-            # NCCL is known to be slower on pieces that are not multiples of 16 bytes; the others do not care.
+            # NCCL is slower with pieces that are not multiples of 16 bytes.
             piece_alignment=16 if self.backend == "nccl" else 1,
             reduce_scatter_ignores_timeout=self.backend == "gloo" and not self._exchanges,
             gathers=methods.gathers,
@@ -84,20 +89,29 @@ class ProcessGroupTransport(Transport):
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if self.backend == "gloo" and dtype not in _GLOO_DTYPES else dtype
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
+        options = self._gather_options
         if len(outputs) > 1 and self.traits.gathers_groups:
-            return self._gather_many(outputs, inputs, self._gather_options) or _DONE  # type: ignore[misc]
-        gather, options = self._gather_one, self._gather_options
-        return _joined([gather(output, piece, options) for output, piece in zip(outputs, inputs, strict=True)])
+            return self._gather_many(outputs, inputs, options) or _DONE  # type: ignore[misc]
+        if len(outputs) == 1:
+            return self._gather_one(outputs[0], inputs[0], options) or _DONE
+        return Works([self._gather_one(*pair, options) or _DONE for pair in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
-    ) -> Work:
-        # A program that replaces the function of `torch.distributed` wants to see what is reduced, or to do it.
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        # A program that replaces the function of `torch.distributed` wants to see what is reduced, or to reduce it.
         if dist.reduce_scatter_tensor is not _TENSOR or getattr(dist, "reduce_scatter_single", None) is not _SINGLE:
             return self._reduce_by_function(outputs, inputs, average)
-        if not self._exchanges and list(map(_dtype_of, outputs)) == list(map(_dtype_of, inputs)):
-            return self._reduce_by_backend(outputs, inputs, average)
+        if self._exchanges or list(map(_dtype_of, outputs)) != list(map(_dtype_of, inputs)):
+            return self._reduce_each(outputs, inputs, average)
+        options = self._mean if average else self._sum
+        if len(outputs) > 1 and self.traits.reduces_groups:
+            return self._reduce_many(outputs, inputs, options) or _DONE  # type: ignore[misc]
+        if len(outputs) == 1:
+            return self._reduce_one(outputs[0], inputs[0], options) or _DONE
+        return Works([self._reduce_one(*pair, options) or _DONE for pair in zip(outputs, inputs, strict=True)])
+
+    def _reduce_each(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
+        """Reduce by exchanges, except tensors that the backend's own reduce-scatter can reduce."""
         works, same = [], []
         for output, unreduced in zip(outputs, inputs, strict=True):
             if self._exchanges or output.dtype != unreduced.dtype:
@@ -105,11 +119,11 @@ class ProcessGroupTransport(Transport):
             else:
                 same.append((output, unreduced))
         if same:
-            works.append(self._reduce_by_backend([o for o, _ in same], [i for _, i in same], average))
+            works.append(self.reduce_scatter([o for o, _ in same], [i for _, i in same], average=average))
         return _joined(works)
 
-    def _reduce_by_function(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
-        """What a program has put in the place of `torch.distributed`'s reduce-scatter."""
+    def _reduce_by_function(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
+        """Call the function with which a program has replaced `torch.distributed`'s reduce-scatter."""
         single = getattr(dist, "reduce_scatter_single", None)
         function: Any = single if single is not _SINGLE else dist.reduce_scatter_tensor
         works: list[Work] = []
@@ -122,40 +136,36 @@ class ProcessGroupTransport(Transport):
                     output.div_(self.world)
         return Works(works)
 
-    def _reduce_by_backend(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], average: bool) -> Work:
-        """The backend's own reduce-scatter."""
-        options = self._mean if average else self._sum
-        if len(outputs) > 1 and self.traits.reduces_groups:
-            return self._reduce_many(outputs, inputs, options) or _DONE  # type: ignore[misc]
-        reduce = self._reduce_one
-        return _joined([reduce(output, whole, options) for output, whole in zip(outputs, inputs, strict=True)])
-
     def _exchange(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """Send each rank its piece as it is; the receiver adds the pieces up."""
+        """Send each rank its piece in the input's dtype; the receiver adds the pieces up."""
         if self._all_to_all is None:
             return self._reduce_copy(output, unreduced, average)
         if self.world == 2 and self._exchanges:
             return self._exchange_pair(self._all_to_all, output, unreduced, average)
         received = torch.empty_like(unreduced)
         work = self._all_to_all(received, unreduced, [], []) or _DONE
-        return AllToAllReduce(work, received.view(self.world, -1), output, average)
+        return ExchangeWork(work, partial(add_up, self._rows(received, output), output, average))
+
+    def _rows(self, pieces: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """A row per rank, each as long as `output`: pieces are padded in bytes, so narrow ones may be longer."""
+        return pieces.view(self.world, -1)[:, : output.numel()]
 
     def _reduce_copy(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """For a group without an all-to-all: reduce a copy in the dtype of the output."""
-        # Both are padded to the same number of bytes, so narrow rows may be longer.
-        copy = unreduced.view(self.world, -1)[:, : output.numel()].to(output.dtype).flatten()
-        return ReduceOfCopy(self._reduce_by_backend([output], [copy], average), copy)
+        """Reduce a copy in the dtype of the output, for a group without an all-to-all."""
+        copy = self._rows(unreduced, output).to(output.dtype).flatten()
+        work = self.reduce_scatter([output], [copy], average=average)
+        return ExchangeWork(work, lambda kept=copy: None)  # type: ignore[misc]  # the copy must live until the wait
 
     def _exchange_pair(self, all_to_all: Any, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """One piece to send and one to receive, into the output itself if the dtypes are the same."""
+        """Send one piece and receive one, into the output itself if the dtypes are the same."""
         other, piece = 1 - self.rank, unreduced.numel() // 2
         sent, own = unreduced.narrow(0, other * piece, piece), unreduced.narrow(0, self.rank * piece, piece)
         received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
         splits = [piece, 0] if other == 0 else [0, piece]
         work = all_to_all(received, sent, splits, splits) or _DONE
-        return PairwiseReduce(work, own, received, output, average)
+        return ExchangeWork(work, partial(_add_pair, own, received, output, average))
 
-    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
+    def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all
         reduce = self._all_reduce
         return _joined([reduce([tensor], options) for tensor in tensors])
@@ -165,25 +175,70 @@ def _joined(works: list[Any]) -> Work:
     return works[0] or _DONE if len(works) == 1 else Works([work or _DONE for work in works])
 
 
+class ExchangeWork:
+    """A reduce-scatter made of an exchange. The first wait adds up the received pieces and frees them."""
+
+    def __init__(self, work: Any, add_up: Callable[[], None]):
+        self._work, self._add_up = work, add_up
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._work is None:
+            return
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timeout)
+        self._work = None
+        self._add_up()
+        del self._add_up
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, average: bool) -> None:
+    """`output` <- the sum or mean of two pieces. `received` may be `output` itself."""
+    numel = output.numel()
+    if received is not output:
+        output.copy_(received[:numel])
+    output.add_(own if own.numel() == numel else own[:numel])
+    if average:
+        output.div_(2)
+
+
+def add_up(rows: torch.Tensor, output: torch.Tensor, average: bool) -> None:
+    """`output` <- the sum or mean of `rows`, in the order of ranks. Narrow dtypes are rounded once, from float32."""
+    if rows.dtype != output.dtype or rows.dtype.itemsize < 4:
+        (torch.mean if average else torch.sum)(rows, 0, dtype=output.dtype, out=output)
+        return
+    # On a CPU, twice as fast as a reduction over so few rows.
+    first, second, *others = rows.unbind()
+    torch.add(first, second, out=output)
+    for row in others:
+        output.add_(row)
+    if average:
+        output.div_(rows.shape[0])
+
+
 EXIT_DELAY = 0.05  # seconds
 
 
 @cache
 def delay_exit() -> None:
-    """Let Gloo's threads finish before the interpreter ends. Calling it once is enough.
+    """Let Gloo's threads finish before the interpreter ends. Registers the delay once.
 
-    A thread that has carried out a collective frees its tensors a little later, for which it needs the interpreter; if
-    that is ending by then, Python up to 3.13 ends the thread, and C++ answers by ending the process: "terminate called
+    A thread that has run a collective frees its tensors a little later, which needs the interpreter. If the interpreter
+    is shutting down by then, Python up to 3.13 ends the thread by force, and C++ aborts the process: "terminate called
     without an active exception". `destroy_process_group` would wait for the thread, but since torch 2.13 a device mesh
-    keeps its groups alive beyond that. Seen in 7 of 50 ends of a program of 15 lines without this library: a mesh,
-    `all_gather_object`, `destroy_process_group`. In none of 160 with a delay in which the interpreter is free.
+    keeps its groups alive beyond that. Seen in 7 of 50 runs of a program of 15 lines without this library (a mesh,
+    `all_gather_object`, `destroy_process_group`), and in none of 160 with a delay that releases the interpreter.
     """
     if sys.version_info < (3, 14):
         atexit.register(time.sleep, EXIT_DELAY)
 
 
 def _exchange_is_faster(backend: str, device: torch.device) -> bool:
-    """Whether an exchange and sums of our own are faster than the backend's reduce-scatter.
+    """Return True if an all-to-all and our own sums are faster than the backend's reduce-scatter.
 
     Gloo's is an all-reduce of a copy: twice the bytes, about twice the time. Measured with tensors on the host.
     """
@@ -191,8 +246,8 @@ def _exchange_is_faster(backend: str, device: torch.device) -> bool:
 
 
 def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
-    """Whether the backend gathers, and reduces, several tensors in one collective."""
-    # Gloo's coalesced all-gather corrupts the heap when two are in flight, and numbers when dtypes differ (torch 2.13,
-    # seen without this library); with CUDA tensors it crashes. Its coalesced reduce-scatter works, but not for a group
-    # that is written in Python: see `group_methods`.
+    """Two answers: can the backend all-gather, and reduce-scatter, several tensors in one collective?"""
+    # Gloo's coalesced all-gather corrupts the heap if two are in flight, and numbers if dtypes differ (torch 2.13, seen
+    # without this library). With CUDA tensors it crashes. Its coalesced reduce-scatter works, except for groups written
+    # in Python (see `group_methods`).
     return backend == "nccl", backend == "nccl" or (backend == "gloo" and not in_python)

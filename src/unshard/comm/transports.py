@@ -1,47 +1,140 @@
-"""The transport for a process group: another backend gets its transport here."""
+"""Chooses the transport of a process group. Also: one rank, a second process group, the order check."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
+from ..layout.collective_tensors import PackingRule
+from ..torch_private import foreach_copy
 from .groups import group_like
-from .interface import Label, Transport
-from .order.check import order_of
-from .order.checked_transport import OrderCheckedTransport
+from .interface import Done, Label, Tensors, Traits, Transport, Work
+from .order.check import Order, order_of
+from .order.waiting import PollingWork, with_timeout
 from .process_group import ProcessGroupTransport
-from .solo import SoloTransport
-from .split import SplitTransport
 
 
 def transport_for(
     group: Any, device: torch.device, check_order: bool = True, separate: bool | None = None
 ) -> Transport:
-    """The transport for a shard group; a group of one rank sends nothing.
+    """The transport of a process group. A group of one rank sends nothing.
 
-    `check_order`: the ranks compare what they are about to issue, where they are real peers.
-    `separate`: reduce-scatters have a process group of their own; None: where that is faster.
+    `check_order`: ranks compare collectives before they issue them, if they are real peers.
+    `separate`: reduce-scatters get a process group of their own; None: if that is faster.
     """
     if group.size() == 1:
         return SoloTransport()
-    gathers = ProcessGroupTransport(group, device)
-    order = order_of(group, gathers.backend, device) if check_order else None
-    transport: Transport = gathers
-    if gathers.separate_is_faster if separate is None else separate:
+    transport = ProcessGroupTransport(group, device)
+    backend = transport.backend
+    order = order_of(group, backend, device) if check_order else None
+    if transport.separate_is_faster if separate is None else separate:
         label = Label(lambda: "make a process group for reduce-scatters")
 
         def meet() -> None:
             if order is not None:
                 order.check(label, meet=True)
 
-        def reduce_scatters() -> Transport:
-            return ProcessGroupTransport(group_like(group, gathers.backend, device, meet), device)
-
-        transport = SplitTransport(gathers, reduce_scatters)
+        transport = SplitTransport(group, device, lambda: group_like(group, backend, device, meet))
     return transport if order is None else OrderCheckedTransport(transport, order)
 
 
 def separate_is_faster(group: Any, device: torch.device) -> bool:
-    """Whether reduce-scatters of a shard group have a process group of their own by default."""
+    """Return True if reduce-scatters of `group` have a process group of their own by default."""
     return group.size() > 1 and ProcessGroupTransport(group, device).separate_is_faster
+
+
+class SoloTransport(Transport):
+    """A group of one rank. Nothing is sent, and the engine has no special case for it."""
+
+    rank = 0
+    world = 1
+    traits = Traits(
+        gathers_groups=True,
+        reduces_groups=True,
+        packing=PackingRule(least=9),  # nothing is sent, but packing would cost copies
+        in_place_only=True,
+        reduces_in_place=True,
+        gathers_on_any_stream=True,
+    )
+
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
+        return Done()
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        if inputs is not outputs:
+            foreach_copy(outputs, inputs)
+        return Done()
+
+    def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        return Done()
+
+
+class SplitTransport(ProcessGroupTransport):
+    """Reduce-scatters use a second process group of the same ranks, so they do not queue behind all-gathers.
+
+    The group is made for the first reduce-scatter, by all ranks together. A job that only evaluates does not need it.
+    """
+
+    def __init__(self, group: Any, device: torch.device, make_second_group: Callable[[], Any]):
+        super().__init__(group, device)
+        self._device, self._make_second_group = device, make_second_group
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        second = ProcessGroupTransport(self._make_second_group(), self._device)
+        self.reduce_scatter = second.reduce_scatter  # type: ignore[method-assign]  # hides this method from now on
+        return second.reduce_scatter(outputs, inputs, average=average)
+
+
+def _checked(name: str) -> Any:
+    """A method that compares the label between the ranks, and then calls method `name` of the base transport.
+
+    One function for all collectives, without a call in between: it runs for every collective of a step.
+    """
+    is_reduce_scatter = name == "reduce_scatter"
+
+    def issue(self: OrderCheckedTransport, *tensors: Any, label: Label | None = None, **options: Any) -> Work:
+        order = self.order
+        if label is not None:
+            order.check(label)
+        else:
+            order.progress.count_unlabelled()
+        try:
+            work = getattr(self._base, name)(*tensors, **options)
+        except RuntimeError as error:
+            order.raise_failed(error, label, patient=isinstance(error, DistError))
+        if not self._polls:
+            return work
+        if is_reduce_scatter and self.traits.reduce_scatter_ignores_timeout:
+            work = with_timeout(work, order)
+        return PollingWork(work, order, self._base, label)
+
+    issue.__name__ = issue.__qualname__ = name
+    return issue
+
+
+class OrderCheckedTransport(Transport):
+    """Compares labels between the ranks before another transport issues the collective.
+
+    If the ranks wait on the host, a wait is given up when another rank has an error.
+    """
+
+    order: Order
+
+    def __init__(self, base: Transport, order: Order):
+        self.rank, self.world, self.traits, self.pool = base.rank, base.world, base.traits, base.pool
+        self._base, self.order, self._polls = base, order, order.waits_on_host
+
+    all_gather = _checked("all_gather")
+    reduce_scatter = _checked("reduce_scatter")
+    all_reduce = _checked("all_reduce")
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        return self._base.carrier(dtype)
+
+    def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
+        checked = OrderCheckedTransport(wrap(self._base), self.order)
+        checked.pool = self.pool
+        return checked

@@ -1,4 +1,4 @@
-"""Transports made of others: with a user's collectives in them, or one for gathers and one for reductions."""
+"""Collectives that users write: their interfaces, and the transport that calls them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .interface import Label, Transport, Work, Works
+from .interface import Label, Tensors, Transport, Work, Works
 
 
 class Comm(ABC):
-    """Where the tensors of a collective come from, and what moves them."""
+    """A user's collective, which also allocates the tensors that it works on."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor for the collective to work on."""
+        """Return an uninitialised tensor for the collective to work on."""
 
 
 class AllGather(Comm):
     """A user's all-gather.
 
     A subclass may also define `gather_many(outputs, inputs, group) -> Work | None`, which gathers several tensors of
-    several dtypes at once, straight into the parameters' memory; then nothing is allocated and nothing copied.
+    several dtypes at once, directly into the parameters' memory. Then nothing is allocated or copied.
     """
 
     @abstractmethod
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        """Fill `output_tensor` with the `input_tensor` of every rank. The input is this rank's slice of the output."""
+        """Fill `output_tensor` with the `input_tensor` of every rank. The input is this rank's piece of the output."""
 
 
 class ReduceScatter(Comm):
     """A user's reduce-scatter.
 
-    A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, as `AllGather`.
+    A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, which reduces several
+    tensors at once, as `AllGather.gather_many` does.
     """
 
     @abstractmethod
@@ -55,7 +56,7 @@ class ReduceScatter(Comm):
 
 
 class PluginTransport(Transport):
-    """Another transport with a user's all-gather, reduce-scatter, or both, in place of its own."""
+    """Replaces the all-gather, the reduce-scatter, or both, of another transport by a user's."""
 
     def __init__(self, base: Transport, group: Any, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None):
         self.rank, self.world, self.traits = base.rank, base.world, base.traits
@@ -79,50 +80,48 @@ class PluginTransport(Transport):
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
         return self._base.carrier(dtype)
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
         comm = self._all_gather
         if comm is None:
-            return self._base.all_gather(outputs, inputs, label)
+            return self._base.all_gather(outputs, inputs, label=label)
         if self.traits.gathers_groups:
             return UserWork(comm.gather_many(outputs, inputs, self._group))  # type: ignore[attr-defined]
         works = []
         for output, piece in zip(outputs, inputs, strict=True):
-            theirs = comm.allocate(output.shape, dtype=output.dtype, device=output.device)
-            mine = theirs.view(self.world, -1)[self.rank]
+            whole = comm.allocate(output.shape, dtype=output.dtype, device=output.device)
+            mine = whole.view(self.world, -1)[self.rank]
             mine.copy_(piece)
-            works.append(UserWork(comm(theirs, mine, self._group, async_op=True), (output, theirs)))
+            works.append(UserWork(comm(whole, mine, self._group, async_op=True), (output, whole)))
         return works[0] if len(works) == 1 else Works(works)
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
-    ) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
         comm = self._reduce_scatter
         if comm is None:
-            return self._base.reduce_scatter(outputs, inputs, label, average=average)
+            return self._base.reduce_scatter(outputs, inputs, label=label, average=average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if self.traits.reduces_groups:
             return UserWork(comm.reduce_scatter_many(outputs, inputs, self._group, op))  # type: ignore[attr-defined]
         works = []
         for output, unreduced in zip(outputs, inputs, strict=True):
-            theirs = comm.allocate(unreduced.shape, dtype=unreduced.dtype, device=unreduced.device)
+            copy = comm.allocate(unreduced.shape, dtype=unreduced.dtype, device=unreduced.device)
             piece = comm.allocate(output.shape, dtype=output.dtype, device=output.device)
-            theirs.copy_(unreduced)
-            # Their input is kept until the wait too: it may be freed only then.
-            works.append(UserWork(comm(piece, theirs, self._group, op, async_op=True), (output, piece, theirs)))
+            copy.copy_(unreduced)
+            # The work also keeps the input: the collective may read it until the wait.
+            works.append(UserWork(comm(piece, copy, self._group, op, async_op=True), (output, piece, copy)))
         return works[0] if len(works) == 1 else Works(works)
 
-    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
-        return self._base.all_reduce(tensors, label, average=average)
+    def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        return self._base.all_reduce(tensors, label=label, average=average)
 
 
 class UserWork:
-    """A user's collective. Waiting for it copies the result to where it belongs.
+    """A user's collective in flight. `wait` copies the result to its destination.
 
-    A timeout is passed on only to a work of `torch.distributed`: a work of the user's own need not take one.
+    Only a work of `torch.distributed` gets the timeout: a user's own class need not take one.
     """
 
     def __init__(self, work: Work | None, tensors: tuple[torch.Tensor, ...] = ()):
-        """`tensors`: where the result belongs, the result, and what else is kept until the wait."""
+        """`tensors`: destination, result, and other tensors to keep until the wait."""
         self._work, self._tensors = work, tensors
 
     def wait(self, timeout: timedelta | None = None) -> None:

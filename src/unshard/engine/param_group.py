@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.interface import Label, Transport, Work
-from ..comm.order.polling import leak
+from ..comm.order.waiting import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
 from ..torch_private import current_graph_task, foreach_copy, storage_use_count
 from . import observer, step_recording
@@ -203,7 +203,7 @@ class ParamGroup:
                 plan.take()
                 if plan.cast_to:
                     foreach_copy(plan.cast_to, plan.cast_from)
-                work = self.shards.all_gather(plan.outputs, plan.inputs, self._label)
+                work = self.shards.all_gather(plan.outputs, plan.inputs, label=self._label)
         except OrderError:
             self._release(plan)
             raise

@@ -11,7 +11,7 @@ from threading import RLock, get_ident
 import torch
 from torch.autograd.graph import increment_version
 
-from ..comm.order.announcements import first_line_of
+from ..comm.order.peers import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import (
     any_thread_in_backward,

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from ..comm.interface import CallOrder
+from ..comm.order.check import Order
 from ..errors import StateError
 from ..torch_private import foreach_zero, local_of
 from .param_group import ParamGroup, param_group_of, param_groups_of
@@ -122,12 +122,12 @@ def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
     return list(roots)
 
 
-def orders_of(parameters: Iterable[torch.Tensor]) -> list[CallOrder]:
+def orders_of(parameters: Iterable[torch.Tensor]) -> list[Order]:
     """What compares the ranks, for each process group that the parameters are sharded or replicated over."""
     return orders_of_groups(param_groups_of(parameters))
 
 
-def orders_of_groups(groups: Iterable[ParamGroup]) -> list[CallOrder]:
+def orders_of_groups(groups: Iterable[ParamGroup]) -> list[Order]:
     found = {each.order for group in groups for each in (group.shards, group.replicas) if each.order is not None}
     return sorted(found, key=attrgetter("name"))  # alike on all ranks, because a comparison may wait for them
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.agreement import require_agreement
-from ..comm.broadcast import broadcast_tensors
+from ..comm.agreement import broadcast_tensors, require_agreement
 from ..comm.groups import current_device
 from ..comm.interface import Transport
 from ..engine.api import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.order.calls import SharedCall
+from ..comm.order.waiting import SharedCall
 from ..engine.api import ManagedParam
 from ..optim.clip import CLIP, checked_limit, checked_order, scale
 from ..torch_private import foreach_norm

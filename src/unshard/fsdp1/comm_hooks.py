@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..comm.interface import Done, Label, Transport, Work
+from ..comm.interface import Done, Label, Tensors, Transport, Work
 from ..engine.api import division
 from ..torch_private import low_precision_of
 
@@ -26,12 +26,10 @@ class HookedTransport(Transport):
         self.traits = dataclasses.replace(inner.traits, reduces_in_place=False, waits_in_stream=False)
         self.pool = inner.pool
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None) -> Work:
-        return self._inner.all_gather(outputs, inputs, label)
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
+        return self._inner.all_gather(outputs, inputs, label=label)
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None = None, *, average: bool
-    ) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
         for output, unreduced in zip(outputs, inputs, strict=True):
             if self.world > 1:
                 self._hook(self._state, unreduced, output)
@@ -40,7 +38,7 @@ class HookedTransport(Transport):
                 output.copy_(unreduced[: output.numel()])
         return Done()
 
-    def all_reduce(self, tensors: list[torch.Tensor], label: Label | None = None, *, average: bool) -> Work:
+    def all_reduce(self, tensors: list[torch.Tensor], *, label: Label | None = None, average: bool) -> Work:
         for tensor in tensors:
             self._hook(self._state, tensor)
         return Done()

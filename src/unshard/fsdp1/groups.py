@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.groups import group_of, is_group
 from ..comm.interface import Transport
-from ..comm.solo import SoloTransport
-from ..comm.transports import transport_for
+from ..comm.transports import SoloTransport, transport_for
 from ..engine.api import Options
 from ..errors import ArgumentError
 from .api import ShardingStrategy

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.order.calls import SharedCall
+from ..comm.order.waiting import SharedCall
 from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, replaced_by_shards, unsharded_name
 from ..errors import ArgumentError, StateError, listed

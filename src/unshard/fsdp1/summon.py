@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.order.calls import SharedCall
+from ..comm.order.waiting import SharedCall
 from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
 from ..errors import ConflictError, UnsupportedError
 from ..torch_private import as_dtensor, own_parameters

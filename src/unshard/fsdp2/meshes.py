@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..comm.groups import group_of
 from ..comm.interface import Transport
-from ..comm.solo import SoloTransport
-from ..comm.transports import transport_for
+from ..comm.transports import SoloTransport, transport_for
 from ..engine.api import Slicing
 from ..errors import ArgumentError, ArgumentTypeError, UnnamedMeshError
 from ..torch_private import concatenated_mesh, flattened_mesh

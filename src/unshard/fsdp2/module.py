@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.memory import pool_of_group, symmetric_pool
+from ..comm.groups import pool_of_group, symmetric_pool
 from ..comm.user_collectives import AllGather, ReduceScatter
 from ..engine.api import FSDPState, Unit, UnshardHandle, refuse_shared_memory, state_of
 from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError, UnsupportedError

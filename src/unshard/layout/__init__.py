@@ -1,1 +1,1 @@
-"""Which elements of which parameter are on which rank, and where they are in a buffer: integers only, no torch."""
+"""The layout of parameters: which elements are on which rank, and where in a buffer. Integers only, no torch."""

@@ -1,17 +1,17 @@
-"""Which parameters share a tensor of a collective, and where they lie in a buffer.
+"""Decides which parameters share a tensor of a collective, and where they are in a buffer.
 
-A buffer holds the parameters of a unit in *regions*; a collective carries one tensor per region. A large parameter has
-a region of its own: the padded shards of all ranks, in the order of the ranks, are the parameter, so an all-gather into
-the region needs no copy afterwards. Small parameters, unless there are few of them, share a *packed* region, in which
-all shards of one rank are next to each other:
+A buffer holds the parameters of a unit in *regions*. A collective sends one tensor per region. A large parameter has a
+region of its own: the padded shards of all ranks, in the order of ranks, are the parameter, so an all-gather into the
+region needs no copy afterwards. Small parameters, unless there are few, share a *packed* region, in which all shards of
+one rank are next to each other:
 
     world 2, weight (3, 2) and bias (3,): chunks of 2 rows, padded shards of 4 and 2 elements
 
     own regions   weight [r0 r0 r0 r0 | r1 r1 .. ..]        bias [r0 r0 | r1 ..]
     packed        [w w w w b b | w w .. .. b ..]            (rank 0 | rank 1; dots are padding, always zero)
 
-The same regions are used for buffers of one rank (shard, sharded gradient), which hold one piece per region, and for
-buffers of all ranks (unsharded buffer, reduce-scatter input), which hold a piece per region and rank.
+Buffers of one rank (shard, sharded gradient) hold one piece per region. Buffers of all ranks (unsharded buffer,
+reduce-scatter input) have the same regions and hold one piece per region and rank.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from enum import Enum
 from typing import Any, Protocol
 
 ALIGNMENT = 256
-"""Regions begin at multiples of so many bytes, as allocations do: vectorised kernels and NCCL are faster then."""
+"""Regions begin at multiples of this many bytes, like allocations: vectorised kernels and NCCL are then faster."""
 
 
 @dataclass(frozen=True)
 class PackingRule:
-    """Which parameters are small enough to share a packed region. A transport has one."""
+    """Decides which parameters share a packed region. Each transport has one."""
 
     below: int = 64 * 1024
-    """Bytes of a whole parameter in the compute dtype from which on it has a region of its own: a copy costs more than
-    a tensor in a collective."""
+    """Parameters with fewer bytes (unsharded, in the compute dtype) are packed. For larger ones, the copy would cost
+    more than another tensor in the collective."""
     least: int = 1
-    """Fewer small parameters are not packed: one call that copies costs more than so many tensors."""
+    """Pack only if there are at least this many small parameters. For fewer, the call that copies costs more."""
 
 
 PACK_SMALL = PackingRule()
 
 
 def align(offset: int, alignment: int) -> int:
-    """The next multiple of `alignment`."""
+    """Round `offset` up to a multiple of `alignment`."""
     return -(-offset // alignment) * alignment
 
 
 @dataclass(frozen=True)
 class DtypeRun:
-    """Parameters of one segment (one set of dtypes) next to each other in a region, `numel` elements on every rank.
+    """Adjacent parameters of one segment (one set of dtypes) in a region, with `numel` elements on every rank.
 
-    `starts`: the first element of each parameter, counted from the begin of a rank's piece if the region is packed,
-    else from the begin of the region.
+    `starts`: the first element of each parameter, counted from the start of a rank's piece if the region is packed,
+    else from the start of the region.
     """
 
     segment: int
@@ -60,10 +60,10 @@ class DtypeRun:
 
 @dataclass(frozen=True)
 class Region:
-    """What one tensor of a collective carries.
+    """The content of one tensor of a collective.
 
-    Packed, it holds the shards of several parameters, rank by rank. Not packed, the pieces of all ranks in a row are
-    the content: one parameter, or the parameters of a flat unit.
+    A packed region holds the shards of several parameters, rank by rank. Otherwise the concatenated pieces of all ranks
+    are one parameter, or the parameters of a flat unit.
     """
 
     runs: tuple[DtypeRun, ...]
@@ -71,7 +71,7 @@ class Region:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The indices of all its parameters."""
+        """Indices of all its parameters."""
         return tuple(index for run in self.runs for index in run.members)
 
     def begins(self, run: DtypeRun, rank: int) -> Iterator[tuple[int, int]]:
@@ -81,7 +81,7 @@ class Region:
 
 
 class Grouping(Enum):
-    """How many tensors a collective can carry."""
+    """How many tensors a collective can send."""
 
     GROUPED = "a region per large parameter, one packed region per segment"
     BY_SEGMENT = "one packed region per segment"
@@ -90,7 +90,7 @@ class Grouping(Enum):
 
 @dataclass(frozen=True)
 class LayoutParam:
-    """What a layout knows of a parameter: how it is sharded, the index of its segment, the bytes of an element."""
+    """A parameter as layouts see it: its sharding, the index of its segment, and the bytes of an element."""
 
     sharding: Any
     segment: int
@@ -105,22 +105,22 @@ class UnitLayout(Protocol):
     """How the parameters of a unit are divided into regions."""
 
     same_unsharded: bool
-    """Whether on one rank the shard has the layout of the unsharded buffer, so that one can be used as the other."""
+    """On one rank, the shard has the layout of the unsharded buffer, so one can be used as the other."""
 
     def collective_regions(
         self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
     ) -> tuple[Region, ...]:
-        """The regions of a collective that carries the parameters `members`. Parameters without elements have none.
+        """The regions of a collective that sends the parameters `members`. Parameters without elements have none.
 
-        `rule` says which are packed if the collective can carry several tensors.
+        `rule` decides which are packed if the collective can send several tensors.
         """
 
     def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
-        """The regions of an unsharded buffer, in which every parameter is contiguous."""
+        """The regions of an unsharded buffer. Every parameter is contiguous in it."""
 
 
 class RowLayout:
-    """Each parameter is sharded on its own."""
+    """Shards each parameter separately."""
 
     same_unsharded = False
 
@@ -132,10 +132,10 @@ class RowLayout:
         by_segment: dict[int, list[int]] = {}
         # Large parameters come first in every grouping, so that buffers of different groupings have the same order.
         # Vectors come last: optimizers treat biases and norms differently from matrices, and flat optimizers need
-        # parameters that are treated alike next to each other.
+        # parameters with the same options next to each other.
         for index in sorted(members, key=lambda index: (index not in alone, len(items[index].sharding.shape) < 2)):
             by_segment.setdefault(items[index].segment, []).append(index)
-        # Wide elements come first: every run then begins at a multiple of its element size without padding.
+        # Wide elements come first, so that every run begins at a multiple of its element size without padding.
         segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
         if grouping is Grouping.ONE_REGION:
             runs = tuple(_run(items, segment) for segment in segments)
@@ -158,7 +158,7 @@ ROW_LAYOUT = RowLayout()
 
 
 def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], rule: PackingRule) -> set[int]:
-    """The parameters that have regions of their own."""
+    """Parameters with regions of their own."""
     possible = {index for index in members if not items[index].sharding.needs_copy}
     large = {index for index in possible if items[index].nbytes >= rule.below}
     return possible if len(possible) - len(large) < rule.least else large
@@ -174,7 +174,7 @@ def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:
 
 @dataclass(frozen=True)
 class RegionRange:
-    """Where a region is in a buffer, in bytes.
+    """The bytes of a region in a buffer.
 
     `piece`: bytes of one rank's piece; `copies`: number of pieces; `runs`: offsets of the runs in a piece.
     """
@@ -191,7 +191,7 @@ class RegionRange:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where all regions are in one buffer, and its size. Regions are aligned and do not overlap."""
+    """The ranges of all regions of a buffer, and its size. Regions are aligned and do not overlap."""
 
     ranges: tuple[RegionRange, ...]
     nbytes: int
@@ -209,10 +209,10 @@ class BufferLayout:
 
 
 def lay_out(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1) -> BufferLayout:
-    """Where regions are in a buffer in which elements of segment `s` have `itemsizes[s]` bytes.
+    """Lay out regions in a buffer. Elements of segment `s` have `itemsizes[s]` bytes.
 
-    `copies` is 1 for a shard and the number of ranks for an unsharded buffer. The pieces of a packed region are padded
-    to a multiple of `piece_alignment` bytes. Others are not: padding between them would divide the parameter.
+    `copies` is 1 for a shard and the number of ranks for an unsharded buffer. Pieces of packed regions are padded to a
+    multiple of `piece_alignment` bytes. Other pieces are not, because padding would divide the parameter.
     """
     ranges: list[RegionRange] = []
     for region in regions:

@@ -1,12 +1,12 @@
-"""Flat sharding: the parameters of a unit in a row are split into equal shards, also in the middle of a parameter.
+"""Flat sharding: the concatenated parameters of a unit are split into equal shards, even inside a parameter.
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
     not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
     aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank: each begins at a multiple of 16 bytes
 
-The shards of all ranks in a row are the unit: one collective and no copies. A rank has a contiguous range of each
-parameter, often an empty one.
+The concatenated shards of all ranks are the unit: one collective and no copies. A rank has a contiguous range of each
+parameter, which is often empty.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from math import prod
 from .collective_tensors import PACK_SMALL, DtypeRun, Grouping, LayoutParam, PackingRule, Region, align
 
 PARAM_ALIGNMENT = 16
-"""Aligned parameters begin at multiples of so many bytes."""
+"""Aligned parameters begin at multiples of this many bytes."""
 
 
 @dataclass(frozen=True)
 class FlatSharding:
-    """Where a parameter is in a flat unit, and so which of its elements a rank has.
+    """The position of a parameter in a flat unit, which determines the elements on each rank.
 
     `begin`: its first element in the unit; `shard_numel`: elements of the unit on each rank; `stride`: its strides,
-    without gaps between its elements.
+    without gaps between elements.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class FlatSharding:
 
     @property
     def unsharded(self) -> FlatSharding:
-        """In an unsharded buffer the parameter has the same offset."""
+        """The parameter has the same offset in an unsharded buffer."""
         return self
 
     @property
@@ -63,13 +63,13 @@ class FlatSharding:
         return prod(self.shape)
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """First element of the parameter that `rank` has, and how many."""
+        """The first element of the parameter on `rank`, and the number of elements."""
         first = min(max(rank * self.shard_numel - self.begin, 0), self.numel)
         last = min(max((rank + 1) * self.shard_numel - self.begin, 0), self.numel)
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shard is one-dimensional; on one rank it has the shape of the parameter."""
+        """Shape of the shard: one-dimensional, except on one rank, where it is the parameter's."""
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property
@@ -79,14 +79,14 @@ class FlatSharding:
 
 @dataclass(frozen=True)
 class FlatOffsets:
-    """The offsets of all parameters of a flat unit."""
+    """Offsets of all parameters of a flat unit."""
 
     begins: tuple[int, ...]
     """First element of each parameter."""
     numels: tuple[tuple[int, bool], ...]
-    """Number of elements of each parameter and each padding between them, and whether it is padding."""
+    """Elements of each parameter and of each padding between them. The second value is True for padding."""
     length: int
-    """Elements of the unit, without padding that makes it divisible by the ranks only."""
+    """Elements of the unit, without padding that only makes it divisible by the number of ranks."""
     shard_numel: int
     """Elements on each rank."""
 
@@ -96,9 +96,9 @@ class FlatOffsets:
 
 
 def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool) -> FlatOffsets:
-    """The offsets of parameters of these sizes.
+    """Offsets of parameters with these numbers of elements.
 
-    `aligned`: each parameter begins at a multiple of 16 bytes, and the padding at the end counts as part of the unit.
+    `aligned`: each parameter begins at a multiple of 16 bytes, and the padding at the end belongs to the unit.
     """
     step = max(PARAM_ALIGNMENT // itemsize, 1) if aligned else 1
     begins: list[int] = []
@@ -119,7 +119,7 @@ def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements with these strides have no gaps and no overlap, in any order of the dims."""
+    """Return True if elements with these strides have no gaps and no overlap, in any order of dims."""
     reach = 1
     for step, length in sorted((step, length) for length, step in zip(shape, stride, strict=True) if length != 1):
         if step != reach:
@@ -129,7 +129,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class FlatLayout:
-    """The unit is one region, whichever of its parameters a collective is asked for."""
+    """The unit is one region, whichever parameters a collective is for."""
 
     same_unsharded = True
 

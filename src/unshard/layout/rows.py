@@ -1,4 +1,4 @@
-"""Per-parameter sharding: each parameter is chunked along one dim as by ``torch.chunk``, padded to equal shards."""
+"""Per-parameter sharding: each parameter is chunked along one dim like `torch.chunk`, and chunks are padded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from math import prod
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How a parameter is sharded along dim `dim` over `world` ranks.
+    """A parameter sharded along dim `dim` over `world` ranks.
 
-    Sharded along dim 0, the padded shards of all ranks in a row are the parameter. Sharded along another dim they are
-    not, so the parameter must be copied after the all-gather and before the reduce-scatter (`needs_copy`).
+    Along dim 0, the concatenated padded chunks of all ranks are the parameter. Along another dim they are not, so the
+    parameter must be copied after the all-gather and before the reduce-scatter (`needs_copy`).
     """
 
     shape: tuple[int, ...]
@@ -38,21 +38,21 @@ class RowSharding:
 
     @cached_property
     def chunk(self) -> int:
-        """Length of the padded shard along the sharded dim."""
+        """Length of a padded chunk along the sharded dim."""
         return -(-self.shape[self.dim] // self.world)
 
     @cached_property
     def piece(self) -> int:
-        """Elements of the padded shard."""
+        """Elements of a padded chunk."""
         return self.chunk * self.width
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """First index and number of indices of the shard of `rank` along the sharded dim, without padding."""
+        """First index and number of indices of the chunk of `rank` along the sharded dim, without padding."""
         first = min(rank * self.chunk, self.shape[self.dim])
         return first, min(self.chunk, self.shape[self.dim] - first)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of `rank`, without padding."""
+        """Shape of the chunk of `rank`, without padding."""
         return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
 
     @property
@@ -62,10 +62,10 @@ class RowSharding:
 
     @property
     def stride(self) -> tuple[int, ...] | None:
-        """Strides of the unsharded parameter; `None` is contiguous."""
+        """Strides of the unsharded parameter; None means contiguous."""
         return None
 
     @property
     def local_stride(self) -> tuple[int, ...] | None:
-        """Strides of the shard; `None` is contiguous."""
+        """Strides of the shard; None means contiguous."""
         return None

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..comm.agreement import largest_over, smallest_over, sum_over
 from ..comm.groups import covering_group, device_of, is_group, ranks_of, staging_device, widest_of
-from ..comm.order.calls import SharedCall
-from ..comm.scalars import largest_over, smallest_over, sum_over
+from ..comm.order.waiting import SharedCall
 from ..errors import ArgumentError
 from ..torch_private import local_of, spec_of
 

@@ -1,12 +1,12 @@
-"""Every private torch API that this library needs, with the reason and the torch versions that have it.
+"""All private torch APIs that this library uses, each with the reason and the torch versions that have it.
 
-"All versions" are the supported ones, 2.11 to 2.15; checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU).
+"All versions" are the supported ones, 2.11 to 2.15, checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU). "No public
+way" means that torch has no public API for it.
 """
 
-from . import versions as versions  # first: it checks the version, before anything else can fail
+from . import versions as versions  # first: checks the version before anything else can fail
 from .autograd import *
 from .callers import *
 from .distributed import *
-from .graphs import *
 from .optimizers import *
 from .tensors import *

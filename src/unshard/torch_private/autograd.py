@@ -1,11 +1,11 @@
-"""Autograd's running backward, its hooks and node numbers; function transforms, the compiler and the profiler."""
+"""Autograd's backward, hooks and sequence numbers; the compiler, the profiler, tracing and CUDA graphs."""
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # -- backward and hooks ------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs on the calling thread, or -1; there is no public way. All versions."""
+"""The number of the backward that runs on the calling thread, or -1. No public way. All versions."""
 
 
 def inside_backward() -> bool:
@@ -24,10 +24,7 @@ def inside_backward() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the running backward. Only valid inside a backward.
-
-    There is no public way to queue a callback. All versions.
-    """
+    """Run `callback` at the end of the running backward. Only valid inside a backward. No public way. All versions."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -35,7 +32,7 @@ def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None
     """Call `hook` when the gradient of `tensor` is computed. The hook cannot be removed.
 
     `tensor` must be new and without hooks. `register_hook` also makes a handle, which takes three times as long as the
-    rest, and there are two such hooks per unit and step. All versions.
+    rest, and every unit registers two hooks per step. All versions.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
@@ -47,14 +44,14 @@ def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None
     node._register_hook_dict(tensor)
 
 
-# Called for every parameter in every step, hence no Python function.
+# Called for every parameter in every step, so not a Python function.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks that users registered with `register_post_accumulate_grad_hook`; no public way to read. All versions."""
+"""Hooks that users registered with `register_post_accumulate_grad_hook`. No public way to read. All versions."""
 
 
 def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Writes inside do not raise the version counter of `tensor`.
+    """A context in which writes do not increment the version counter of `tensor`.
 
     For writes that restore the values that autograd saved. All versions.
     """
@@ -62,9 +59,9 @@ def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any
 
 
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The sequence number that the calling thread gives to the next node of the graph; no public way. All versions.
+"""The sequence number that the calling thread gives to the next node of the graph. No public way. All versions.
 
-Of the nodes that are ready, backward runs the one with the highest number first.
+Among the nodes that are ready, backward runs the one with the highest number first.
 """
 
 
@@ -74,13 +71,13 @@ def sequence_nr_of(tensor: torch.Tensor) -> int:
     return sys.maxsize if node is None else node._sequence_nr()
 
 
-# -- function transforms, compiler, profiler ---------------------------------------------------------------
+# -- tracing, compiler, profiler ---------------------------------------------------------------------------
 
 
 def traced_by_make_fx() -> bool:
-    """Whether operations are being written to a graph, as `torch.func.linearize` and `torch.export` do.
+    """Return True while operations are recorded in a graph, as by `torch.func.linearize` and `torch.export`.
 
-    There is no public way to tell. All versions.
+    No public way. All versions.
     """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
@@ -89,12 +86,12 @@ _SKIP, _DEFAULT = torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynam
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Exclude `function` and all that it calls from `torch.compile`; returns `function` itself.
+    """Exclude `function` and everything it calls from `torch.compile`. Returns `function` itself.
 
-    As the outermost Python frame it is skipped without a graph break: a module whose hooks are such functions is
-    compiled with `fullgraph=True`. Called from compiled code it is a graph break, with the reason below. The decorator
-    `torch.compiler.disable` makes a frame that is traced and breaks in both cases, and imports the compiler, which
-    takes seconds. `set_code_exec_strategy` and the attributes are what it sets, too. All versions.
+    As the outermost Python frame it is skipped without a graph break, so a module whose hooks are such functions
+    compiles with `fullgraph=True`. Called from compiled code, it is a graph break with the reason below. The decorator
+    `torch.compiler.disable` sets the same attributes, but adds a frame that is traced and breaks in both cases, and
+    imports the compiler, which takes seconds. All versions.
     """
     _skip(function, recursive=True)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -104,7 +101,7 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def frame_not_compiled(function: _Function) -> _Function:
-    """Exclude the code of `function` from `torch.compile`, and not the functions that it calls. All versions."""
+    """Exclude the code of `function` from `torch.compile`, but not the functions it calls. All versions."""
     _skip(function, recursive=False)
     return function
 
@@ -121,4 +118,25 @@ _REASON = (
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler is recording; `record_function` costs time even if none is. All versions."""
+"""Returns True while a profiler records. `record_function` costs time even if none does. All versions."""
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------
+
+
+def end_failed_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator and the random number generator that the recording on `stream` into `pool` is over.
+
+    `CUDAGraph.capture_end` tells them only if it succeeds. Otherwise the pool cannot be recorded into again, and the
+    generator raises at its next use. For the pool there is no public way. For the generator, another recording ends the
+    failed one. Tried with torch 2.11.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros((), device=device)  # an empty recording warns
+        graph.capture_end()
+    graph.reset()

@@ -1,4 +1,4 @@
-"""Process groups and device meshes: collectives without Python's checks, backends, stores, meshes made of others."""
+"""Process groups and device meshes: names of collectives, backends, stores, groups, and meshes made of others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # -- collectives -------------------------------------------------------------------------------------------
 
-# Methods of a process group that the functions of `torch.distributed` call, after checks in Python. The first name is
-# the one since 2.13, which these functions call then; 2.13 keeps the second one, and 2.11 and 2.12 have that alone. A
-# group that is written in Python may have either.
+# Methods of a process group that the functions of `torch.distributed` call, after checks in Python. Since 2.13 these
+# functions call the first name; 2.13 keeps the second, and 2.11 and 2.12 have only the second. A group written in
+# Python may have either.
 ALL_GATHER = ("all_gather_single", "_allgather_base")
 ALL_GATHER_COALESCED = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
@@ -33,15 +33,15 @@ ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
 def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
-    """`torch.distributed`'s function, which 2.13 renames: it warns of the older name."""
+    """`torch.distributed`'s reduce-scatter. 2.13 renames it and warns about the old name."""
     function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     function(output, input, group=group)
 
 
 def low_precision_of(hook: Any) -> torch.dtype | None:
-    """The dtype of one of torch's compressing communication hooks of FSDP; None for other functions.
+    """The dtype of torch's compressing communication hooks for FSDP; None for other functions.
 
-    Their module has no public name, and is not imported unless the program has imported it. All versions.
+    Their module has no public name. It is looked up, not imported. All versions.
     """
     module: Any = sys.modules.get("torch.distributed.algorithms._comm_hooks.default_hooks")
     if module is None:
@@ -55,7 +55,7 @@ def low_precision_of(hook: Any) -> torch.dtype | None:
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:
-    """The backend's allocator of its own memory, or None; there is no public way. All versions."""
+    """The allocator of the backend's own memory, or None. No public way. All versions."""
     if device.type != "cuda":
         return None
     backend = backend_of(group, device)
@@ -63,7 +63,7 @@ def backend_allocator(group: Any, device: torch.device) -> Any:
 
 
 def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
-    """Torch's pool of symmetric memory; its module has no public name. All versions."""
+    """Torch's pool of symmetric memory. Its module has no public name. All versions."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
@@ -71,9 +71,9 @@ def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of `group` for `device`, or None: groups that are written in Python mostly have none.
+    """The backend of `group` for `device`, or None: most groups written in Python have none.
 
-    There is no public way. All versions.
+    No public way. All versions.
     """
     try:
         return group._get_backend(device)
@@ -82,42 +82,42 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Name of the backend of `group` for `device`; the group's own name if the group is written in Python.
+    """Name of the backend of `group` for `device`; the group's own name if it has no backend.
 
-    `dist.get_backend` answers for the group's default device only. All versions.
+    `dist.get_backend` only knows the backend of the group's default device. All versions.
     """
     backend = backend_of(group, device)
     try:
         return str((group if backend is None else backend).name()).lower()
-    except Exception:  # of a class that somebody has written, which need not have a name
+    except Exception:  # a class written in Python need not have a name
         return "unknown"
 
 
 def served_device_types(group: Any) -> list[str]:
-    """The device types that `group` has a backend for; empty if it does not say. No public way. All versions."""
+    """Device types that `group` has backends for; empty if it does not tell. No public way. All versions."""
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def job_store() -> dist.Store:
-    """The store of the default process group, on a connection of its own: on a shared one, others would wait for us.
+    """The store of the default process group, over a connection of its own, so that nobody waits for our requests.
 
-    There is no public way to the store. All versions.
+    No public way. All versions.
     """
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def call_before_destruction(callback: Callable[[], None]) -> None:
-    """Call `callback`, once, at the beginning of `destroy_process_group()`, which ends the job on this rank.
+    """Call `callback` once, at the start of `destroy_process_group()`, which ends the job on this rank.
 
-    Torch finalizes its `torchcomms` there, before the process groups; there is no public way. All versions.
+    Torch finalizes its `torchcomms` there, before the process groups. No public way. All versions.
     """
     dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 
 
 def number_of_groups() -> int:
-    """How many process groups this rank is in; there is no public way. All versions.
+    """How many process groups this rank is in. No public way. All versions.
 
-    Until 2.13, torch names a group for which only its ranks call by this number.
+    Until 2.13, torch names a group by this number if only its own ranks make it.
     """
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -128,12 +128,12 @@ _own_groups: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.
 
 @contextmanager
 def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
-    """Name the process group of these ranks that is made inside by a number of our own.
+    """A context in which the process group of these ranks gets a name with a number of our own.
 
-    Torch names groups by a counter that all ranks must agree on. Since 2.14 it also counts groups for which only their
-    ranks call. Other ranks then have another count, and the next `new_group` of the whole job waits forever. Our
-    numbers depend on the ranks of the group alone, and torch's counter stays as it was. There is no public way. All
-    versions; 2.11 to 2.13 use the counter for groups of the whole job only.
+    Torch names groups by a counter that all ranks must agree on. Since 2.14 it also counts groups that only their own
+    ranks make. Other ranks then have a different count, and the next `new_group` of the whole job waits forever. Our
+    numbers depend only on the ranks of the group, and torch's counter does not change. No public way. All versions;
+    2.11 to 2.13 use the counter only for groups of the whole job.
     """
     world, made = dist.distributed_c10d._world, _own_groups.setdefault(dist.group.WORLD, Counter())
     before, world.group_count = world.group_count, _OWN_NUMBERS + made[tuple(ranks)]
@@ -145,18 +145,18 @@ def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def nccl_options(group: Any, device: torch.device) -> Any:
-    """A copy of the options that the NCCL backend of `group` was made with; None if it is wrapped, as in debug mode.
+    """A copy of the options of the NCCL backend of `group`; None if it is wrapped, as in debug mode.
 
-    There is no public way. All versions.
+    No public way. All versions.
     """
     options = getattr(backend_of(group, device), "options", None)
     return copy.deepcopy(options) if isinstance(options, dist.ProcessGroupNCCL.Options) else None
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """The timeout of the collectives of `group` on `device`; there is no public way. All versions.
+    """The timeout of the collectives of `group` on `device`. No public way. All versions.
 
-    That of PyTorch's default for a backend that does not tell.
+    PyTorch's default if the backend does not tell.
     """
     try:
         return group._get_backend(device).options._timeout
@@ -166,13 +166,13 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
 
 # -- meshes ------------------------------------------------------------------------------------------------
 
-# Equal meshes are one object while any parameter uses it: comparing as many equal meshes as there are parameters takes
-# milliseconds in every step. The key holds the meshes and these hold their roots, so no id is reused meanwhile.
+# Equal meshes are one object while any parameter uses it: comparing equal meshes of all parameters takes milliseconds
+# in every step. The key holds the meshes, and these hold their roots, so no id is reused.
 _concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dimensions of all `meshes`, which are slices of one mesh; no public way. All versions."""
+    """One mesh with the dimensions of all `meshes`, which are slices of one mesh. No public way. All versions."""
     if len(meshes) == 1:
         return meshes[0]
     key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
@@ -183,19 +183,19 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def dtensor_extensions(device: torch.device) -> Any:
-    """The object that torch's FSDP1 gives a module on a slice of a mesh; programs ask only for its class.
+    """The object that torch's FSDP1 sets on a module on a slice of a mesh. Programs only ask for its class.
 
-    Its module imports torch's FSDP1, hence only when somebody asks. All versions.
+    Its module imports torch's FSDP1, so it is imported only on demand. All versions.
     """
     module: Any = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     return module.DTensorExtensions(getattr(torch, device.type))
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All dimensions of `mesh` as one dimension called `name`; no public way. All versions."""
+    """All dimensions of `mesh` as one dimension called `name`. No public way. All versions."""
     return mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` is a slice of, or itself; no public way. All versions."""
+    """The mesh that `mesh` is a slice of, or itself. No public way. All versions."""
     return mesh._get_root_mesh()

@@ -27,14 +27,14 @@ from torch.utils.hooks import RemovableHandle
 
 # -- nested containers -------------------------------------------------------------------------------------
 
-# What torch itself takes arguments apart with; programs register their own classes there. All versions.
+# Torch flattens arguments with these, and programs register their own classes there. All versions.
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 
 # -- tensors and storages ----------------------------------------------------------------------------------
 
-# One call for many tensors; `torch.optim` is built on them. Documented, but with underscores. All versions.
+# One call for many tensors. Documented, and `torch.optim` uses them, but with underscores. All versions.
 foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_div = torch._foreach_div_
@@ -42,7 +42,7 @@ foreach_zero = torch._foreach_zero_
 foreach_mul = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies tensors of one dtype, and sets a flag if any element is not finite; torch's scaler uses it."""
+"""Multiplies tensors of one dtype, and sets a flag if any element is not finite. Torch's scaler uses it."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -53,49 +53,49 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# Called for every parameter in every step, hence no Python function.
+# Called for every parameter in every step, so not a Python function.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Autograd's version counter of a tensor; there is no public way. All versions."""
+"""Autograd's version counter of a tensor. No public way. All versions."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `tensor.register_hook` was called and the hook not removed; there is no public way. All versions."""
+    """Return True if `tensor` has hooks of `register_hook`. No public way. All versions."""
     return bool(tensor._backward_hooks)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, for autograd; there is no public way. All versions."""
+    """The tensor that `tensor` is a view of, for autograd. No public way. All versions."""
     return tensor._base
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects share a storage; there is no public way. All versions."""
+    """How many tensors and Python objects share a storage. No public way. All versions."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-# Called for every unit in every step, hence no Python function.
+# Called for every unit in every step, so not a Python function.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Identifies a storage, also an empty one: torch may make several Python objects for one storage. All versions."""
+"""Identifies a storage, even an empty one. Torch may make several Python objects for one storage. All versions."""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the memory of a DTensor or another subclass; the tensor that a function transform wraps.
+    """The tensors that hold the memory of a DTensor or another subclass, or the tensor that a transform wraps.
 
-    Empty for an ordinary tensor. A wrapped tensor has no storage; there is no public way to unwrap it. All versions.
+    Empty for an ordinary tensor. A wrapped tensor has no storage. No public way to unwrap it. All versions.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
     if hasattr(type(tensor), "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-        return [each for each in parts if isinstance(each, torch.Tensor)]  # some subclasses name other attributes, too
+        return [each for each in parts if isinstance(each, torch.Tensor)]  # some subclasses also name other attributes
     return []
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:
     """Chunk each tensor along dim 0 into `chunks`, pad the chunks with zeros, and concatenate them in `out`.
 
-    `out` has the shape (chunks, sum of padded chunk sizes). One kernel on CUDA, which casts only bf16 to fp32; other
-    casts go through a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All
+    `out` has the shape (chunks, sum of padded chunk sizes). On CUDA this is one kernel, which casts only bf16 to fp32.
+    Other casts use a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All
     versions.
     """
     dtype = tensors[0].dtype
@@ -107,17 +107,17 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
 
 # -- DTensors ----------------------------------------------------------------------------------------------
 
-# Called for every parameter in every step, hence no Python functions.
+# Called for every parameter in every step, so not Python functions.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""The local tensor object of a DTensor; `to_local()` makes a new view under autograd. All versions."""
+"""The local tensor of a DTensor, itself. `to_local()` makes a new view under autograd. All versions."""
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
-"""Mesh and placements of a DTensor in one attribute; the public properties look it up twice. All versions."""
+"""Mesh and placements of a DTensor in one attribute. The public properties look it up twice. All versions."""
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a plain tensor, if the class only adds attributes and Python functions to a tensor.
 
-    `detach` returns the same class as long as it is called through `__torch_function__`. All versions.
+    Through `__torch_function__`, `detach` would return the same class. All versions.
     """
     if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return tensor
@@ -126,20 +126,20 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; another tensor itself."""
+    """The local tensor of a DTensor; any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Make `local` the local tensor of a DTensor that stays the same object; there is no public way. All versions."""
+    """Replace the local tensor of a DTensor, in place. No public way. All versions."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """A DTensor with a contiguous global shape whose local tensor is `local` itself.
 
-    The local tensor of the public `DTensor.from_local` is a view, so the caller could not check later whether the
-    DTensor still holds the tensor it was given. All versions.
+    The public `DTensor.from_local` makes a view, so the caller could not check later if the DTensor still holds the
+    same tensor. All versions.
     """
     meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -149,11 +149,11 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """`make_dtensor` at the storage offset of `local`, which is in a larger buffer.
+    """`make_dtensor` at the storage offset of `local`, which is a view of a larger buffer.
 
     `torch.compile` makes a fake DTensor of the fake local tensor, and fails if the real DTensor has another offset. But
-    torch neither copies nor saves a DTensor that has one, so this one does that itself, and copies only its own bytes.
-    The methods are attributes of the object because they have to leave torch's class alone. All versions.
+    torch neither copies nor saves a DTensor with an offset, so this object does that itself, and copies only its own
+    bytes. The methods are attributes of the object, to leave torch's class alone. All versions.
     """
 
     def copied() -> DTensor:
@@ -169,17 +169,17 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
-    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, hence the second rebind. All versions."""
+    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, so it is rebound again. All versions."""
     parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
     set_local_tensor(parameter, local)
     return parameter
 
 
 def _without_offset(local: torch.Tensor) -> torch.Tensor:
-    """A tensor like `local`, at storage offset 0, to make a DTensor with.
+    """A tensor like `local` at storage offset 0, to make a DTensor with.
 
-    A DTensor keeps the storage offset of the tensor it is made with, though it has no storage, and can be neither
-    copied nor saved unless that is 0.
+    A DTensor has no storage but keeps the storage offset of the tensor it is made with. Unless that is 0, it can be
+    neither copied nor saved.
     """
     if type(local) is not torch.Tensor or local.storage_offset() == 0:
         return local
@@ -187,22 +187,22 @@ def _without_offset(local: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor as the constructor makes it, to take its sizes and its (empty) storage from. All versions."""
+    """A DTensor from the constructor, as a source of sizes and of an empty storage. All versions."""
     return DTensor(_without_offset(local), spec, requires_grad=False)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """A DTensor of the given spec whose local tensor is `local`; without a spec, `local`. All versions."""
+    """A DTensor of `local` with the given spec; `local` itself without a spec. All versions."""
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 def strided_shard(dim: int, factor: int) -> Placement:
-    """Sharding of a dimension that a later mesh dimension shards in `factor` pieces first; not public. All versions."""
+    """Sharding of a dim that a later mesh dim has already split into `factor` chunks. Not public. All versions."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Whether `strided_shard` made it: in some versions it is a `Shard` as well. All versions."""
+    """Return True for placements of `strided_shard`. In some versions these are also `Shard`s. All versions."""
     return isinstance(placement, _StridedShard)
 
 
@@ -215,10 +215,10 @@ def make_sharded_tensor(
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """A `ShardedTensor` of which this rank has `local`, maybe nothing; `pieces`: offsets, sizes and ranks of all.
+    """A `ShardedTensor` of which this rank has `local`, which may be empty.
 
-    Sharded state dicts of FSDP1 hold them and `torch.distributed.checkpoint` reads them; they have no public name.
-    Every rank knows all pieces, so nothing is communicated. All versions.
+    `pieces`: offsets, sizes and rank of each shard. Every rank knows them all, so nothing is communicated. FSDP1's
+    sharded state dicts hold such tensors, and `torch.distributed.checkpoint` reads them. No public name. All versions.
     """
     device = local.device
     kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
@@ -228,7 +228,7 @@ def make_sharded_tensor(
     properties = TensorProperties(dtype=local.dtype)
     about = ShardedTensorMetadata(metadata, torch.Size(shape), properties)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it recommends DTensors, which the user cannot choose here
+        warnings.simplefilter("ignore", FutureWarning)  # recommends DTensors, which users cannot choose here
         return ShardedTensor._init_from_local_shards_and_global_metadata(mine, about, process_group=group)
 
 
@@ -244,24 +244,24 @@ def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torc
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The dict of a module's own parameters: an assignment there is far cheaper than `setattr`. All versions."""
+    """The dict of a module's own parameters. Assigning there is far cheaper than `setattr`. All versions."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """The dict of a module's own buffers, likewise. All versions."""
+    """The dict of a module's own buffers. All versions."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that are not in its state dict; there is no public way. All versions."""
+    """Names of a module's own buffers that are not in its state dict. No public way. All versions."""
     return module._non_persistent_buffers_set
 
 
 def changes_own_state(module: nn.Module) -> bool:
-    """Whether what a module puts into a state dict itself may differ from what nn.Module does. All versions.
+    """Return True if a module's own state dict entries may differ from those of nn.Module. All versions.
 
-    Hooks of modules that have children are about the names of these.
+    Ignores hooks of modules with children: these change the children's names.
     """
     kind, has_children = type(module), bool(module._modules)
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
@@ -270,9 +270,9 @@ def changes_own_state(module: nn.Module) -> bool:
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
-    """What a module puts into a state dict itself, by the names without a prefix.
+    """A module's own state dict entries, by names without a prefix.
 
-    The public `state_dict` runs hooks that unshard parameters, and descends into children. All versions.
+    The public `state_dict` runs hooks that unshard parameters, and includes children. All versions.
     """
     found: dict[str, Any] = {}
     if not module._modules and type(module).state_dict is not nn.Module.state_dict:
@@ -286,7 +286,7 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
-    """Load only these values of `own_state`; others count as missing, which is no error. All versions.
+    """Load only these values of `own_state`. Missing values are not an error. All versions.
 
     Strict, because some modules look for their values among the unexpected ones.
     """
@@ -294,12 +294,12 @@ def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict of a module's children; `named_children` omits the second name of a child. All versions."""
+    """The dict of a module's children. `named_children` omits second names of a child. All versions."""
     return module._modules
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts of a module's forward and backward hooks, by the numbers of their handles. All versions."""
+    """The dicts of a module's forward and backward hooks, by handle number. All versions."""
     return [
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -310,19 +310,19 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
 hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The dicts of a tensor's hooks, or None where there are none; no public way to read. All versions."""
+"""The dicts of a tensor's hooks; None if it has none. No public way to read. All versions."""
 
 
 quick_attributes = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes of a DTensor are read as quickly as those of a tensor: torch does not look for a
-`__torch_function__`. It has no public name. All versions."""
+"""A context in which attributes of a DTensor are read as quickly as those of a tensor, because torch does not look for
+`__torch_function__`. No public name. All versions."""
 no_transforms = torch._C._DisableFuncTorch
-"""A context in which operations are not those of a transform, such as `torch.func.jvp`, that runs. It has no public
-name. All versions."""
+"""A context that disables running transforms such as `torch.func.grad`, `jvp` and `vmap`: tensors made inside are plain
+ones. No public name. All versions."""
 
 
 def hooks_of_all() -> list[dict[int, Any]]:
-    """The dicts of the hooks that all modules and all optimizers have; no public way to read. All versions."""
+    """The dicts of global hooks of modules and optimizers. No public way to read. All versions."""
     return [
         all_modules._global_forward_hooks,
         all_modules._global_forward_pre_hooks,
@@ -334,12 +334,12 @@ def hooks_of_all() -> list[dict[int, Any]]:
 
 
 def hooks_made() -> int:
-    """Grows when a hook of a module, a tensor or an optimizer is registered anywhere. All versions."""
+    """A counter that grows with every registered hook of a module, tensor or optimizer. All versions."""
     return RemovableHandle.next_id
 
 
 def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Update the list of weights that a recurrent layer computes with, as its `__setattr__` does. All versions."""
+    """Update the weights that a recurrent layer computes with, as its `__setattr__` does. All versions."""
     names: Any = getattr(module, "_flat_weights_names", ())
     weights: Any = getattr(module, "_flat_weights", [])
     if name in names:
@@ -347,33 +347,33 @@ def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 
 def moves_to_shared_memory(function: Any) -> bool:
-    """Whether this, which a module is to apply to its tensors, comes from `Module.share_memory`.
+    """Return True if `function`, which a module applies to its tensors, comes from `Module.share_memory`.
 
-    The function says nothing else about itself than where it was defined. All versions.
+    Only its qualified name tells. All versions.
     """
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}.")
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
-"""The base class of all batch and instance norms. No public name; all versions."""
+"""The base class of all batch and instance norms. No public name. All versions."""
 BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The base class of batch norms, which FSDP1 names in its defaults. No public name; all versions."""
+"""The base class of batch norms, which FSDP1 names in its defaults. No public name. All versions."""
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied to this module, whose parameters are then not sharded.
+    """Return True if torch's composable `replicate` was applied to this module, so its parameters are not sharded.
 
-    It is looked up and not imported: if nothing imported it, it was not applied. All versions.
+    `replicate` is looked up, not imported: if nothing imported it, it was not applied. All versions.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Let torch's composable `replicate`, applied to a module around this one, leave its parameters alone.
+    """Exclude the module from torch's composable `replicate` when it is applied to a module around this one.
 
-    `replicate` otherwise replaces DTensors by their local tensors. The name of the attribute differs in each process,
-    so this has an effect only if something has imported `replicate` already. All versions.
+    `replicate` would replace DTensors by their local tensors. The name of the attribute differs in each process, so
+    this has an effect only if `replicate` was already imported. All versions.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:

@@ -1,4 +1,4 @@
-"""The versions of torch that unshard runs with. Importing this module checks the installed one."""
+"""The torch versions that unshard supports. Importing this module checks the installed one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def check(version: str) -> None:
-    """Refuse a torch that is too old. Log a warning on rank 0 if it is newer than any that was tested.
+    """Raise if torch is too old. Log a warning on rank 0 if it is newer than the tested versions.
 
-    It is a log message, not a Python warning: programs that turn warnings into errors would fail at the import.
+    Logs instead of warning, because programs that turn warnings into errors would fail at the import.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:  # someone's own build, which only they can judge
+    if match is None:  # a custom build
         return
     found = int(match[1]), int(match[2])
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))

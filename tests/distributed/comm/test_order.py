@@ -220,7 +220,7 @@ def test_the_program_ends(launcher: socket.socket, way: str) -> None:
     ("way", "said", "code"),
     [
         pytest.param("ended", "has ended;", 0, marks=pytest.mark.slow),
-        ("killed", "shows no sign of life", -9),
+        ("killed", "has shown no sign of life", -9),
         ("failed", "has ended with KeyError: 'no", 1),
     ],
 )

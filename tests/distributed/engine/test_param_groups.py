@@ -24,7 +24,6 @@ from unshard import (
     ShardPlacementResult,
     fully_shard,
 )
-from unshard.comm.split import SplitTransport
 from unshard.engine.unit import Unit
 from unshard.errors import StateError
 from unshard.fsdp2.placements import ShardPlacementFn
@@ -246,6 +245,5 @@ def test_a_second_group_and_a_users_collectives() -> None:
 
 
 def reduce_group(unit: Unit) -> object:
-    """Where its reduce-scatters go, behind the comparison of orders."""
-    transport = unit.param_groups[0].shards._base
-    return (transport._reduce_scatters if isinstance(transport, SplitTransport) else transport)._group
+    """The process group of its reduce-scatters, behind the order check."""
+    return unit.param_groups[0].shards._base.reduce_scatter.__self__._group

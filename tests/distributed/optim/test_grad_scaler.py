@@ -328,7 +328,7 @@ def test_meshes_that_have_nothing_in_common() -> None:
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, INF if rank == 2 else 1.0)
     if rank == 1:
-        with pytest.raises(ArgumentError, match=r"On rank 1 .*\[0, 1\], \[1, 2\].*process_group="):
+        with pytest.raises(ArgumentError, match=r"on rank 1 .*\[0, 1\], \[1, 2\].*process_group="):
             make().unscale_(optimizer)
     part = dist.new_group([0, 1])
     scaler = make(process_group=dist.group.WORLD)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...comm.interface import CallOrder
+from ...comm.order.check import Order
 from ...errors import StateError, UnsupportedError, listed
 from ...names import optimizer_parameters
 from ...torch_private import (
@@ -45,7 +45,7 @@ class _Checked(NamedTuple):
     """The param groups of its parameters."""
     steps: set[Steps]
     """What counts the steps for these, and for the units of this rank."""
-    orders: list[CallOrder]
+    orders: list[Order]
     """What compares the steps of the ranks, for each process group of these."""
 
 

@@ -80,7 +80,7 @@ class AllGatherPlan:
         """Issue the all-gather. Until `copy_out` nobody may touch the buffers."""
         if not self.outputs:
             return self.start_with(Done, self._transport.traits.gathers_on_any_stream)
-        issue = partial(self._transport.all_gather, self.outputs, self.inputs, label)
+        issue = partial(self._transport.all_gather, self.outputs, self.inputs, label=label)
         return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
 
     def start_on(self, streams: GatherStreams, label: Label) -> Work:
@@ -95,7 +95,7 @@ class AllGatherPlan:
 
         def issue() -> None:
             self._cast_one_by_one()
-            work = self._transport.all_gather(self.outputs, self.inputs, label)
+            work = self._transport.all_gather(self.outputs, self.inputs, label=label)
             issued.work = streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
 
         issued.event = streams.gather.queue(issue)

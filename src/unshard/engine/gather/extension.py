@@ -187,8 +187,8 @@ class Extensions:
                 mine_in += into
             if self._transport.traits.gathers_groups:
                 self._place_own(mine_out, mine_in)
-                return self._transport.all_gather(outputs + mine_out, inputs + mine_in, label)
-            works = [self._transport.all_gather(outputs, inputs, label)] if outputs else []
+                return self._transport.all_gather(outputs + mine_out, inputs + mine_in, label=label)
+            works = [self._transport.all_gather(outputs, inputs, label=label)] if outputs else []
             return Works([*works, self._gather_bytes(mine_out, mine_in, None if outputs else label)])
 
     def _place_own(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -203,7 +203,7 @@ class Extensions:
         rows = [each.view(torch.uint8) for each in inputs]
         piece = torch.cat(rows)
         gathered = piece.new_empty(piece.numel() * self._transport.world)
-        work = self._transport.all_gather([gathered], [piece], label)
+        work = self._transport.all_gather([gathered], [piece], label=label)
         return _Unpack(work, gathered.view(self._transport.world, -1), piece, outputs)
 
     def finish(self) -> None:

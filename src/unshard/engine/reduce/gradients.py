@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...comm.interface import Label, Transport
-from ...comm.order.polling import leak
+from ...comm.order.waiting import leak
 from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import DTensorSpec
 from .. import observer

@@ -176,7 +176,10 @@ class Reduction:
         gradients.clear()  # before the result takes memory
         flight.outputs.take()
         flight.work = self._transport.reduce_scatter(
-            flight.outputs.pieces, packing.tensors, self._reduce_scatter_label, average=flight.division.scatter_average
+            flight.outputs.pieces,
+            packing.tensors,
+            label=self._reduce_scatter_label,
+            average=flight.division.scatter_average,
         )
         if watcher is not None:
             members = [region.members for region in self._regions]
@@ -204,7 +207,7 @@ class Reduction:
             flight.work = self._transport.reduce_scatter(
                 flight.outputs.pieces,
                 packing.tensors,
-                self._reduce_scatter_label,
+                label=self._reduce_scatter_label,
                 average=flight.division.scatter_average,
             )
             flight.work.wait()
@@ -324,7 +327,7 @@ class Reduction:
             partial.release()
             self.has_partial = False
         average = flight.division.all_reduce_average
-        flight.work = self._replicas.all_reduce(outputs.flats, self._all_reduce_label, average=average)
+        flight.work = self._replicas.all_reduce(outputs.flats, label=self._all_reduce_label, average=average)
         flight.stage = Stage.ALL_REDUCE
         if observer.current is not None:
             members = [region.members for region in self._regions]

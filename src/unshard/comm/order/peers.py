@@ -1,0 +1,374 @@
+"""What this rank tells the other ranks outside of collectives, and which ranks a stuck collective waits for.
+
+A thread of each process writes one key to the job's store every few seconds. Exceptions and the end of the program
+write it at once. A step neither writes nor reads keys. A rank whose wait fails reads the keys of the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import CollectiveError, OrderError, listed
+from ...torch_private import job_store, line_of_program
+from .sequence import Progress
+from .store import Announcement, OrderStore, announce
+
+RECENT = 16  # collectives that a rank can be ahead of another one that waits
+_RANKS_PER_SECOND = 100  # that write their keys, in a large job
+
+STEP = "step its optimizer"
+
+REMEDY = (
+    "Every rank must run the same forwards and backwards in the same order, and clip, step and save between the same "
+    "ones. Look for branches, loops and losses that depend on the rank or its data, for different numbers of "
+    "micro-batches, and for exceptions that only one rank catches. If a rank has no data for a unit, run the unit "
+    "there on a dummy input (one that requires a gradient if the real one does) and add `0 * output.sum()` to the "
+    "loss; or leave the module in a larger unit that every rank runs, and call set_reduce_scatter_unused_params(True) "
+    "on that unit. The process group is no longer usable: end the job."
+)
+RAISED_REMEDY = (
+    "Training can continue after an exception only if all ranks raise one at the same point. Otherwise some ranks have "
+    "issued collectives that others never issue, and the process group is no longer usable: end the job on all ranks "
+    "and restart it from a checkpoint. To skip bad data, let all ranks decide together before forward: all-reduce a "
+    "flag and skip the step everywhere."
+)
+FAILED_REMEDY = (
+    "Every rank must shard the same modules, run the same forwards and backwards, and end after the same number of "
+    "steps. If a rank is only slow, give init_process_group a longer timeout. The process group is no longer usable: "
+    "end the job on all ranks and restart it from a checkpoint."
+)
+
+_log = logging.getLogger("unshard")
+_announcers: set[Announcer] = set()
+_jobs: weakref.WeakKeyDictionary[Any, Announcer] = weakref.WeakKeyDictionary()  # by default process group
+
+
+# -- announcements of this rank ----------------------------------------------------------------------------
+
+
+def announcer_of_job(interval: float) -> Announcer:
+    """The announcer of this job, made at the first call. `interval`: seconds between two announcements."""
+    group = dist.group.WORLD
+    if group not in _jobs:
+        job = dist.PrefixStore("unshard", job_store())
+        # A program may leave the job and join again, over a store that still has the keys of the first time.
+        joins = job.add(f"joins of {dist.get_rank()}", 1)
+        _jobs[group] = Announcer(dist.PrefixStore(f"{joins}", job), group, dist.get_rank(), interval)
+    return _jobs[group]
+
+
+def keys_of_job() -> Any:
+    """Our keys in the job's store. Valid only if the order of collectives is checked."""
+    return _jobs[dist.group.WORLD].job
+
+
+class Announcer:
+    """Writes what this rank is doing. One per job, that is, per default process group."""
+
+    def __init__(self, job: Any, group: Any, rank: int, interval: float):
+        self.interval = max(interval, group.size() / _RANKS_PER_SECOND)
+        self.job, self._group, self._rank, self._process = job, weakref.ref(group), rank, os.getpid()
+        self._peers: weakref.WeakSet[Peers] = weakref.WeakSet()
+        self.last_raised: dict[str, Any] = {}
+        self._place = ""
+        self._count = 0
+        self._lock = threading.Lock()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        _register_at_exit()
+        _announcers.add(self)
+        self._thread = threading.Thread(target=self._run, name="unshard announces", daemon=True)
+        self._thread.start()
+
+    def add(self, peers: Peers) -> None:
+        """Announce a process group, at once: if the rank is killed soon, it must not seem to have sharded nothing."""
+        with self._lock:
+            self._peers.add(peers)
+        self._wake.set()
+
+    def _all_peers(self) -> list[Peers]:
+        with self._lock:
+            return list(self._peers)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store cannot be reached: the job is ending
+            while not self._stop.is_set():
+                self._wake.wait(self.interval)
+                self._wake.clear()
+                if self.has_left():
+                    self.end("has left the job (destroy_process_group)")
+                    break
+                self.announce()
+                for peers in self._all_peers():
+                    peers.warn_of_absent()
+        _announcers.discard(self)
+
+    def has_left(self) -> bool:
+        """Return True if this process has left the job.
+
+        The thread must not hold the process group in a local variable while it waits: the group would outlive the job.
+        """
+        group = self._group()
+        return group is None or group is not dist.group.WORLD
+
+    def announce(self, ended: str = "") -> None:
+        """Write where this rank is."""
+        with self._lock:  # the main thread announces exceptions
+            if self._stop.is_set():
+                return
+            if ended:
+                self._stop.set()
+                self._wake.set()
+            self._count += 1
+            now = time.time()
+            groups = {peers.name: peers.position(now) for peers in list(self._peers)}
+            place = line_of_program(threading.main_thread().ident or 0)
+            self._place = place or self._place  # when the program ends, the main thread has already left its code
+            record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
+            announce(self.job, self._rank, {**record, **self.last_raised})
+
+    def raised(self, text: str, waited_for: Iterable[int] = ()) -> None:
+        """Announce an exception that leaves forward or backward of this rank."""
+        self.last_raised = {
+            "raised": text,
+            "raised_after": {peers.name: peers.progress.last_announced()[0] for peers in self._all_peers()},
+            "raised_at": time.time(),
+            "waited_for": list(waited_for),
+        }
+        self.announce()
+
+    def end(self, how: str) -> None:
+        """Announce that this rank takes no further part in the job."""
+        if self._process == os.getpid():  # not in a forked child
+            with suppress(RuntimeError):
+                self.announce(ended=how)
+
+    def join(self) -> None:
+        """Wait for the thread after `end`. A thread inside the store aborts the process while Python shuts down."""
+        if self._process == os.getpid():
+            self._thread.join(timeout=2)
+
+
+@cache
+def _register_at_exit() -> None:
+    atexit.register(announce_end)
+
+
+def announce_end() -> None:
+    """Announce the end of the program. Python keeps an exception that nobody caught, after printing it."""
+    how, error = "has ended", getattr(sys, "last_value", None)
+    if error is not None and not isinstance(error, (CollectiveError, OrderError)):  # these were announced when raised
+        how += f" with {first_line_of(error)}"
+    for announcer in list(_announcers):
+        announcer.end(how)
+        announcer.join()
+
+
+def first_line_of(error: BaseException) -> str:
+    """Type and first line of the message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")
+
+
+# -- the other ranks ---------------------------------------------------------------------------------------
+
+
+class Peers:
+    """The ranks of one process group: tells them where this rank is, and finds out where they are."""
+
+    def __init__(self, store: OrderStore, announcer: Announcer, progress: Progress, warn_seconds: float):
+        """`warn_seconds`: how long to wait for a rank before a warning says where it is."""
+        self.name, self.ranks, self.announcer, self.progress = store.name, store.ranks, announcer, progress
+        self.failed = False
+        """This rank has raised an error that names the others. There is nothing left to warn about."""
+        self._store, self._warn_seconds = store, warn_seconds
+        self._next_look = 0.0
+        self._position = -1, 0.0
+        announcer.add(self)
+
+    def position(self, now: float) -> tuple[int, str, float]:
+        """How many collectives were announced, the last of them, and since when it is the last. Announcer only."""
+        issued, text = self.progress.last_announced()
+        if self._position[0] != issued:
+            self._position = issued, now
+        return issued, text, self._position[1]
+
+    def own(self) -> Announcement:
+        """What this rank would announce now."""
+        issued, last = self.progress.last_announced()
+        raised = dict(self.announcer.last_raised)
+        after = raised.pop("raised_after", {}).get(self.name, -1)
+        return Announcement(self._store.rank, issued=issued, last=last, raised_after=after, **raised)
+
+    def others(self) -> list[Announcement]:
+        return self._store.announcements()
+
+    def doing(self, ranks: Collection[int]) -> list[str]:
+        """Descriptions of what some of the other ranks do."""
+        mine, now = self.own(), time.time()
+        return [described(each, mine, False, now) for each in self.others() if each.rank in ranks]
+
+    def any_gave_up(self) -> bool:
+        """Return True if another rank has raised an error because it waited for ranks that did not come."""
+        mine = self.own()
+        return any(each.waited_for and raised_alone(each, mine) for each in self.others())
+
+    def cause(self) -> str:
+        """Why the ranks may differ, and what to do."""
+        raised = raised_lately([self.own(), *self.others()], time.time())
+        return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
+
+    def explain_failure(self, what: str, patient: bool) -> str:
+        """Say which ranks the failed collective `what` waited for. Empty if there are none.
+
+        `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
+        """
+        rank = self._store.rank
+        begin = f"Rank {rank} wanted to {what}, in the process group of {named(self.ranks)}, and the backend failed"
+        try:
+            absent = self._find_absent(patient)
+            if not absent:
+                return ""
+            raised = any(each.raised and not each.waited_for for each in self.others() if each.rank in absent)
+        except RuntimeError:
+            return (
+                f"{begin}. The job's store does not answer either: the process that hosts it, rank 0 or the launcher, "
+                f"has ended. {FAILED_REMEDY}"
+            )
+        who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
+        with suppress(RuntimeError):
+            self.announcer.raised(f"CollectiveError: {who}", absent)
+            self._wait_for_readers(absent)
+        return f"{begin} while {who}. {RAISED_REMEDY if raised else FAILED_REMEDY}"
+
+    def _find_absent(self, patient: bool) -> dict[int, str]:
+        """The ranks that a collective waited for, with descriptions. Waits for signs of life if none has ended."""
+        mine, interval = self.own(), self.announcer.interval
+        limit = time.monotonic() + (1.5 * interval if patient else 0.0)
+        others = self.others()
+        first = {each.rank: each.count for each in others}
+        while True:
+            fresh = {each.rank for each in others if each.count > first[each.rank]}
+            known = any((each.ended or raised_alone(each, mine)) and not each.waited_for for each in others)
+            late = time.monotonic() > limit
+            if known or late or all(each.ended or each.rank in fresh for each in others):
+                silent = set(first) - fresh if late and patient and not known else set()
+                return absent_ranks(others, mine, fresh, silent, time.time())
+            time.sleep(interval / 20)
+            others = self.others()
+
+    def _wait_for_readers(self, absent: Collection[int]) -> None:
+        """Give ranks that wait for the same ones time to read why, because this process may host the store."""
+        limit = time.monotonic() + 2 * self.announcer.interval
+        while time.monotonic() < limit:
+            others = [each for each in self.others() if each.rank not in absent]
+            if all(each.ended or each.waited_for for each in others):
+                return
+            time.sleep(self.announcer.interval / 20)
+
+    def warn_of_absent(self) -> None:
+        """Log which ranks this one waits for. Called by the announcer's thread.
+
+        Logs after `warn_seconds`, or earlier if one of the ranks can no longer come, and then at twice the time.
+        """
+        stalled = self._stalled()
+        if stalled < 2 * self.announcer.interval:
+            self._next_look = 0.0
+            return
+        if stalled < self._next_look or self.failed:
+            return
+        late = stalled >= self._warn_seconds
+        self._next_look = 2 * stalled if late else min(2 * stalled, self._warn_seconds)
+        mine, now = self.own(), time.time()
+        if mine.last == STEP:
+            return  # an optimizer step waits for nobody
+        behind = [
+            each
+            for each in self.others()
+            if each.issued < mine.issued and (late or each.ended or raised_alone(each, mine))
+        ]
+        if behind:
+            what = listed([described(each, mine, False, now) for each in behind])
+            _log.warning("rank %d has waited %.0f s to %s: %s", self._store.rank, stalled, mine.last, what)
+
+    def _stalled(self) -> float:
+        """Seconds since this rank last announced a collective in the process group."""
+        issued, since = self._position
+        return time.time() - since if issued == self.progress.last_announced()[0] else 0.0
+
+
+def raised_alone(each: Announcement, mine: Announcement) -> bool:
+    """Return True if a recent exception left a step of `each`, but none left this rank's step at the same point."""
+    return bool(each.raised) and each.raised_after >= mine.issued - RECENT and each.raised_after != mine.raised_after
+
+
+def absent_ranks(
+    others: list[Announcement], mine: Announcement, fresh: set[int], silent: set[int], now: float
+) -> dict[int, str]:
+    """The ranks that a collective of this rank waits for, and descriptions of what they do instead.
+
+    `fresh`: ranks that announced something after the collective failed; only these are known to be behind.
+    `silent`: ranks that announced nothing for so long that their processes may have ended. A rank that only gave up
+    waiting for another one is named only if no other rank is.
+    """
+    causes: dict[int, str] = {}
+    gave_up: dict[int, str] = {}
+    for each in others:
+        raised = raised_alone(each, mine)
+        if each.waited_for and raised:
+            gave_up[each.rank] = described(each, mine, False, now)
+        elif each.ended or each.rank in silent or raised or (each.rank in fresh and each.issued < mine.issued):
+            causes[each.rank] = described(each, mine, each.rank in silent, now)
+    return causes or gave_up
+
+
+def raised_lately(announcements: list[Announcement], now: float) -> str:
+    """Name the ranks that recently raised an exception; empty if all raised one at the same point."""
+    position = max(each.issued for each in announcements)
+    recent = [each for each in announcements if each.raised and each.raised_after >= position - RECENT]
+    if len(recent) == len(announcements) and len({each.raised_after for each in recent}) == 1:
+        return ""
+    return "; ".join(f"rank {each.rank} raised {each.raised}, {_ago(each.raised_at, now)}" for each in recent)
+
+
+def described(each: Announcement, mine: Announcement, silent: bool, now: float) -> str:
+    """Say what another rank has announced about itself."""
+    facts = []
+    if raised_alone(each, mine):
+        facts.append(f"raised {each.raised}, {_ago(each.raised_at, now)}")
+    if each.ended:
+        facts.append(each.ended)
+    elif silent and each.count:
+        facts.append(
+            f"has shown no sign of life for {now - each.written:.0f} s (its process was killed, or runs code that "
+            "never releases Python's global lock)"
+        )
+    if each.issued < 0 and not each.ended:
+        facts.append(
+            "has not sharded any module over this process group: it ended before that, or runs PyTorch's FSDP (start "
+            "all ranks with `unshard run`)"
+        )
+    elif each.last:
+        facts.append(f"last announced to {each.last}, {_ago(each.since, now)}")
+    if each.place:
+        facts.append(f"{'was last seen' if silent or each.ended else 'is now'} at {each.place}")
+    return f"rank {each.rank} " + "; ".join(facts)
+
+
+def _ago(then: float, now: float) -> str:
+    return f"{max(0.0, now - then):.0f} s ago"
+
+
+def named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks, 16)}"

@@ -1,0 +1,137 @@
+"""The sequence of collectives of one process group, and predictions of the next one. Nothing is sent here."""
+
+from __future__ import annotations
+
+MEMORY = 1 << 14  # keep at least this many numbers: several iterations of a large model
+CANDIDATES = 32  # earlier occurrences to compare; the one with the longest equal history wins
+
+
+class SequencePredictor:
+    """Predicts the next number: the one that followed the longest earlier run equal to the latest numbers.
+
+    This predicts a repeating sequence of any period without knowing where a period begins: steps, evaluations between
+    steps, several models in turn. Equal sequences give equal predictions.
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._memory = memory
+        self._seen: list[int] = []
+        # Linked indices instead of a list per number, which would leave an object for every label of deleted models.
+        self._latest: dict[int, int] = {}
+        """Index of the latest occurrence of each number."""
+        self._before: list[int] = []
+        """For each index, the previous index of the same number, or -1."""
+        self._dropped = 0
+        self._next = -1  # index of an earlier occurrence of the expected number; -1 if no number is expected
+        self.missed = -1
+        """The number that was expected at the latest miss."""
+
+    @property
+    def position(self) -> int:
+        """How many numbers have been added."""
+        return self._dropped + len(self._seen)
+
+    def knows(self, number: int) -> bool:
+        return number in self._latest
+
+    def last(self, count: int) -> list[tuple[int, int]]:
+        """Positions and numbers of the latest `count` entries."""
+        recent = self._seen[-count:]
+        return list(enumerate(recent, self.position - len(recent)))
+
+    @property
+    def latest(self) -> int:
+        return self._seen[-1] if self._seen else -1
+
+    def step(self, number: int) -> bool:
+        """Add the next number. Returns True if it was expected."""
+        seen, expected = self._seen, self._next
+        matches = expected >= 0 and seen[expected] == number
+        self._before.append(self._latest.get(number, -1))
+        self._latest[number] = len(seen)
+        seen.append(number)
+        if matches:
+            self._next = expected + 1
+        else:
+            self.missed = seen[expected] if expected >= 0 else -1
+            self._next = self._most_similar()
+        if len(seen) > 2 * self._memory:
+            self._forget()
+        return matches
+
+    def _most_similar(self) -> int:
+        """The index after the earlier occurrence of the latest number that has the longest equal history."""
+        longest, best, index = 0, -1, self._before[-1]
+        for _ in range(CANDIDATES):
+            if index < 0:
+                break
+            length = self._common(index)
+            if length > longest:
+                longest, best = length, index + 1
+            index = self._before[index]
+        return best
+
+    def _common(self, index: int) -> int:
+        """How many numbers up to `index` equal the latest ones. Compares slices, which is far faster than a loop."""
+        seen, here, now = self._seen, index + 1, len(self._seen)
+        low, high = 1, 2
+        while high <= here and seen[here - high : here - low] == seen[now - high : now - low]:
+            low, high = high, 2 * high
+        high = min(high, here + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if seen[here - middle : here - low] == seen[now - middle : now - low]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _forget(self) -> None:
+        cut = len(self._seen) - self._memory
+        del self._seen[:cut]
+        self._dropped += cut
+        self._latest, self._before = {}, []
+        for index, number in enumerate(self._seen):
+            self._before.append(self._latest.get(number, -1))
+            self._latest[number] = index
+        self._next -= cut
+        if self._next < 0:
+            self._next = self._most_similar()
+
+
+class Progress:
+    """What this rank has announced in one process group so far. The announcer's thread may read it at any time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.predictor = SequencePredictor()
+        self.texts: dict[int, str] = {}
+        """Number, unit and description of each label that was compared, by the label's number."""
+        self.next_unlabelled = ""
+        """What the next collective without a label does."""
+        self._unlabelled = 0
+        self._last_unlabelled = 0, ""
+
+    def count_unlabelled(self) -> None:
+        """Count a collective without a label, before it is issued. It is not compared."""
+        self._unlabelled += 1
+        self._last_unlabelled = self.predictor.position + self._unlabelled, self.next_unlabelled
+        self.next_unlabelled = ""
+
+    def last_announced(self) -> tuple[int, str]:
+        """How many collectives this rank has announced, and what the last of them does."""
+        issued = self.predictor.position + self._unlabelled
+        at, what = self._last_unlabelled
+        if at == issued:
+            return issued, what or ("issue a collective outside of a step" if issued else "")
+        numbers = [number for _, number in self.predictor.last(1)]  # empty if a thread reads while a number is added
+        return issued, shown(self.texts.get(numbers[0], " issue a collective") if numbers else "")
+
+
+def shown(text: str, other: str = "") -> str:
+    """The description in a label's text. The number is added if it is the only difference from `other`.
+
+    Two models may have units of the same name.
+    """
+    number, _, plain = text.partition(" ")
+    return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain

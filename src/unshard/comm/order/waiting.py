@@ -1,0 +1,235 @@
+"""Waiting for collectives that may never complete, because another rank does not issue them.
+
+`SharedCall` is for calls that all ranks make outside of forward and backward: clipping, gradient scaling, state dicts,
+checkpoints. The ranks compare such a call like a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import cache
+from operator import attrgetter
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import OrderError, UnshardError
+from ..interface import Works
+from .check import Label, Order, known_orders, largest_order
+from .peers import announce_end
+
+_SHORT_TIMEOUT = timedelta(seconds=0.2)  # once the order is broken: most collectives in flight have completed
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a collective of the whole job, and look for errors of other ranks meanwhile."""
+    order = largest_order()
+    if order is not None and order.waits_on_host:
+        PollingWork(work, order, work, None).wait()
+    else:
+        work.wait()
+
+
+class SharedCall:
+    """A call that all ranks make, over process groups that units may be sharded over. A context for its collectives.
+
+    `what` is a constant that completes "rank 0 wants to ...". `meet`: wait until all ranks have come, for collectives
+    that are not issued by `run`.
+    """
+
+    def __init__(self, what: str, groups: Iterable[Any], meet: bool = False):
+        # In the same order on all ranks, because a comparison may wait for them.
+        self._orders = sorted(known_orders(groups), key=attrgetter("name"))
+        self._labels = [order.meet(what) if meet else order.compare_call(what) for order in self._orders]
+
+    def __enter__(self) -> SharedCall:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        """If a collective of the backend failed, name the ranks that did not take part."""
+        if self._orders and isinstance(error, RuntimeError) and not isinstance(error, UnshardError):
+            self._orders[0].raise_failed(error, self._labels[0])
+
+    def run(self, collective: Callable[[bool], Any]) -> None:
+        """Wait for a collective, and look for errors of other ranks meanwhile. Its argument is `async_op`."""
+        with self:
+            if self._orders and self._orders[0].waits_on_host:
+                PollingWork(collective(True), self._orders[0], collective, self._labels[0]).wait()
+            else:
+                collective(False)
+
+
+class PollingWork:
+    """A collective of a backend that waits on the host. While nothing is wrong, `wait` is one call of the backend's."""
+
+    __slots__ = ("_label", "_order", "_owner", "_work")
+
+    def __init__(self, work: Any, order: Order, owner: object, label: Label | None):
+        """`owner`: must stay alive as long as the collective, also if the wait is given up."""
+        self._work, self._order, self._owner, self._label = work, order, owner, label
+
+    def wait(self) -> None:
+        order, work = self._order, self._work
+        ended: object = None
+        while True:
+            try:
+                work.wait(_SHORT_TIMEOUT if order.error else order.poll_interval)
+                return
+            except RuntimeError as error:
+                waited_for = work.works[0] if isinstance(work, Works) and work.works else work
+                if waited_for is ended:  # it had ended before this wait, so the error is its own and no timeout
+                    order.raise_failed(error, self._label)
+                if work.is_completed():
+                    ended = waited_for  # perhaps just after the timeout: the next wait tells
+                else:
+                    self._look_for_errors()
+
+    def _look_for_errors(self) -> None:
+        try:
+            if self._order.error:
+                raise OrderError(self._order.error)
+            self._order.compare_recent()
+        except UnshardError:
+            _give_up(self._work)
+            leak(self._work, self._owner)
+            raise
+        except RuntimeError:
+            pass  # the store cannot be reached: nothing can be found out, and the backend has its own timeout
+
+
+def leak(*objects: object) -> None:
+    """Never free these, not even when the interpreter ends.
+
+    A collective that was given up may still run at any time, so its memory must stay. And a process group waits for
+    its collectives before it is destroyed, so `destroy_process_group` or the end of the program would hang (seen with
+    Gloo, torch 2.11 and 2.13). A list in a module is cleared when the program ends, hence a reference without an owner.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
+# -- works that ignore their timeout -----------------------------------------------------------------------
+
+# One thread per process group, because a collective that never completes blocks its thread. Ends with the order.
+_threads: weakref.WeakKeyDictionary[Order, WaitThread] = weakref.WeakKeyDictionary()
+
+
+def with_timeout(work: Any, order: Order) -> Any:
+    """The same work for a backend whose own works ignore a timeout: a thread waits for them."""
+    if isinstance(work, Works):
+        return Works([with_timeout(each, order) for each in work.works])
+    if not isinstance(work, dist.Work):
+        return work
+    if order not in _threads:
+        _threads[order] = WaitThread()
+    return _threads[order].watch(work)
+
+
+def _give_up(work: Any) -> None:
+    if isinstance(work, Works):
+        for each in work.works:
+            _give_up(each)
+    elif isinstance(work, ThreadWaitedWork):
+        work.give_up()
+
+
+class WaitThread:
+    """Waits for works whose own wait cannot be given up, one after the other. The thread ends with this object.
+
+    It is a daemon thread, because a collective that never completes may still block it when the program ends.
+    """
+
+    def __init__(self) -> None:
+        _register_at_exit()
+        self._works: SimpleQueue[ThreadWaitedWork | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(self._works,), name="unshard waits", daemon=True).start()
+
+    def watch(self, work: Any) -> ThreadWaitedWork:
+        waited = ThreadWaitedWork(work)
+        self._works.put(waited)
+        return waited
+
+    def __del__(self) -> None:
+        self._works.put(None)
+
+
+def _run(works: SimpleQueue[ThreadWaitedWork | None]) -> None:
+    while _run_one(works):
+        pass
+
+
+def _run_one(works: SimpleQueue[ThreadWaitedWork | None]) -> bool:
+    """A separate function, so that no local variable keeps the last work alive while the thread waits for the next."""
+    work = works.get()
+    if work is not None:
+        work.run()
+    return work is not None
+
+
+class ThreadWaitedWork:
+    """A work whose wait has a timeout, because a thread waits for it. Gloo's own reduce-scatter ignores its timeout."""
+
+    __slots__ = ("_error", "_under_way", "_work")
+
+    def __init__(self, work: Any):
+        self._work = work
+        self._error: Exception | None = None
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    def run(self) -> None:
+        """Wait for the collective. Called by the thread, which drops its reference to the work afterwards."""
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._work = None
+            self._under_way.release()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._under_way.acquire(timeout=timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        self._under_way.release()  # so that a second wait returns at once
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """Record that nobody waits any more. The collective may block the thread forever."""
+        if not self.is_completed():
+            _Blocked.threads += 1
+
+    def is_completed(self) -> bool:
+        return not self._under_way.locked()
+
+
+class _Blocked:
+    threads = 0
+
+
+@cache
+def _register_at_exit() -> None:
+    atexit.register(_exit_if_blocked)
+
+
+def _exit_if_blocked() -> None:
+    """End the program with exit code 1 if a thread is blocked in a collective.
+
+    If the other rank ends at the same moment, its connection closes and the thread returns from C++. While the
+    interpreter shuts down, Python ends such a thread by force, which aborts the process (SIGABRT).
+    """
+    if _Blocked.threads:
+        announce_end()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
