@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from unshard import fully_shard
-from unshard.comm.groups import CudaPool, pool_of_group
+from unshard.comm.groups import Pool, pool_of_group
 from unshard.comm.process_group import ProcessGroupTransport
 from unshard.fsdp2 import meshes
 
@@ -61,7 +61,7 @@ def real_collectives(pooled: bool = False) -> Iterator[None]:
         transport = ProcessGroupTransport(group, device)
         if pooled:
             # NCCL offers memory of its own only where several devices can share it; any pool shows the way.
-            transport.pool = pool_of_group(group, device) or CudaPool(torch.cuda.MemPool(), device)
+            transport.pool = pool_of_group(group, device) or Pool(torch.cuda.MemPool(), device)
         return transport
 
     with mock.patch.object(meshes, "transport_for", transport_for):

@@ -166,24 +166,25 @@ def _world_or_group_of(ranks: frozenset[int]) -> Any:
 # -- memory of backends ------------------------------------------------------------------------------------
 
 
-class CudaPool:
-    """A CUDA memory pool. A tensor that was allocated in it stays in it when its storage is resized."""
+class Pool:
+    """CUDA memory that a transport sends from faster. Tensors that are allocated in it stay in it when resized."""
 
     def __init__(self, pool: Any, device: torch.device):
         self._pool, self._device = pool, device
 
     def allocating(self) -> AbstractContextManager[None]:
+        """A context in which allocations come from the pool."""
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
 
-def pool_of_group(group: Any, device: torch.device) -> CudaPool | None:
+def pool_of_group(group: Any, device: torch.device) -> Pool | None:
     """The backend's own memory, or None. NCCL registers it once and copies less."""
     allocator = backend_allocator(group, device)
-    return None if allocator is None else CudaPool(torch.cuda.MemPool(allocator), device)
+    return None if allocator is None else Pool(torch.cuda.MemPool(allocator), device)
 
 
-def symmetric_pool(device: torch.device, backend: str) -> CudaPool:
+def symmetric_pool(device: torch.device, backend: str) -> Pool:
     """Memory at the same address on all ranks."""
     if device.type != "cuda":
         raise UnsupportedError(f"Symmetric memory needs a CUDA device, but this module is on {device}.")
-    return CudaPool(symmetric_memory_pool(device, backend), device)
+    return Pool(symmetric_memory_pool(device, backend), device)

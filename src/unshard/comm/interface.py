@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..layout.collective_tensors import PACK_SMALL, PackingRule
+from .groups import Pool
 from .order.check import Label, Order
 
 Tensors = list[torch.Tensor]
@@ -25,13 +25,6 @@ class Work(Protocol):
     """
 
     def wait(self) -> object: ...
-
-
-class Pool(Protocol):
-    """Memory that a transport sends from faster than from any other."""
-
-    def allocating(self) -> AbstractContextManager[None]:
-        """A context in which allocations come from the pool."""
 
 
 @dataclass(frozen=True)

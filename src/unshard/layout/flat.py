@@ -69,7 +69,7 @@ class FlatSharding:
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard: one-dimensional, except on one rank, where it is the parameter's."""
+        """Shape of the shard: one-dimensional, but the parameter's own on one rank."""
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property

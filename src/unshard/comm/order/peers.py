@@ -1,4 +1,4 @@
-"""What this rank tells the other ranks outside of collectives, and which ranks a stuck collective waits for.
+"""Tells the other ranks where this one is, outside of collectives, and finds the ranks that a collective waits for.
 
 A thread of each process writes one key to the job's store every few seconds. Exceptions and the end of the program
 write it at once. A step neither writes nor reads keys. A rank whose wait fails reads the keys of the others.
@@ -205,7 +205,7 @@ class Peers:
         return issued, text, self._position[1]
 
     def own(self) -> Announcement:
-        """What this rank would announce now."""
+        """This rank's announcement as of now."""
         issued, last = self.progress.last_announced()
         raised = dict(self.announcer.last_raised)
         after = raised.pop("raised_after", {}).get(self.name, -1)

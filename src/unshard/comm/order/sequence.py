@@ -100,7 +100,7 @@ class SequencePredictor:
 
 
 class Progress:
-    """What this rank has announced in one process group so far. The announcer's thread may read it at any time."""
+    """Collectives that this rank has announced in one process group. The announcer's thread may read it at any time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -108,7 +108,7 @@ class Progress:
         self.texts: dict[int, str] = {}
         """Number, unit and description of each label that was compared, by the label's number."""
         self.next_unlabelled = ""
-        """What the next collective without a label does."""
+        """Describes the next collective without a label."""
         self._unlabelled = 0
         self._last_unlabelled = 0, ""
 

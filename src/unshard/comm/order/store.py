@@ -15,7 +15,7 @@ KEPT = 1024
 
 @dataclass
 class Announcement:
-    """What one rank says about itself, with regard to the process group of the reader."""
+    """One rank's report about itself, with the values for the reader's process group."""
 
     rank: int
     written: float = 0.0

@@ -121,6 +121,7 @@ def leak(*objects: object) -> None:
 
 # One thread per process group, because a collective that never completes blocks its thread. Ends with the order.
 _threads: weakref.WeakKeyDictionary[Order, WaitThread] = weakref.WeakKeyDictionary()
+_given_up: list[ThreadWaitedWork] = []  # a thread may be blocked in each of these
 
 
 def with_timeout(work: Any, order: Order) -> Any:
@@ -204,16 +205,12 @@ class ThreadWaitedWork:
             raise self._error
 
     def give_up(self) -> None:
-        """Record that nobody waits any more. The collective may block the thread forever."""
+        """Record that nobody waits for it. The collective may block the thread forever."""
         if not self.is_completed():
-            _Blocked.threads += 1
+            _given_up.append(self)
 
     def is_completed(self) -> bool:
         return not self._under_way.locked()
-
-
-class _Blocked:
-    threads = 0
 
 
 @cache
@@ -227,7 +224,7 @@ def _exit_if_blocked() -> None:
     If the other rank ends at the same moment, its connection closes and the thread returns from C++. While the
     interpreter shuts down, Python ends such a thread by force, which aborts the process (SIGABRT).
     """
-    if _Blocked.threads:
+    if _given_up:
         announce_end()
         logging.shutdown()
         sys.stdout.flush()
