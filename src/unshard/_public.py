@@ -26,7 +26,6 @@ from .fsdp1.flat_parameter import FlatParameter
 from .fsdp1.optim_legacy import OptimStateKeyType
 from .fsdp1.wrapper import FullyShardedDataParallel
 from .fsdp2.fully_shard import fully_shard
-from .fsdp2.meshes import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from .fsdp2.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -35,7 +34,7 @@ from .fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from .fsdp2.placements import ShardPlacementResult
+from .fsdp2.placements import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from .wrap import CustomPolicy, ModuleWrapPolicy
 

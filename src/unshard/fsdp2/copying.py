@@ -1,4 +1,4 @@
-"""`copy.deepcopy` of a sharded model: a second model with its own shards, for example for an average of the weights."""
+"""`copy.deepcopy` of a sharded model: a second model with its own shards, for example to average weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_PROGRESS = "unshard copies a model"
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """A deep copy with the same values, policies and hooks. Gradients are not copied; the copy has its own root.
+    """Copy values, policies and hooks, but not gradients. The copy has its own root.
 
     Called for every sharded module inside the copied one; the outermost call copies the units.
     """
@@ -37,7 +37,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
-    """Reshard all units, and put into the memo what deepcopy must not copy itself: states and sharded parameters."""
+    """Reshard all units, and put their states and sharded parameters into the memo, so that deepcopy skips them."""
     memo[_IN_PROGRESS] = True
     states = list(dict.fromkeys(state for child in module.modules() if (state := state_of(child))))
     for state in states:
@@ -58,9 +58,9 @@ def _clone(param: ManagedParam) -> nn.Parameter:
 
 
 def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
-    """Make the unit of the copied state, with the parameters of the copied modules."""
+    """Create the unit of the copied state, with the parameters of the copied modules."""
     old = state.unit
-    # Prefetch lists name units of the first model; the copy learns its own order.
+    # Prefetch lists refer to units of the original; the copy learns its own order.
     options = dataclasses.replace(old.options, forward_prefetch=None, backward_prefetch=None)
     with torch.no_grad(), torch.inference_mode(False):
         param_groups = [_copy_param_group(old, group, memo) for group in old.param_groups]
@@ -86,7 +86,7 @@ def _refuse_without_owner(state: FSDPState, states: list[FSDPState]) -> None:
 
 
 def _copy_uses(state: FSDPState, states: list[FSDPState], memo: dict[Any, Any]) -> None:
-    """Let the copied unit use the param groups that the unit uses of others."""
+    """Let the copied unit use the copies of the other units' param groups that the unit uses."""
     for other in states:
         for number, group in enumerate(other.unit.param_groups):
             if any(use.unit is state.unit for use in group.users()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import require_agreement
 from ..comm.groups import device_of
@@ -21,20 +23,32 @@ from ..engine.api import (
     OffloadPlan,
     Options,
     ParamGroup,
+    ShardedParams,
     Unit,
+    attributes_of,
     boundary_policy,
     cast_boundaries,
+    is_extended,
+    is_packed,
     location_of,
     offload_plan_for,
+    refuse_different_units,
     state_of,
     warn_of_rounding,
 )
 from ..errors import AppliedTwiceError, ArgumentError, ArgumentTypeError, StateError, UnsupportedError
+from ..layout.rows import RowSharding
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import is_replicated, own_parameters
-from .meshes import DataParallelMeshDims, DataParallelMeshInfo, resolve_mesh_info
+from ..torch_private import is_replicated, local_of, make_sharded_parameter, own_parameters, spec_of
 from .module import swap_class
-from .placements import ParamToShard, ShardPlacementFn, borrow, make_managed_param
+from .placements import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    ParamToShard,
+    ShardPlacementFn,
+    mesh_and_placements,
+    resolve_mesh_info,
+)
 
 _log = logging.getLogger("unshard")
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -53,24 +67,24 @@ def fully_shard(
 ) -> _Modules:
     """Shard the parameters of `module` that no earlier call sharded, as one unit. Changes the module and returns it.
 
-    A list of modules becomes one unit: unsharded when the first of them runs, resharded when the last one has run.
-
     Call it bottom-up, on the blocks and then on the model, and build the optimizer afterwards: parameters become
     DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second and
-    replicates over the first. `reshard_after_forward` frees the unsharded parameters between forward and backward;
-    `None` does so everywhere except on the root, and a number k keeps a slice of 1/k on each rank, so that backward
-    all-gathers among k neighbours only. `shard_placement_fn` may choose another dimension for a parameter, if the
-    number of shards divides its size, or another mesh (`ShardPlacementResult`). `ignored_params` are not sharded, not
-    moved, and their gradients are not reduced. Parameters that are DTensors already (tensor parallelism) keep their
-    placements and are sharded in addition; with `dp_mesh_dims` they are DTensors on `mesh` itself, of which the named
-    dimensions shard and replicate.
+    replicates over the first. A list of modules becomes one unit, which is unsharded when the first of them runs and
+    resharded after the last one.
+
+    `reshard_after_forward` frees the unsharded parameters between forward and backward. `None` does so except on the
+    root; an integer k keeps a slice of 1/k on each rank, so that backward all-gathers among k neighbours only.
+    `shard_placement_fn` may choose another dimension for a parameter, if the number of shards divides its size, or
+    another mesh (`ShardPlacementResult`). `ignored_params` are neither sharded nor moved, and their gradients are not
+    reduced. Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition; with
+    `dp_mesh_dims` they are DTensors on `mesh` itself, whose named dimensions shard and replicate.
     """
     _check_modules(module)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
     info = resolve_mesh_info(mesh, dp_mesh_dims)
     if info.shard_mesh_dim is None and shard_placement_fn is not None:
-        raise ArgumentError("shard_placement_fn has nothing to choose: dp_mesh_dims names no dimension that shards.")
+        raise ArgumentError("shard_placement_fn has no effect: dp_mesh_dims names no dimension that shards.")
     options = _options(reshard_after_forward, info, dp_mesh_dims)
     slices = reshard_after_forward if options.slice_after_forward else None
     device = device_of(info.mesh)
@@ -97,7 +111,7 @@ def fully_shard(
     unit = Unit(param_groups, device, boundary, options)
     unit.name = title
     for each in shared:
-        borrow(each, unit, mp_policy, dp_mesh_dims)
+        _borrow(each, unit, mp_policy, dp_mesh_dims)
     _move_buffers(modules, device)
     state = _attach(unit, outermost, {each: prefixes[each] for each in modules}, mp_policy)
     state.ignored = [
@@ -116,11 +130,10 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _check_modules(module: Any) -> None:
-    if not isinstance(module, list | tuple):
-        module = [module]
-    elif not module:
+    modules = module if isinstance(module, list | tuple) else [module]
+    if not modules:
         raise ArgumentError("fully_shard got an empty list of modules.")
-    for each in module:
+    for each in modules:
         _check_module(each)
 
 
@@ -156,7 +169,7 @@ def _checked_type(name: str, value: Any, expected: type, example: str = "") -> A
 
 
 def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
-    """Parameters of other units may be among them: programs pass the same set to every call."""
+    """The set may contain parameters of other units: programs pass the same set to every call."""
     given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
     for each in given:
         if not isinstance(each, nn.Parameter):
@@ -190,21 +203,21 @@ def _check_slices(slices: int, info: DataParallelMeshInfo) -> None:
 
 @cache
 def _warn_about_one() -> None:
-    _log.warning("reshard_after_forward=1 does not reshard after forward, like False; pass False instead.")
+    _log.warning("reshard_after_forward=1 does not reshard after forward. Pass False instead.")
 
 
 # -- modules and parameters of the unit --------------------------------------------------------------------
 
 
 def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules without those inside others of them."""
+    """The given modules, except those inside another one."""
     given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
     inside = {child for each in given for child in each.modules() if child is not each}
     return [each for each in given if each not in inside]
 
 
 def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
-    """The prefix of names in each module; with several outermost modules it begins with their position."""
+    """The prefix of names in each module. With several outermost modules, it begins with their index."""
     prefixes: dict[nn.Module, str] = {}
     for number, each in enumerate(outermost):
         for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):
@@ -215,7 +228,7 @@ def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
 def _managed_modules(outermost: Iterable[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters and buffers belong to this call, children first.
 
-    Modules of other calls, replicated modules and everything inside these do not.
+    Excludes modules of other calls, replicated modules and everything inside these.
     """
     managed: dict[nn.Module, None] = {}
     for each in outermost:
@@ -233,7 +246,7 @@ def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
 def _params_to_shard(
     modules: list[nn.Module], prefixes: dict[nn.Module, str], ignored: set[nn.Parameter], info: DataParallelMeshInfo
 ) -> list[ParamToShard]:
-    """Each distinct parameter with all names under which it is registered."""
+    """Each distinct parameter with all its names."""
     found: dict[nn.Parameter, ParamToShard] = {}
     for module in modules:
         for name, parameter in own_parameters(module).items():
@@ -245,7 +258,7 @@ def _params_to_shard(
 
 
 def _facts(title: str, params: list[ParamToShard], policy: MixedPrecisionPolicy) -> list[str]:
-    """What must be equal on all ranks."""
+    """Facts that must be equal on all ranks."""
     return [
         f"module {title}",
         *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
@@ -268,7 +281,7 @@ def _make_param_groups(
     offload: OffloadPlan,
     slices: int | None,
 ) -> list[ParamGroup]:
-    """A group for the parameters of each set of ranks."""
+    """One param group for each set of ranks."""
     by_ranks: dict[Any, list[ParamToShard]] = {}
     for param in params:
         info = param.mesh_info
@@ -278,7 +291,7 @@ def _make_param_groups(
         for members in by_ranks.values():
             info = members[0].mesh_info
             shards, replicas = info.transports(device)
-            managed = [make_managed_param(each, dims, shards.rank, offload.device, policy) for each in members]
+            managed = [_make_managed_param(each, dims, shards.rank, offload.device, policy) for each in members]
             slicing = None
             if slices is not None:
                 _check_sliceable(managed)
@@ -291,17 +304,60 @@ def _make_param_groups(
     return param_groups
 
 
+def _make_managed_param(
+    param: ParamToShard,
+    dims: DataParallelMeshDims | None,
+    rank: int,
+    device: torch.device,
+    policy: MixedPrecisionPolicy,
+) -> ManagedParam:
+    """Make the engine's record of a parameter and the sharded parameter. The unit copies the values into its shard."""
+    parameter, local = param.parameter, param.local
+    mesh, placements = mesh_and_placements(param, dims)
+    sharding = RowSharding(tuple(local.shape), param.mesh_info.shard_mesh_size, param.dim)
+    shard = local.narrow(param.dim, *sharding.rows(rank)).contiguous()
+    if is_extended(shard, param.name):
+        shard = shard.clone()  # the engine keeps this tensor; a view would keep the whole parameter's memory alive
+    if not shard.is_meta:
+        shard = shard.to(device)
+    sharded = make_sharded_parameter(shard, mesh, placements, parameter.shape, parameter.requires_grad)
+    own_policy = policy.for_parameter(param.names)
+    if is_packed(parameter):
+        own_policy = own_policy.without_casts
+    managed = ManagedParam(
+        param.name, param.locations, sharding, weakref.ref(parameter), sharded, local_of(sharded), own_policy
+    )
+    managed.attributes = attributes_of(parameter)
+    if isinstance(parameter, DTensor):
+        managed.tp_spec = spec_of(parameter)
+        if dims is not None:
+            index = managed.tp_spec.mesh.mesh_dim_names.index  # type: ignore[union-attr]
+            managed.partial_dims = frozenset(map(index, dims.shard_names + dims.replicate_names))
+    return managed
+
+
+def _borrow(param: ParamToShard, unit: Unit, policy: MixedPrecisionPolicy, dims: DataParallelMeshDims | None) -> None:
+    """Let the modules of `unit` use a parameter that another unit has sharded."""
+    group = param.owner
+    theirs = None if group is None else group.param_of(param.parameter)
+    assert group is not None and theirs is not None
+    mesh = None  # unknown if modules were tied to a parameter that was already sharded
+    if param.parameter is not theirs.sharded:
+        mesh, _ = mesh_and_placements(param, dims)
+    own_policy = policy.for_parameter(param.names)
+    refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, mesh)
+    group.lend(theirs, param.locations, unit)
+
+
 def _check_sliceable(params: list[ManagedParam]) -> None:
     for param in params:
         if param.sharding.needs_copy or param.tp_spec is not None:
             found = (
-                f"is sharded along dimension {param.sharding.dim}"
-                if param.sharding.needs_copy
-                else "is a DTensor already"
+                f"sharded along dimension {param.sharding.dim}" if param.sharding.needs_copy else "already a DTensor"
             )
             raise UnsupportedError(
-                f"Parameter {param.name!r} {found}; an integer reshard_after_forward is only supported for plain "
-                "parameters that are sharded along dimension 0. Pass True or False."
+                f"Parameter {param.name!r} is {found}. An integer reshard_after_forward supports only plain parameters "
+                "that are sharded along dimension 0. Pass True or False."
             )
 
 
@@ -315,7 +371,7 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def _attach(
     unit: Unit, outermost: list[nn.Module], prefixes: dict[nn.Module, str], policy: MixedPrecisionPolicy
 ) -> FSDPState:
-    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes`: of the managed modules."""
+    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes` has the managed modules."""
     for param in unit.params:
         for location in param.locations:
             location.put(param.sharded)

@@ -25,12 +25,12 @@ _FSDP_CLASSES: dict[type, type] = {}
 class FSDPModule:
     """Methods of a sharded module, whose class is `FSDP<Original>`, derived from this and the original class."""
 
-    # Generation loops of other libraries read these to keep the ranks in step; PyTorch's compiler reads them, too.
+    # Read by generation loops of other libraries, to keep ranks in step, and by PyTorch's compiler.
     _is_fsdp_managed_module = True
     _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the original class: a slice of a sharded Sequential is a Sequential."""
+        """Create an instance of the original class: a slice of a sharded Sequential is a Sequential."""
         original = cls.__mro__[2]
         instance = original.__new__(original, *args, **kwargs)
         if not _skips_init.get():
@@ -40,7 +40,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters, not its children's.
 
-        With `async_op` the all-gather is only issued; `wait()` of the handle, or the module's forward, waits for it.
+        With `async_op`, returns a handle without waiting; `wait()` of the handle, or the module's forward, waits.
         """
         state = _state(self)
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
@@ -54,35 +54,35 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; the module has the sharded ones again. Units inside it stay as they are."""
+        """Free the unsharded parameters and register the sharded ones again. Units inside the module do not change."""
         _state(self).unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard the model and drop the state of an unfinished iteration. Only on the root.
 
-        Not needed after an exception, from which the model recovers by itself. This also drops gradients that were
-        accumulated without synchronisation.
+        Not needed after an exception: the model recovers by itself. Also drops gradients that were accumulated without
+        synchronisation.
         """
         _state(self).reset()
 
     # -- options of the following forwards and backwards ----------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
+        """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
         self._set("synchronise", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas: whether backward also all-reduces over them, or only reduce-scatters and accumulates."""
+        """With replicas, set whether backward also all-reduces over them, or only reduce-scatters and accumulates."""
         self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
 
-    # PyTorch's versions of the next four change one unit only, and have no `recurse`.
+    # PyTorch's versions of the next four change one unit and have no `recurse`.
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide the sum of gradients by `factor` instead of by the number of ranks.
 
-        By default this changes only the parameters of this module's own unit, also on the root. To change the whole
-        model, call it on the root with `recurse=True`.
+        By default this changes only this module's own unit, even on the root. To change the whole model, call it on
+        the root with `recurse=True`.
         """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
@@ -105,8 +105,8 @@ class FSDPModule:
     ) -> None:
         """Call `hook` with a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
-        By default it is called for this unit only. The hook may change the tensor in place. With `stream` it runs
-        there, which a mesh of replicas does not allow.
+        By default it is called for this unit only. The hook may change the tensor in place. With `stream`, it runs on
+        that stream; a mesh of replicas does not support this.
         """
         groups = [group for state in self._states(recurse) for group in state.unit.param_groups]
         if stream is not None and any(group.replicas.world > 1 for group in groups):
@@ -126,38 +126,38 @@ class FSDPModule:
         _state(self).transport_settings.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the unsharded parameters. Overrides the argument and the rule for the root."""
+        """Set whether forward frees the unsharded parameters. Overrides the argument and the default for the root."""
         self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
         self._set("slice_after_forward", False, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the unsharded parameters."""
+        """Set whether backward frees the unsharded parameters."""
         self._set("reshard_after_backward", _bool("reshard_after_backward", reshard_after_backward), recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward unshards this module's own unit.
+        """Set whether backward unshards this module's own unit.
 
-        False only if no gradient needs its weights, as in an embedding.
+        Pass False only if no gradient needs its weights, as in an embedding.
         """
         self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next forward waits for `event`, for example the end of an optimizer step on another stream."""
+        """Make the next forward wait for `event`, such as the end of an optimizer step on another stream."""
         _state(self).root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: more backwards follow in this iteration (pipeline schedules)."""
+        """Pass False if more backwards follow in this iteration (pipeline schedules)."""
         _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True: the backwards of this iteration end with `finalize_backward` (pipeline schedules of torch 2.15)."""
+        """Pass True to end the iteration's backwards with `finalize_backward` (pipeline schedules of torch 2.15)."""
         _state(self).root_options().last_backward = not _bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since `set_manual_backward_finalization(True)`: reduce gradients that wait, and reshard.
+        """End the backwards since `set_manual_backward_finalization(True)`: reduce pending gradients, and reshard.
 
-        To reduce gradients that were accumulated without synchronisation, turn synchronisation on before. `async_op`
-        returns a handle; the gradients are complete already.
+        To reduce gradients that were accumulated without synchronisation, first turn synchronisation on. With
+        `async_op`, returns a handle; the gradients are already complete.
         """
         state = _state(self)
         if state.is_initialised:
@@ -170,7 +170,7 @@ class FSDPModule:
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Not supported: `reshard` frees the memory of unsharded parameters. For programs that turn it off."""
+        """Accept False for compatibility. True is not supported: `reshard` frees unsharded parameters."""
         if _bool("keep", keep):
             raise UnsupportedError(
                 "set_keep_unsharded_storage(True) is not supported: unshard frees unsharded parameters when it "
@@ -183,7 +183,7 @@ class FSDPModule:
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
 
     def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may run at once. The largest value in the model counts, at its first forward."""
+        """Set how many reductions may run at once. The model's largest value at its first forward applies."""
         if isinstance(buffers, bool) or not isinstance(buffers, int):
             raise PolicyError(f"buffers must be an int, got {buffers!r}.")
         if buffers < 1:
@@ -191,18 +191,18 @@ class FSDPModule:
         self._set("reduce_buffers", buffers, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch these modules in forward when this one is unsharded, instead of the next in the learned order."""
+        """When forward unshards this module, prefetch these modules instead of the next one in the recorded order."""
         _state(self).unit.options.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch these modules in backward when this one is unsharded, instead of the one before it in forward."""
+        """When backward unshards this module, prefetch these modules instead of the previous one in forward."""
         _state(self).unit.options.backward_prefetch = _units_of(modules)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter over a process group of its own, so that reductions do not queue behind all-gathers.
+        """Reduce-scatter over a separate process group, so that reductions do not queue behind all-gathers.
 
-        With NCCL this is the default, except for units that take memory from a pool. All ranks must call it: their next
-        reduce-scatter makes a process group.
+        This is the default with NCCL, except for units that take memory from a pool. All ranks must call it, because
+        the next reduce-scatter creates a process group.
         """
         _bool("enable", enable)
         for state in self._states(recurse):
@@ -223,7 +223,7 @@ class FSDPModule:
             state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No effect: all-gathers are always asynchronous. For programs that call it."""
+        """No-op for compatibility: all-gathers are always asynchronous."""
         _bool("async_op", async_op)
 
     def _get_fsdp_state(self) -> FSDPState:
@@ -239,15 +239,15 @@ class FSDPModule:
             setattr(state.unit.options, option, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module: the sharded parameters, except between forward and backward."""
+        """Like `nn.Module.named_parameters`: the sharded parameters, except between forward and backward."""
         if not torch.compiler.is_compiling():
             _state(self).before_listing()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also of unsharded parameters and those that are accumulated without synchronisation.
+        """Clear all gradients, including those of unsharded parameters and those accumulated without synchronisation.
 
-        An optimizer's `zero_grad` does not see the latter.
+        An optimizer's `zero_grad` does not reach the latter.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
@@ -259,7 +259,7 @@ class FSDPModule:
         state = _state(self)
         refuse_shared_memory(state.unit, fn)
         state.unit.rest()
-        state.unit.refuse_assigned_data()  # after a conversion nothing tells
+        state.unit.refuse_assigned_data()  # undetectable after a conversion
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         state.unit.rebind_params()
         return result
@@ -271,27 +271,26 @@ class FSDPModule:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A second sharded model with the same values."""
         assert isinstance(self, nn.Module)
         return copy_sharded(self, memo)
 
 
 class GradientReductionHandle:
-    """What `finalize_backward(async_op=True)` returns."""
+    """The result of `finalize_backward(async_op=True)`."""
 
     def wait(self) -> None:
-        """Return at once: the gradients are complete."""
+        """No-op: the gradients are already complete."""
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard and reshard the module around a method other than forward: `model.generate`, `model.encode`."""
+    """Unshard and reshard the module around a method other than forward, such as `generate` or `encode`."""
     state = state_of(module)
     if state is None:
         return
     method = getattr(module, method_name, None)
     if method is None:
         raise ArgumentError(f"{type(module).__name__} has no method {method_name!r} to register.")
-    # A bound method as attribute of the module would be a reference cycle and keep the module alive.
+    # A bound method as an attribute of the module would create a reference cycle and keep the module alive.
     function = getattr(method, "__func__", method)
     is_bound, owner = function is not method, weakref.ref(module)
 
@@ -327,7 +326,7 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots in one process (the stages of a pipeline) share their communication streams.
 
-    No effect: collectives are issued from the compute stream and queued by the process group.
+    No-op for compatibility: collectives are issued from the compute stream and queued by the process group.
     """
     for module in modules:
         _state_of_argument(module)
@@ -371,9 +370,9 @@ def _state(module: Any) -> FSDPState:
 
 
 def swap_class(module: nn.Module) -> None:
-    """Change the class of `module` to its `FSDP<Original>` class, of which there is one per original class."""
+    """Change the class of `module` to `FSDP<Original>`; there is one such class per original class."""
     cls = type(module)
     if cls not in _FSDP_CLASSES:
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-        _FSDP_CLASSES.setdefault(cls, made)  # another rank, in another thread, may have made it meanwhile
+        _FSDP_CLASSES.setdefault(cls, made)  # another rank, in another thread, may have created it meanwhile
     module.__class__ = _FSDP_CLASSES[cls]

@@ -1,52 +1,231 @@
-"""Where one parameter is sharded: over which mesh, along which dimension, and as which DTensor."""
+"""Where parameters are sharded: over which ranks, along which dimension, and as which DTensors."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..comm.groups import group_of
+from ..comm.interface import Transport
+from ..comm.transports import SoloTransport, transport_for
 from ..engine.api import (
-    ManagedParam,
     ParamGroup,
     ParamLocation,
-    ShardedParams,
-    Unit,
-    attributes_of,
-    is_extended,
-    is_packed,
+    Slicing,
     param_group_of,
-    refuse_different_units,
     refuse_opaque,
 )
-from ..errors import ArgumentError, DimensionError, UnsupportedError
-from ..layout.rows import RowSharding
-from ..policies import MixedPrecisionPolicy
+from ..errors import ArgumentError, ArgumentTypeError, DimensionError, UnnamedMeshError, UnsupportedError
 from ..torch_private import (
     concatenated_mesh,
     flattened_mesh,
-    local_of,
     local_part,
-    make_sharded_parameter,
-    spec_of,
     strided_shard,
 )
-from .meshes import DataParallelMeshDims, DataParallelMeshInfo
 
 _BOTTOM_UP = "If an outer module was sharded before this one, shard bottom-up instead: blocks first, the model last."
 
 
+# -- the arguments `mesh` and `dp_mesh_dims` ------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class DataParallelMeshInfo:
+    """A mesh, and its dimensions that shard and replicate parameters."""
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    spmd_mesh: DeviceMesh | None = None
+    """The mesh of all parallelisms, on which parameters already are DTensors; see `DataParallelMeshDims`."""
+
+    needs: ClassVar[dict[str, str]] = {}
+    """Fields that must not be None, and what their dimension does."""
+
+    def __post_init__(self) -> None:
+        for field, verb in self.needs.items():
+            if getattr(self, field) is None:
+                raise ArgumentError(f"{type(self).__name__} needs {field}, the dimension of {self.mesh} that {verb}.")
+        for dim in (self.shard_mesh_dim, self.replicate_mesh_dim):
+            if dim is not None and not 0 <= dim < self.mesh.ndim:
+                raise ArgumentError(
+                    f"{type(self).__name__} names dimension {dim} of {self.mesh}, which has only {self.mesh.ndim}."
+                )
+
+    @property
+    def shard_mesh_size(self) -> int:
+        return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
+
+    @property
+    def replicate_mesh_size(self) -> int:
+        return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)
+
+    @property
+    def shard_process_group(self) -> Any:
+        return None if self.shard_mesh_dim is None else self.mesh.get_group(self.shard_mesh_dim)
+
+    @property
+    def replicate_process_group(self) -> Any:
+        return None if self.replicate_mesh_dim is None else self.mesh.get_group(self.replicate_mesh_dim)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The dimension that shards, as a mesh of one dimension."""
+        if self.shard_mesh_dim is None:
+            return None
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self.mesh.mesh_dim_names is None:
+            raise UnnamedMeshError(f"A mesh of several dimensions needs names: {self.mesh}.")
+        return self.mesh[self.mesh.mesh_dim_names[self.shard_mesh_dim]]
+
+    def transports(self, device: torch.device) -> tuple[Transport, Transport]:
+        """The transports over the ranks that shard and over the ranks that replicate."""
+        shards, replicas = (
+            SoloTransport() if group is None else transport_for(group, device)
+            for group in (self.shard_process_group, self.replicate_process_group)
+        )
+        return shards, replicas
+
+    def slices_after_forward(self, size: int, device: torch.device) -> Slicing:
+        """Process groups of `size` neighbours, whose ranks keep slices between forward and backward."""
+        table = self.mesh.mesh.reshape(-1, size)
+        row, column = (table == dist.get_rank()).nonzero()[0].tolist()
+        neighbours = group_of(table[row].tolist(), "slices")
+        copies = group_of(table[:, column].tolist(), "copies of slices")
+        # Unusual names, because torch's caches confuse meshes of equal shape, ranks and names.
+        names = ("slice_copies", "slices")
+        mesh = DeviceMesh.from_group([copies, neighbours], self.mesh.device_type, table, mesh_dim_names=names)
+        return Slicing(transport_for(neighbours, device, separate=False), mesh)
+
+
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """A mesh that shards."""
+
+    needs = {"shard_mesh_dim": "shards"}
+
+
+class DDPMeshInfo(DataParallelMeshInfo):
+    """A mesh that replicates."""
+
+    needs = {"replicate_mesh_dim": "replicates"}
+
+
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """A mesh that shards over one dimension and replicates over another."""
+
+    needs = FSDPMeshInfo.needs | DDPMeshInfo.needs
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the data-parallel dimensions of a mesh of all parallelisms. Several names act as one dimension."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ArgumentError("DataParallelMeshDims needs the name of a dimension that shards or replicates.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def resolve_mesh_info(mesh: Any, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
+    """Resolve the arguments `mesh` and `dp_mesh_dims`."""
+    if dims is not None:
+        return _resolve_spmd(mesh, dims)
+    if mesh is None:
+        return FSDPMeshInfo(_default_mesh(), 0)
+    _check_mesh(mesh)
+    return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    # Without the check, a CUDA build of torch returns CUDA on a machine without GPU.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def _check_mesh(mesh: Any) -> None:
+    _require_mesh(mesh)
+    if mesh.ndim not in (1, 2):
+        raise ArgumentError(
+            f"fully_shard takes a mesh of one or two dimensions, got {mesh.ndim}: {mesh}. Pass its data-parallel "
+            "dimensions: mesh[name] or mesh[replicate_name, shard_name]."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise UnnamedMeshError(
+            f"A mesh of two dimensions needs names, the first for replicas, the second for shards: {mesh}. Pass "
+            'mesh_dim_names=("replicate", "shard") to init_device_mesh.'
+        )
+
+
+def _require_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"Rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on its ranks.")
+
+
+def _resolve_spmd(mesh: Any, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise ArgumentTypeError(f"dp_mesh_dims must be an unshard.DataParallelMeshDims, got {type(dims).__name__}.")
+    _require_mesh(mesh)
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ArgumentError(
+            f"dp_mesh_dims names dimensions, but {mesh} has no names. Pass mesh_dim_names to init_device_mesh."
+        )
+    for name in dims.shard_names + dims.replicate_names:
+        if name not in names:
+            raise ArgumentError(f"dp_mesh_dims names {name!r}, but the mesh has the dimensions {', '.join(names)}.")
+    shard = _flattened(mesh, dims.shard_names)
+    replicate = _flattened(mesh, dims.replicate_names)
+    if shard is None:
+        assert replicate is not None
+        return DDPMeshInfo(replicate, None, 0, spmd_mesh=mesh)
+    if replicate is None:
+        return FSDPMeshInfo(shard, 0, spmd_mesh=mesh)
+    return HSDPMeshInfo(concatenated_mesh([replicate, shard]), 1, 0, spmd_mesh=mesh)
+
+
+def _flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """The named dimensions as a mesh of one dimension."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)], "_".join(names))
+
+
+def _as_names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+# -- the placement of each parameter --------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: a dimension (None: the first), and the mesh to shard over."""
+    """A possible result of `shard_placement_fn`: a dimension (None: the first), and the mesh to shard over."""
 
     placement: Shard | None
     mesh_info: DataParallelMeshInfo
@@ -57,7 +236,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 @dataclass
 class ParamToShard:
-    """A parameter that a call of `fully_shard` shards, under all its names and in all modules that have it."""
+    """A parameter that a call of `fully_shard` shards, with all its names and all modules that have it."""
 
     parameter: nn.Parameter
     names: list[str]
@@ -67,7 +246,7 @@ class ParamToShard:
 
     @property
     def owner(self) -> ParamGroup | None:
-        """The param group of another call that has sharded the parameter already: modules of both calls share it."""
+        """The param group of an earlier call that sharded the parameter, which modules of both calls share."""
         group = param_group_of(self.parameter)
         return None if group is None or group.param_of(self.parameter) is None else group
 
@@ -76,7 +255,7 @@ class ParamToShard:
         return self.names[0]
 
     def refuse_same_place(self) -> None:
-        """Raise if the owner has the parameter from this very module, and not from another that is tied to it."""
+        """Raise if the owner sharded the parameter in this very module, rather than in one that is tied to it."""
         theirs = None if self.owner is None else self.owner.param_of(self.parameter)
         held = {(id(each.parameters), each.name) for each in theirs.locations} if theirs is not None else set()
         if any((id(each.parameters), each.name) in held for each in self.locations):
@@ -85,11 +264,11 @@ class ParamToShard:
 
     @property
     def local(self) -> torch.Tensor:
-        """The parameter as a plain tensor: of a tensor-parallel one, this rank's part."""
+        """The parameter as a plain tensor: the local tensor of a tensor-parallel one."""
         return local_part(self.parameter.detach())
 
     def choose_placement(self, fn: ShardPlacementFn | None) -> None:
-        """Set mesh and dimension as the user's function says; without one they are the call's mesh and dimension 0."""
+        """Set mesh and dimension to those that the user's function returns (default: the call's mesh, dimension 0)."""
         self._check_kind()
         chosen: Any = fn(self.parameter) if fn is not None else None
         if isinstance(chosen, ShardPlacementResult):
@@ -146,52 +325,7 @@ class ParamToShard:
         self.mesh_info = chosen
 
 
-def make_managed_param(
-    param: ParamToShard,
-    dims: DataParallelMeshDims | None,
-    rank: int,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-) -> ManagedParam:
-    """The engine's record of a parameter, with its sharded parameter. The unit copies the values into its shard."""
-    parameter, local = param.parameter, param.local
-    mesh, placements = _mesh_and_placements(param, dims)
-    sharding = RowSharding(tuple(local.shape), param.mesh_info.shard_mesh_size, param.dim)
-    shard = local.narrow(param.dim, *sharding.rows(rank)).contiguous()
-    if is_extended(shard, param.name):
-        shard = shard.clone()  # the engine keeps this tensor; a view would keep the memory of the unsharded parameter
-    if not shard.is_meta:
-        shard = shard.to(device)
-    sharded = make_sharded_parameter(shard, mesh, placements, parameter.shape, parameter.requires_grad)
-    own_policy = policy.for_parameter(param.names)
-    if is_packed(parameter):
-        own_policy = own_policy.without_casts
-    managed = ManagedParam(
-        param.name, param.locations, sharding, weakref.ref(parameter), sharded, local_of(sharded), own_policy
-    )
-    managed.attributes = attributes_of(parameter)
-    if isinstance(parameter, DTensor):
-        managed.tp_spec = spec_of(parameter)
-        if dims is not None:
-            index = managed.tp_spec.mesh.mesh_dim_names.index  # type: ignore[union-attr]
-            managed.partial_dims = frozenset(map(index, dims.shard_names + dims.replicate_names))
-    return managed
-
-
-def borrow(param: ParamToShard, unit: Unit, policy: MixedPrecisionPolicy, dims: DataParallelMeshDims | None) -> None:
-    """Let the modules of `unit` hold a parameter that another unit has sharded."""
-    group = param.owner
-    theirs = None if group is None else group.param_of(param.parameter)
-    assert group is not None and theirs is not None
-    mesh = None  # unknown where modules were tied to a sharded parameter already
-    if param.parameter is not theirs.sharded:
-        mesh, _ = _mesh_and_placements(param, dims)
-    own_policy = policy.for_parameter(param.names)
-    refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, mesh)
-    group.lend(theirs, param.locations, unit)
-
-
-def _mesh_and_placements(
+def mesh_and_placements(
     param: ParamToShard, dims: DataParallelMeshDims | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements of the sharded parameter."""
@@ -211,7 +345,7 @@ def _mesh_and_placements(
 
 
 def _shard(param: ParamToShard, mesh: DeviceMesh, later: Any) -> Placement:
-    """The placement on a mesh dimension before those in `later`, of which some may have sharded the same dimension."""
+    """The placement on a mesh dimension before those in `later`, some of which may shard the same dimension."""
     placements = param.parameter.placements  # type: ignore[attr-defined]
     factor = prod(mesh.size(i) for i in later if placements[i].is_shard(param.dim))
     return strided_shard(param.dim, factor) if factor > 1 else Shard(param.dim)
@@ -236,7 +370,7 @@ def _check_tp_mesh(name: str, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
 def _placements_on_spmd_mesh(
     param: ParamToShard, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The same for a DTensor on the mesh of all parallelisms: only data-parallel placements change."""
+    """Mesh and placements of a DTensor on the mesh of all parallelisms: only data-parallel placements change."""
     name, parameter, mesh = param.name, param.parameter, param.mesh_info.spmd_mesh
     if mesh is None:
         raise UnsupportedError(
@@ -244,7 +378,7 @@ def _placements_on_spmd_mesh(
         )
     if not isinstance(parameter, DTensor):
         raise ArgumentError(
-            f"With dp_mesh_dims every parameter must be a DTensor on {mesh}, and {name!r} is a plain tensor. Use "
+            f"With dp_mesh_dims, every parameter must be a DTensor on {mesh}, but {name!r} is a plain tensor. Use "
             "distribute_tensor or distribute_module first."
         )
     if parameter.device_mesh is not mesh and parameter.device_mesh != mesh:
@@ -260,7 +394,7 @@ def _placements_on_spmd_mesh(
             )
     if not dims.shard_names:
         return mesh, parameter.placements
-    # Several dimensions that shard become one, at the position of the first.
+    # Several dimensions that shard become one, in the position of the first.
     first = min(map(names.index, dims.shard_names))
     kept = [i for i in range(len(names)) if i == first or names[i] not in dims.shard_names]
     shard = _shard(param, mesh, [i for i in kept if i > first])

@@ -13,14 +13,6 @@ from ...engine.api import FSDPState, UnshardHandle
 from ...engine.api import state_of as _get_module_fsdp_state
 from ...errors import UnsupportedError
 from ...fsdp2.fully_shard import fully_shard
-from ...fsdp2.meshes import (
-    DataParallelMeshDims,
-    DataParallelMeshInfo,
-    DDPMeshInfo,
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    resolve_mesh_info,
-)
 from ...fsdp2.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -29,7 +21,15 @@ from ...fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from ...fsdp2.placements import ShardPlacementResult
+from ...fsdp2.placements import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    resolve_mesh_info,
+)
 from ...policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
