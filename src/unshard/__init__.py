@@ -12,12 +12,12 @@ __version__ = "0.2.0"
 if not TYPE_CHECKING:  # type checkers see the names above, and would take any other name for `Any`
 
     def __getattr__(name: str) -> Any:
-        """Import all public names when the first one is used: `unshard --help` does not wait for torch."""
+        """Import all public names when the first one is used, so that `unshard --help` does not import torch."""
         if name == "__all__" or not name.startswith("__"):
             public = importlib.import_module("._public", __name__)
             for each in ("__all__", *public.__all__):
-                globals().setdefault(each, getattr(public, each))  # keeps what a program has assigned
-            if name in globals():  # also modules that are no public names, such as `unshard.errors`
+                globals().setdefault(each, getattr(public, each))  # keep what a program has assigned
+            if name in globals():  # also modules that are not public names, such as `unshard.errors`
                 return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""The command `unshard`. Commands import torch when they need it: help and wrong arguments do not wait for it."""
+"""The `unshard` command. Commands import torch lazily, so that help and usage errors are immediate."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def main() -> int:
         status = _answer(command, rest)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader has left: `unshard checkpoint inspect PATH | head`
-        # Python flushes stdout once more at exit, and would report the same error.
+    except BrokenPipeError:  # the reader has exited: `unshard checkpoint inspect PATH | head`
+        # Python flushes stdout again at exit and would report the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def _answer(command: str, rest: list[str]) -> int:
 def _version() -> str:
     try:
         return f"unshard {__version__} (torch {importlib.metadata.version('torch')})"
-    except importlib.metadata.PackageNotFoundError:  # a torch that was not installed as a package
+    except importlib.metadata.PackageNotFoundError:  # torch was not installed as a package
         return f"unshard {__version__}"
 
 
@@ -81,7 +81,7 @@ def _checkpoint(arguments: list[str]) -> int:
         if command == "inspect":
             print(checkpoint.inspect(*paths))
         else:
-            print(f"{checkpoint.verify(*paths)} is whole: all checksums agree.")
+            print(f"{checkpoint.verify(*paths)} is complete: all checksums match.")
     except checkpoint.CheckpointError as error:
         return _refuse(f"{title}: {error}", 1)
     return 0
@@ -117,7 +117,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _show(text: str, asked: bool = True) -> int:
-    """Print what was asked for; without a command, the same text is an error."""
+    """Print help that was asked for; if no command was given, print it as an error."""
     print(text, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

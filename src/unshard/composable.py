@@ -1,4 +1,4 @@
-"""The legacy composable call, `fully_shard(module, mixed_precision=MixedPrecision(...))`: FSDP1 without a wrapper."""
+"""The legacy composable call `fully_shard(module, mixed_precision=MixedPrecision(...))`: FSDP1 without a wrapper."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> _Module:
-    """Shard the parameters of `module` that no other unit has, as one flat parameter; changes and returns the module.
+    """Shard the parameters of `module` that no other unit has, as one flat parameter. Changes and returns the module.
 
-    The same as `FullyShardedDataParallel(module, use_orig_params=True, ...)`, but names stay as they are, and every
-    module that it is applied to casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that
-    class (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) take such modules too; `state_dict()` is
-    a full one unless another type is set.
+    This is `FullyShardedDataParallel(module, use_orig_params=True, ...)`, except that names do not change, and that
+    every such module casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that class
+    (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) accept such modules, too. `state_dict()` is full
+    unless another type is set.
     """
     check_module(module, "fully_shard")
     precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
@@ -89,7 +89,7 @@ def fully_shard(
 
 
 def _convert_at_rest(module: nn.Module) -> None:
-    """Let `.to()`, `.half()` and others convert the sharded parameters, as the wrapper does in its class."""
+    """Let `.to()`, `.half()` and others convert the sharded parameters, as the wrapper's class does."""
     reference = weakref.ref(module)  # a module must not refer to itself
 
     def convert(fn: Any, recurse: bool = True) -> Any:
@@ -106,5 +106,5 @@ def _convert_at_rest(module: nn.Module) -> None:
 
 
 def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    """For a module that the policy chooses; `use_orig_params` is always true here."""
+    """Shard a module that the policy chose; `use_orig_params` is always true here."""
     return fully_shard(module, **options)

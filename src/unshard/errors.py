@@ -1,7 +1,4 @@
-"""Exception types. Messages say what was expected, what was found, where, and what to do.
-
-The types derive from the built-in exceptions that programs written for PyTorch's API already catch.
-"""
+"""Exception types. They derive from the built-in exceptions that programs written for PyTorch's API already catch."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class AppliedTwiceError(UnshardError, AssertionError):
 
 
 class UnnamedMeshError(UnshardError, AssertionError):
-    """A mesh of several dimensions has no names for them."""
+    """A mesh with several dimensions has no names for them."""
 
 
 class DimensionError(UnshardError, AssertionError):
@@ -52,7 +49,7 @@ class PickleError(UnsupportedError, pickle.PicklingError):
 
 
 class StateError(UnshardError, RuntimeError):
-    """Methods were called in an order that is not possible."""
+    """Methods were called in an impossible order."""
 
 
 class ArgumentTypeError(PolicyError, ArgumentError):
@@ -60,7 +57,7 @@ class ArgumentTypeError(PolicyError, ArgumentError):
 
 
 class TrainingStateError(ConflictError, StateError, ArgumentError):
-    """A wrapped module computes, or is inside `summon_full_params`, when a method needs it at rest."""
+    """A method needs a module at rest that is computing or inside `summon_full_params`."""
 
 
 class OrderError(UnshardError, RuntimeError):
@@ -88,7 +85,7 @@ class CheckpointError(UnshardError, RuntimeError):
 
 
 def listed(names: Iterable[object], most: int = 3) -> str:
-    """The first `most` names and the number of the others, for a message: "a, b, c and 4 more"."""
+    """Format names for a message: "a, b, c and 4 more"."""
     shown = [str(name) for name in names]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more

@@ -15,10 +15,10 @@ ALL_PREFIXES = (CHECKPOINT_PREFIX, COMPILE_PREFIX, FSDP_PREFIX)
 
 
 def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPOINT_PREFIX)) -> str:
-    """The name without these prefixes, wherever they are in it.
+    """Remove these prefixes wherever they are in the name.
 
-    By default the name that a parameter or buffer has in a state dict: `FullyShardedDataParallel` and activation
-    checkpointing add nothing to it, `torch.compile` does.
+    By default, this returns the name that a parameter or buffer has in a state dict: `FullyShardedDataParallel` and
+    activation checkpointing do not change state dict keys, `torch.compile` does.
     """
     for prefix in prefixes:
         name = name.replace(prefix, "")
@@ -26,7 +26,7 @@ def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPO
 
 
 def behind_checkpoints(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of activation checkpointing or offloading around it, if it has any."""
+    """Return the module inside any wrappers of activation checkpointing or offloading."""
     # Not getattr, which a wrapper forwards to what it wraps.
     while (inside := dict(module.named_children()).get(CHECKPOINT_PREFIX.rstrip("."))) is not None:
         module = inside
@@ -34,7 +34,7 @@ def behind_checkpoints(module: nn.Module) -> nn.Module:
 
 
 def behind_data_parallel(model: nn.Module) -> nn.Module:
-    """The model inside `DistributedDataParallel`, which puts `module.` before all names."""
+    """Return the model inside `DistributedDataParallel`, which prepends `module.` to all names."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
@@ -43,9 +43,9 @@ def behind_data_parallel(model: nn.Module) -> nn.Module:
 def modules_until(
     top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`top` and the modules below it, parents first, each once, with the prefix that its names have in `top`.
+    """Yield `top` and the modules below it, parents first, each once, with the prefix of its names in `top`.
 
-    A module for which `stop` is true is left out, together with everything that only it contains.
+    Skips modules for which `stop` is true, and everything that only they contain.
     """
     return _visit(top, stop, prefix, set())
 

@@ -1,4 +1,4 @@
-"""Policies that users pass: frozen, and checked when they are made."""
+"""Policies that users pass: frozen, and validated on creation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .errors import PolicyError
 from .names import ALL_PREFIXES, clean_tensor_name
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype")
-# Rounded frequencies of rotary embeddings give wrong positions.
+# Rounding the frequencies of rotary embeddings gives wrong positions.
 _ALWAYS_KEPT = ("*inv_freq*",)
-# Fields that a unit has, and an override for some of its parameters cannot have.
+# Fields of a unit's policy that overrides for some of its parameters cannot set.
 _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_eval")
 
 
@@ -23,29 +23,29 @@ _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_ev
 class MixedPrecisionPolicy:
     """The dtypes of one unit.
 
-    ``param_dtype``: dtype of the all-gather and of the computation; ``reduce_dtype``: dtype of the gradient reduction;
+    ``param_dtype``: dtype of the all-gather and of compute; ``reduce_dtype``: dtype of the gradient reduction;
     ``output_dtype``: floating-point outputs of forward are cast to it. ``None`` changes nothing.
     ``cast_forward_inputs``: floating-point inputs of forward are cast to ``param_dtype``. Sharded parameters, sharded
-    gradients and optimizer state keep the original dtype in any case.
+    gradients and optimizer state always keep the original dtype.
 
-    PyTorch's policy of this name does not have the following fields, which are off by default.
+    The following fields are off by default; PyTorch's policy of this name does not have them.
 
     ``wire_dtype``: gradients are sent in this dtype and summed in the reduce dtype. With bf16 compute, fp32 reduction
-    and bf16 here, no precision is lost and half the bytes are sent. (Gradients that were accumulated over several
-    backwards without synchronisation are rounded to it.)
+    and bf16 here, half the bytes are sent without losing precision. (Gradients accumulated over several backwards
+    without synchronisation are rounded to it.)
 
     ``overrides``: another dtype for parameters of this unit whose names match a pattern (``{"*norm*":
-    torch.float32}``). The first match counts. Names are those of ``named_parameters()`` of the sharded module, and
-    ``"*.router.*"`` also matches a ``router`` at the top. A module all of whose parameters match gets its inputs in
-    that dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
-    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply, and without an ``output_dtype`` outputs are
-    not cast.
+    torch.float32}``). The first match wins. Names are those of ``named_parameters()`` of the sharded module, and
+    ``"*.router.*"`` also matches a top-level ``router``. A module whose parameters all match gets its inputs in that
+    dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
+    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply, and outputs are not cast without an
+    ``output_dtype``.
 
     ``buffer_dtype``: forward sees floating-point buffers in this dtype, except those whose names match a pattern in
     ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. The buffers themselves keep
-    their dtype, but what forward writes to them is rounded: list running statistics in ``keep_buffers``.
+    their dtype, but writes in forward are rounded: list running statistics in ``keep_buffers``.
 
-    ``full_precision_in_eval``: in ``eval()`` mode all-gather and compute in the original dtype, without any casts.
+    ``full_precision_in_eval``: in ``eval()`` mode, all-gather and compute in the original dtype, without casts.
     """
 
     param_dtype: torch.dtype | None = None
@@ -104,7 +104,7 @@ class MixedPrecisionPolicy:
         return value
 
     def for_parameter(self, names: Iterable[str]) -> MixedPrecisionPolicy:
-        """The policy of a parameter with these names: the first override that matches, else this one."""
+        """Return the first override that matches one of a parameter's names, else this policy."""
         names = list(names)
         for pattern, policy in cast(tuple[tuple[str, MixedPrecisionPolicy], ...], self.overrides):
             if any(matches(name, pattern) for name in names):
@@ -127,21 +127,21 @@ class MixedPrecisionPolicy:
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
-        """Whether forward casts its inputs; `root`: the unit is the root, `empty`: it has no parameters."""
+        """Return True if forward casts its inputs. `root`: the unit is the root; `empty`: it has no parameters."""
         return self.cast_forward_inputs
 
     @property
     def without_casts(self) -> MixedPrecisionPolicy:
-        """The same reduction of gradients; parameters, outputs and buffers are not cast."""
+        """The same gradient reduction, without casts of parameters, outputs and buffers."""
         return replace(self, param_dtype=None, output_dtype=None, buffer_dtype=None, overrides=())
 
 
 class DtypeOverride(MixedPrecisionPolicy):
-    """An override that was given as a dtype: outputs of its modules are cast back to the unit's `param_dtype`."""
+    """An override given as a dtype: outputs of its modules are cast back to the unit's `param_dtype`."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether `pattern` matches the name of a parameter or buffer, with or without the prefixes of wrappers."""
+    """Return True if `pattern` matches the name of a parameter or buffer, with or without prefixes of wrappers."""
     plain = clean_tensor_name(name, ALL_PREFIXES)
     return any(fnmatchcase(each, pattern) for each in (name, plain, f".{plain}"))
 
@@ -172,15 +172,15 @@ def _pattern(field: str, pattern: Any) -> str:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards are between uses. This base class keeps them on the device."""
+    """Where shards are stored between uses. This base class keeps them on the device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state are in host memory; collectives and compute use the device.
 
-    ``pin_memory`` keeps them in page-locked memory, which makes copies faster. Without an accelerator there is none,
-    and the first unit warns of it.
+    ``pin_memory`` keeps them in page-locked memory, which makes copies faster. Without an accelerator there is no such
+    memory, and the first unit warns.
     """
 
     pin_memory: bool = True
@@ -194,11 +194,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 class OptimizerOffloadPolicy(OffloadPolicy):
     """Only the optimizer state is in host memory; parameters and gradients stay on the device.
 
-    A step copies the state of a few parameters at a time to the device and back, computes on the device, and gives the
-    same numbers. The optimizer must be flat (``unshard.optim.flat``).
+    A step copies the state of a few parameters at a time to the device and back, and computes on the device with
+    identical results. The optimizer must be flat (``unshard.optim.flat``).
 
-    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with the computation. Without
-    an accelerator there is none, and the first unit warns of it.
+    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with compute. Without an accelerator
+    there is no such memory, and the first unit warns.
     """
 
     pin_memory: bool = True

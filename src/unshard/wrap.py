@@ -1,4 +1,4 @@
-"""Which modules become units of their own: policies for `auto_wrap_policy`, and wrapping by hand with `wrap`."""
+"""Policies for `auto_wrap_policy`, which select modules to wrap as units, and manual wrapping with `wrap`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Kwargs = dict[str, Any]
 
 # -- policies that are functions: (module, recurse, nonwrapped_numel) -> bool --------------------------------------
 #
-# With `recurse=True` the answer is whether to look inside the module, afterwards, with `recurse=False`, whether to wrap
-# it. `nonwrapped_numel` is the number of elements below the module that are not in units of their own.
+# With `recurse=True` a policy decides whether to look inside the module, then with `recurse=False` whether to wrap it.
+# `nonwrapped_numel` is the number of elements in the module that are not in other units.
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -70,10 +70,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap modules with at least `min_num_params` elements that are in no other unit, innermost first.
+    """Wrap modules with at least `min_num_params` elements that are not in other units, innermost first.
 
-    It does not look inside `force_leaf_modules`, which read parameters of modules that they never call, and does not
-    wrap `exclude_wrap_modules`, which have no forward. Their defaults are attributes of this function.
+    Does not look inside `force_leaf_modules`, which read parameters of modules that they never call, and does not wrap
+    `exclude_wrap_modules`, which have no forward. The defaults are attributes of this function.
     """
     own: Any = size_based_auto_wrap_policy
     if recurse:
@@ -90,7 +90,7 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Wrap the modules that any of these policies chooses."""
+    """Wrap modules that any of these policies selects."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -98,7 +98,7 @@ def _or_policy(
 
 
 class _Policy(ABC):
-    """Chooses the modules of a model to wrap, and the arguments for each."""
+    """Selects the modules of a model to wrap, and the arguments for each."""
 
     @abstractmethod
     def _run_policy(
@@ -128,7 +128,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same as a policy function."""
+        """Act as a policy function."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Calls a function for each module. It returns False, True, or a dict of arguments that differ from the root's."""
+    """Calls a function for each module, which returns True, False, or a dict of arguments that override the root's."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]):
         if not callable(lambda_fn):
@@ -164,14 +164,14 @@ class CustomPolicy(_Policy):
         return f"CustomPolicy({self._lambda_fn!r})"
 
 
-# -- wrapping by hand ----------------------------------------------------------------------------------------------
+# -- manual wrapping ----------------------------------------------------------------------------------------------
 
 _enabled: ContextVar[tuple[Callable[..., nn.Module], Kwargs] | None] = ContextVar("unshard_enable_wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """A context in which `wrap(module)` means `wrapper_cls(module, **wrapper_kwargs)`; elsewhere it does nothing."""
+    """In this context, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; elsewhere it is a no-op."""
     if _enabled.get() is not None:
         raise UnsupportedError("enable_wrap cannot be nested. Leave the first context before entering the second.")
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
@@ -182,7 +182,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` as the enclosing `enable_wrap` says; arguments given here win. Does nothing elsewhere."""
+    """Wrap `module` as the enclosing `enable_wrap` says; arguments passed here win. A no-op elsewhere."""
     enabled = _enabled.get()
     if enabled is None:
         return module

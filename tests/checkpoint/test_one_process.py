@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     net = model()
     folder = checkpoint.save(tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters()), step=4)
     assert command(monkeypatch, "checkpoint", "verify", tmp_path) == 0
-    assert f"{folder} is whole" in capsys.readouterr().out
+    assert f"{folder} is complete" in capsys.readouterr().out
     assert command(monkeypatch, "checkpoint", "inspect", folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("step 4, saved by 1 rank; 2 tensors, 128 bytes")

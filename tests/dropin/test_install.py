@@ -26,7 +26,8 @@ from torch.distributed._composable import replicate_with_fsdp
 import unshard
 import unshard.composable
 from unshard import dropin
-from unshard.dropin import torch_composable_fsdp, torch_fsdp, torch_pipelining
+from unshard.dropin import STATE_MEMBERS, torch_composable_fsdp, torch_fsdp
+from unshard.engine.api import FSDPState
 from unshard.errors import StateError, UnsupportedError
 
 # Inside an object, where no reference is changed.
@@ -293,11 +294,10 @@ def test_the_legacy_call() -> None:
 
 
 def test_what_pipelines_call_is_there_while_installed() -> None:
-    state = torch_pipelining.FSDPState
-    before = dict(vars(state))
+    before = dict(vars(FSDPState))
     with dropin.stand_in():
-        assert all(vars(state)[name] is member for name, member in torch_pipelining.MEMBERS.items())
-    assert vars(state) == before
+        assert all(vars(FSDPState)[name] is member for name, member in STATE_MEMBERS.items())
+    assert vars(FSDPState) == before
 
 
 def test_names_that_nobody_has(installed: None) -> None:

@@ -1,6 +1,6 @@
-"""Runs programs that were written for `torch.distributed.fsdp` on unshard without an edit.
+"""Runs programs written for `torch.distributed.fsdp` on unshard, without editing them.
 
-`install()` replaces PyTorch's modules by ours; `unshard run script.py` does so before the script starts.
+`install()` replaces PyTorch's modules with ours; `unshard run script.py` does so before the script starts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine.api import name_stages
+from ..composable import fully_shard as legacy_fully_shard
+from ..engine.api import FSDPState, name_stages
 from ..errors import UnsupportedError
-from . import modules, references, torch_composable, torch_pipelining
+from . import modules, references
 
 __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 
@@ -30,13 +31,13 @@ _undo: list[Callable[[], Any]] = []
 
 
 def install(child_processes: bool = False) -> None:
-    """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` by our modules.
+    """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` with our modules.
 
-    References in modules that were imported before are replaced, too. PyTorch's own modules are among them: checkpoints
-    and pipelines then test whether a module is our `FSDPModule`. A second call does nothing.
+    References in modules that are already imported are replaced, too, including PyTorch's own: checkpoints and
+    pipelines then test for our `FSDPModule`. A second call is a no-op.
 
-    `child_processes`: also in all Python processes that this one starts with its environment, which changes PYTHONPATH.
-    `unshard run` does so. Processes that `multiprocessing` starts always have the drop-in.
+    `child_processes`: also install in all Python processes that inherit this environment, by changing PYTHONPATH, as
+    `unshard run` does. Processes that `multiprocessing` starts always have the drop-in.
     """
     if _undo:
         return
@@ -49,7 +50,10 @@ def install(child_processes: bool = False) -> None:
     try:
         _replace_modules(stand_ins)
         references.replace(stand_ins, _undo)
-        _add_names()
+        # PyTorch has removed the legacy composable call, so no replaced module has its name.
+        _set(importlib.import_module("torch.distributed._composable"), "fully_shard", legacy_fully_shard)
+        for name, member in STATE_MEMBERS.items():
+            _set(FSDPState, name, member)
         name_stages("FSDP", logging.getLogger("torch.distributed.fsdp.fully_shard"))
         _undo.append(name_stages)
         _install_in_spawned_processes()
@@ -91,23 +95,46 @@ def _replace_modules(stand_ins: dict[str, modules.StandInModule]) -> None:
         _set(sys.modules[parent], last, stand_ins[package])
 
 
-def _add_names() -> None:
-    """Names that are not in the replaced modules: the removed composable call, and what pipelines call."""
-    composable = importlib.import_module("torch.distributed._composable")
-    for name in torch_composable.__all__:
-        _set(composable, name, getattr(torch_composable, name))
-    for name, member in torch_pipelining.MEMBERS.items():
-        _set(torch_pipelining.FSDPState, name, member)
+# -- members of the state of a module -----------------------------------------------------------------------
+#
+# `torch.distributed.pipelining` runs the backwards of a step with gradient synchronisation off. After the last one it
+# takes `fully_shard.state(stage)`, calls `post_backward()` on each parameter group of each of its states, and then
+# `_root_post_backward_final_callback()` (until torch 2.14). Torch 2.15 calls `finalize_backward` of the module.
+
+
+def _end_backward(state: FSDPState) -> None:
+    """Reduce the gradients of all parameter groups and reshard."""
+    if state.is_initialised:
+        state.find_root(state.modules()[0]).end_backward()
+
+
+def _find_root(state: FSDPState) -> None:
+    state.find_root(state.modules()[0])
+
+
+STATE_MEMBERS = {
+    "_state_ctx": property(lambda state: state),
+    "all_states": (),  # no parameter group needs its own call: the last callback reduces them all
+    "_root_post_backward_final_callback": _end_backward,
+    "_comm_ctx": property(lambda state: state),  # 2.15 compares those of stages, which must not share one
+    "_lazy_init": _find_root,
+    "_pre_forward": FSDPState.pre_forward,  # torch.compile compares functions with these two
+    "_post_forward": FSDPState.post_forward,
+}
+"""Members of `FSDPState` while the drop-in is installed, for PyTorch's code and programs."""
+
+
+# -- other processes ----------------------------------------------------------------------------------------
 
 
 def _install_in_spawned_processes() -> None:
-    """Processes that `multiprocessing` spawns import the main module again; they install before that."""
+    """Let processes that `multiprocessing` spawns install the drop-in before they import the main module."""
     prepare = multiprocessing.spawn.get_preparation_data
     _set(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
 
 
 def _install_in_child_processes() -> None:
-    """Launchers that start `python script.py` once more for each other rank."""
+    """Pass the drop-in to launchers that start `python script.py` again for each of the other ranks."""
     before = os.environ.get("PYTHONPATH")
     rest = [each for each in (before or "").split(os.pathsep) if each and each != CHILD_PROCESSES]
     os.environ["PYTHONPATH"] = os.pathsep.join([CHILD_PROCESSES, *rest])
@@ -118,7 +145,7 @@ def _install_in_child_processes() -> None:
 
 
 class _InSpawned:
-    """Calls `install` when it is unpickled, which a spawned process does first."""
+    """Calls `install` when a spawned process unpickles it, which it does first."""
 
     def __reduce__(self) -> Any:
         return install, ()

@@ -1,4 +1,4 @@
-"""The modules that replace PyTorch's in `sys.modules`, and what they give for names that unshard does not have."""
+"""The modules that replace PyTorch's in `sys.modules`, and the stand-ins for names that unshard does not have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from ..errors import UnsupportedError
 
-# The packages of PyTorch that are replaced.
+# PyTorch packages that are replaced.
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-# The files with our names. A module of PyTorch that is not listed uses the file of the nearest package around it.
+# Files with our names. PyTorch modules that are not listed use the file of the nearest enclosing package.
 FILES = {
     "torch.distributed.fsdp": "unshard.dropin.torch_fsdp",
     "torch.distributed.fsdp.wrap": "unshard.dropin.torch_fsdp.wrap",
@@ -25,9 +25,9 @@ FILES = {
 
 
 class StandInModule(ModuleType):
-    """Replaces one module of PyTorch: it has our names, and a `MissingName` for each other name of PyTorch's module.
+    """Replaces one PyTorch module: it has our names, and a `MissingName` for each other name of PyTorch's module.
 
-    Only PyTorch's own code gets PyTorch's objects for the other names: `torch.compile` compares functions with some.
+    Only PyTorch's own code gets PyTorch's objects for these names: `torch.compile` compares functions with some.
     """
 
     _real: ModuleType
@@ -62,8 +62,7 @@ class StandInModule(ModuleType):
         if not name.startswith("__") and name not in vars(self) and hasattr(self._real, name):
             raise UnsupportedError(
                 f"{self.__name__}.{name} cannot be assigned: unshard replaces torch.distributed.fsdp and does not have "
-                "this name, so the assignment would have no effect. Without unshard's drop-in the program changes "
-                "PyTorch's own."
+                "this name, so the assignment would have no effect. Run without the drop-in to change PyTorch's own."
             )
         super().__setattr__(name, value)
 
@@ -80,7 +79,7 @@ class StandInModule(ModuleType):
 
 
 class _Loader(importlib.abc.Loader):
-    """Returns the stand-in that is in `sys.modules`, for an import during which the drop-in was installed."""
+    """Returns the stand-in in `sys.modules` to an import during which the drop-in was installed."""
 
     def create_module(self, spec: Any) -> Any:
         return sys.modules[spec.name]
@@ -92,7 +91,7 @@ class _Loader(importlib.abc.Loader):
 class MissingName:
     """A name that PyTorch has and unshard does not.
 
-    Programs import more names than they use, so it can be imported, used in annotations and as a base class. Every
+    Programs import more names than they use, so it can be imported and used in annotations and as a base class. Every
     other use raises an error.
     """
 
@@ -106,8 +105,8 @@ class MissingName:
         module = self._path.rpartition(".")[0]
         raise UnsupportedError(
             f"{self._path} is not available: unshard replaces torch.distributed.fsdp and does not have this name. "
-            f"Available in {module}: {', '.join(self._available) or 'no names'}. Without unshard's drop-in the program "
-            "gets PyTorch's own."
+            f"Available in {module}: {', '.join(self._available) or 'no names'}. Run without the drop-in to use "
+            "PyTorch's own."
         )
 
     __call__ = __iter__ = __len__ = __contains__ = __getitem__ = __enter__ = __exit__ = _refuse
@@ -124,7 +123,7 @@ class MissingName:
     __ror__ = __or__
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        """A library may define a subclass that the program never uses; creating an instance is an error."""
+        """Allow subclasses, which libraries define and programs may never use; creating an instance raises."""
 
         def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
             self._refuse()
@@ -136,7 +135,7 @@ class MissingName:
 
 
 def build() -> dict[str, StandInModule]:
-    """A stand-in for every module of the packages, by name. Imports all of PyTorch's, so none of them imports ours."""
+    """Build a stand-in for every module of the packages. Imports all of PyTorch's first, so that none imports ours."""
     real = [module for package in PACKAGES for module in _modules(package)]
     stand_ins = {module.__name__: StandInModule(module) for module in real}
     for name, stand_in in stand_ins.items():
@@ -155,12 +154,12 @@ def is_torch(module: str) -> bool:
 
 
 def is_defined_in_packages(value: Any) -> bool:
-    """Whether `value` is a class or function of PyTorch's FSDP."""
+    """Return True if `value` is a class or function of PyTorch's FSDP."""
     return isinstance(value, type | FunctionType) and in_packages(value.__module__ or "")
 
 
 def _is_fsdp(value: Any) -> bool:
-    """Whether a global of a module of PyTorch's FSDP is part of FSDP: not a constant, not imported from elsewhere."""
+    """Return True if a global of PyTorch's FSDP is part of it: not a constant, and not imported from elsewhere."""
     if isinstance(value, ModuleType):
         return in_packages(value.__name__)
     if value is None or isinstance(value, str | int | float | bool):
@@ -176,10 +175,10 @@ def _modules(package: str) -> list[ModuleType]:
 
 
 def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
-    """The file with our names for a module of PyTorch, and the names.
+    """Return the file with our names for a PyTorch module, and the names.
 
-    A module that is listed in `FILES` gets `__all__` of its file. Any other gets those globals of the nearest file that
-    PyTorch's module has, too.
+    A module listed in `FILES` gets `__all__` of its file. Others get the globals of the nearest file that PyTorch's
+    module has, too.
     """
     name = real.__name__
     while name not in FILES:
@@ -194,6 +193,6 @@ def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
 
 
 def _caller_is_torch() -> bool:
-    """Whether the code that reads an attribute of a stand-in is PyTorch's."""
+    """Return True if PyTorch's own code reads an attribute of a stand-in."""
     frame: Any = inspect.currentframe()
     return is_torch(frame.f_back.f_back.f_globals.get("__name__") or "")

@@ -1,4 +1,4 @@
-"""Replaces references to PyTorch's FSDP in modules that were imported before `install`, and restores them."""
+"""Replaces references to PyTorch's FSDP in modules imported before `install`, and restores them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .modules import StandInModule, in_packages, is_defined_in_packages, is_torc
 
 # PyTorch's `replicate` uses the internals of PyTorch's FSDP, so its references stay.
 UNCHANGED = ("torch.distributed._composable.replicate_with_fsdp",)
-DEPTH = 4  # of containers, classes and functions inside each other
-# Modules that do not know FSDP, nor let programs add to them: the search in them would take most of the time.
+DEPTH = 4  # levels of nested containers, classes and functions
+# Modules that do not use FSDP. Searching them would take most of the time.
 NOT_SEARCHED = sys.stdlib_module_names | {"mpmath", "networkx", "numpy", "sympy", "torchgen", "unshard"}
 MUTABLE = (list, dict, set, functools.partial, FunctionType)
 
 Undo = Callable[[], None]
 Objects = dict[int, tuple[Any, Any]]
-"""By `id` of PyTorch's object: that object, which keeps the id valid, and the object that replaces it."""
+"""PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of the former."""
 
 
 def replace(stand_ins: dict[str, StandInModule], undo: list[Undo]) -> None:
-    """Replace references in all loaded modules. Adds the reverse of each change to `undo`; call the last one first."""
+    """Replace references in all loaded modules. Appends the reverse of each change to `undo`; call the last first."""
     ours, missing = _replacements(stand_ins)
     every = {**missing, **ours}
     seen: set[int] = set()
@@ -33,12 +33,12 @@ def replace(stand_ins: dict[str, StandInModule], undo: list[Undo]) -> None:
         if not is_torch(name):
             _Search(name, every, undo, seen).mapping(vars(module), DEPTH, name)
         elif not ours.keys().isdisjoint(map(id, vars(module).values())):
-            # PyTorch's own modules keep the objects for which unshard has none. Those that use FSDP import its names.
+            # PyTorch's own modules keep the objects that unshard does not have. Those that use FSDP import its names.
             _Search(name, ours, undo, seen).mapping(vars(module), 1, name)
 
 
 def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects]:
-    """Ours for PyTorch's objects, and stand-ins and `MissingName`s for those that unshard does not have."""
+    """Our replacements of PyTorch's objects; stand-ins and `MissingName`s for those that unshard does not have."""
     ours: Objects = {}
     missing: Objects = {}
     for stand_in in stand_ins.values():
@@ -76,7 +76,7 @@ class _Search:
                 self._undo.append(functools.partial(_put_back, values, key, value, new))
 
     def _new(self, value: Any, depth: int, where: str) -> Any:
-        """What replaces `value`: another object, or `value` itself, in which references are replaced."""
+        """Return the replacement of `value`, or `value` itself after replacing references inside it."""
         new = self._replacement(value)
         if new is not value or depth == 0:
             return new
@@ -175,7 +175,7 @@ class _Search:
 
 
 def _loaded() -> Iterator[tuple[str, ModuleType]]:
-    """The modules to search: all but PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
+    """Modules to search: all except PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType) or isinstance(module, StandInModule):
             continue

@@ -1,4 +1,4 @@
-"""`unshard run script.py ...`: runs what `python script.py ...` runs, with the drop-in installed."""
+"""`unshard run script.py ...`: like `python script.py ...`, with the drop-in installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
     if rest[0].startswith("-"):
         return _run_processes(arguments)
     if not as_module and not os.path.exists(rest[0]):
-        print(f"unshard run: there is no file {rest[0]!r}", file=sys.stderr)
+        print(f"unshard run: there is no file {rest[0]!r}.", file=sys.stderr)
         return 2
     install(child_processes=True)
     _say(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})")
@@ -48,23 +48,26 @@ def _summary() -> str:
     if Unit.built:
         return f"unshard sharded {Unit.built} unit{'s' if Unit.built > 1 else ''}."
     return (
-        "unshard sharded nothing: this process called neither fully_shard nor FullyShardedDataParallel. The program "
-        "may need an option or a configuration that turns FSDP on. Child processes are not counted."
+        "unshard sharded nothing: this process called neither fully_shard nor FullyShardedDataParallel. Check that "
+        "the program's options turn FSDP on. Child processes are not counted."
     )
 
 
 def _say(text: str) -> None:
-    """On rank 0 alone, and not in the program's output."""
+    """Print on rank 0 only, to stderr: stdout belongs to the program."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
 
 def _run_processes(arguments: list[str]) -> int:
-    """`torchrun` with these arguments, whose processes run `python -m unshard.dropin` with the program."""
+    """Call `torchrun` with these arguments; its processes run `python -m unshard.dropin` with the program."""
     launcher = importlib.import_module("torch.distributed.run")
     parsed = launcher.get_args_parser().parse_args(arguments)
     if parsed.no_python:
-        print("unshard run: --no-python starts a program that is not Python's; use torchrun.", file=sys.stderr)
+        print(
+            "unshard run: --no-python is not supported, because it starts no Python program. Use torchrun.",
+            file=sys.stderr,
+        )
         return 2
     program = [parsed.training_script, *parsed.training_script_args]
     options = arguments[: len(arguments) - len(program)]
@@ -90,7 +93,7 @@ def _run_script(arguments: list[str]) -> None:
     _put_first(os.path.dirname(os.path.realpath(path)))
     with io.open_code(path) as file:
         source = file.read()
-    # A new main module that stays in `sys.modules`: functions that run at exit and spawned processes look it up.
+    # The new main module stays in `sys.modules`: functions that run at exit and spawned processes look it up.
     main = ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)
@@ -100,6 +103,6 @@ def _run_script(arguments: list[str]) -> None:
 
 
 def _put_first(place: str) -> None:
-    """Replace our first entry of `sys.path` by the program's, as Python would; safe-path mode has no such entry."""
+    """Set the first entry of `sys.path` as Python would for the program; safe-path mode has no such entry."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = place

@@ -1,7 +1,7 @@
-"""Installs the drop-in in Python processes that a program started with it starts.
+"""Installs the drop-in in child processes of a program that runs with it.
 
-Python imports a module of this name when it starts. `unshard.dropin` puts this folder first on PYTHONPATH. Nothing is
-imported before the process imports PyTorch's FSDP; programs that do not use it pay nothing.
+Python imports a module of this name at startup, and `unshard.dropin` puts this folder first on PYTHONPATH. Nothing is
+imported before the process imports PyTorch's FSDP, so programs that do not use FSDP pay nothing.
 """
 
 import importlib
@@ -16,10 +16,10 @@ PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
 class InstallAtImport:
-    """Finds PyTorch's FSDP once: it installs the drop-in, which puts modules of unshard in its place."""
+    """Import hook that installs the drop-in when PyTorch's FSDP is first imported."""
 
     unshard_dropin = True
-    """By this attribute, `install` finds and removes it."""
+    """`install` recognises the hook by this attribute and removes it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith(PACKAGES):
@@ -32,7 +32,7 @@ class InstallAtImport:
 
 
 def import_next() -> None:
-    """Import the `sitecustomize` that the process would have without this folder, and leave no trace of the folder."""
+    """Remove this folder from `sys.path` and import the `sitecustomize` that Python would find without it."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec(__name__, sys.path)
     if spec is not None and spec.loader is not None:

@@ -1,4 +1,4 @@
-"""Our names for `torch.distributed.fsdp`, in `__all__`, and for the modules inside it that have no file here."""
+"""Our names for `torch.distributed.fsdp` (in `__all__`) and for the modules inside it that have no file here."""
 
 from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
@@ -40,7 +40,7 @@ def _set_fsdp_extensions(flattener: object) -> None:
     if type(flattener).__name__ not in ("DTensorExtensions", "NoneType"):
         raise UnsupportedError(
             f"unshard shards tensor-parallel parameters without an FSDPExtensions object and would not call this "
-            f"{type(flattener).__name__}. Without unshard's drop-in the program sets PyTorch's own."
+            f"{type(flattener).__name__}. Run without the drop-in to set PyTorch's own."
         )
 
 

@@ -1,7 +1,7 @@
-"""Our names for `torch.distributed.fsdp._fully_shard`, in `__all__`, and for the modules inside it.
+"""Our names for `torch.distributed.fsdp._fully_shard` (in `__all__`) and for the modules inside it.
 
-Not in the file of `torch.distributed.fsdp`: PyTorch's FSDP1 and FSDP2 give some names, such as
-`_get_module_fsdp_state`, to different objects.
+This file is separate because PyTorch's FSDP1 and FSDP2 use some names, such as `_get_module_fsdp_state`, for different
+objects.
 """
 
 from typing import Any, NoReturn
@@ -50,7 +50,7 @@ def _get_mesh_info(mesh: dist.DeviceMesh, dp_mesh_dims: DataParallelMeshDims | N
 
 
 class _NameOnly(type):
-    """Types that programs name in `isinstance` and annotations. unshard has no such objects."""
+    """Metaclass of types that programs name in `isinstance` and annotations. unshard has no such objects."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
@@ -69,7 +69,7 @@ class FSDPParam(metaclass=_NameOnly): ...
 
 class FSDPParamGroup(metaclass=_NameOnly):
     def use_training_state(self) -> None:
-        """PyTorch's compiler compares functions with it."""
+        """torch.compile compares functions with it."""
 
 
 class FSDPStateContext(metaclass=_NameOnly): ...

@@ -1,6 +1,6 @@
 """Our names for `torch.distributed._composable.fsdp` and its module `fully_shard`."""
 
-from ..torch_fsdp import (
+from .torch_fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
