@@ -18,8 +18,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
-	@echo "make test     run the tests"
-	@echo "make test-all run the slow ones, too"
+	@echo "make test     run the quick tests (about six minutes on two cores)"
+	@echo "make test-all run all tests (an hour or more)"
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"

@@ -70,6 +70,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # test_run.py has a program that saves and loads with these helpers
 def test_full_state_dicts_out_and_in(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -53,18 +53,18 @@ def test_bitwise(name: str) -> None:
     assert happened.count("replay") == recordings * (STEPS - WARMUP)
 
 
-@world(1, 2)
-def test_first_steps_that_are_skipped() -> None:
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, flat_adamw])
+@world(1, 2, slow=(1,))
+def test_first_steps_that_are_skipped(make_optimizer: Any) -> None:
     """They are not counted: a recording would make the optimizer's state in every replay."""
 
     def make_scaler(**_: Any) -> GradScaler:
         return GradScaler(init_scale=2.0**18)
 
     policy = MixedPrecisionPolicy(torch.float16, torch.float32)
-    for make_optimizer in (adamw, sgd, flat_adamw):
-        happened = assert_bitwise(scaled, make_optimizer, make_scaler, mp_policy=policy)
-        assert happened.count("record") == 1
-        assert happened.index("record") > WARMUP
+    happened = assert_bitwise(scaled, make_optimizer, make_scaler, mp_policy=policy)
+    assert happened.count("record") == 1
+    assert happened.index("record") > WARMUP
 
 
 @pytest.mark.parametrize("kind", ["synchronise", "all-reduce"])
@@ -73,7 +73,8 @@ def test_bitwise_over_replicas(kind: str) -> None:
     assert_bitwise(accumulated(kind), adamw, mesh=mesh(2))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
 @world(2)
-def test_bitwise_in_mixed_precision() -> None:
-    for make_step in (plain, accumulated("synchronise")):
-        assert_bitwise(make_step, adamw, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+def test_bitwise_in_mixed_precision(accumulate: bool) -> None:
+    make_step = accumulated("synchronise") if accumulate else plain
+    assert_bitwise(make_step, adamw, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

@@ -118,29 +118,29 @@ def test_ranks_read_their_own_bytes(tmp_path: Path) -> None:
 
 
 @quiet
+@pytest.mark.parametrize(("rows", "columns"), [(8, 4), (7, 5), (1, 3)])
 @world(4)
-def test_dtensors_of_any_placements(tmp_path: Path) -> None:
+def test_dtensors_of_any_placements(rows: int, columns: int, tmp_path: Path) -> None:
     """Parameters that are DTensors without fully_shard; compared with what was distributed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     placements = [
         *[(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Replicate())],
         *[(Replicate(), Shard(0)), (Replicate(), Replicate()), (strided_shard(0, 2), Shard(0))],
     ]
-    for rows, columns in ((8, 4), (7, 5), (1, 3)):
-        whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-        for number, each in enumerate(placements):
-            if rows != 8 and number == 6:
-                continue  # torch itself does not distribute it
-            model = nn.Module()
-            model.weight = nn.Parameter(distribute_tensor(whole, mesh, each))
-            assert isinstance(model.weight, DTensor)
-            plain = nn.Module()
-            plain.weight = nn.Parameter(torch.zeros(rows, columns))
-            folder = checkpoint.save(tmp_path / f"{rows}_{number}", model=model, step=0)
-            checkpoint.load(folder, model=plain)
-            assert torch.equal(plain.weight, whole), (rows, each)
-            checkpoint.load(folder, model=zeroed(model))
-            assert torch.equal(full(model.weight), whole), (rows, each)
+    whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    for number, each in enumerate(placements):
+        if rows != 8 and number == 6:
+            continue  # torch itself does not distribute it
+        model = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, each))
+        assert isinstance(model.weight, DTensor)
+        plain = nn.Module()
+        plain.weight = nn.Parameter(torch.zeros(rows, columns))
+        folder = checkpoint.save(tmp_path / f"{rows}_{number}", model=model, step=0)
+        checkpoint.load(folder, model=plain)
+        assert torch.equal(plain.weight, whole), (rows, each)
+        checkpoint.load(folder, model=zeroed(model))
+        assert torch.equal(full(model.weight), whole), (rows, each)
 
 
 @quiet

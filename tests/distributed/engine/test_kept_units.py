@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -285,9 +284,10 @@ def freeze_after_forward(run: Run) -> None:
     run.step(3)
 
 
+@pytest.mark.parametrize("shard", CONFIGS)
 @world(1, 2, 3, 4, slow=[2, 3])
-def test_freezing_takes_effect() -> None:
-    for program, shard in product([unfreeze_all, unfreeze_some, freeze_after_forward], CONFIGS):
+def test_freezing_takes_effect(shard: Callable[[Net], Any]) -> None:
+    for program in (unfreeze_all, unfreeze_some, freeze_after_forward):
         compare(program, shard)
 
 
