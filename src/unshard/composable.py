@@ -22,11 +22,10 @@ from .fsdp1.api import (
 )
 from .fsdp1.auto_wrap import Policy, auto_wrap
 from .fsdp1.build import build_state, resolve_ignored
-from .fsdp1.checkpoint_helpers import attach_to_helpers
 from .fsdp1.groups import resolve_groups
-from .fsdp1.precision import ComposablePolicy
+from .fsdp1.optim_params import attach_to_helpers
 from .fsdp1.state import Call
-from .fsdp1.state_dict import HookedStateDictHandler
+from .fsdp1.state_dict import StateDictHandler
 
 __all__ = ["fully_shard"]
 
@@ -80,9 +79,9 @@ def fully_shard(
         auto_wrap(module, policy, _apply_inside, inside, ignored.modules, ignored.parameters)
     call = Call(groups, precision, offload, True, True)
     prefetch = BackwardPrefetch.BACKWARD_PRE
-    state = build_state(module, call, ignored, backward_prefetch=prefetch, policy_class=ComposablePolicy, **common)
+    state = build_state(module, call, ignored, backward_prefetch=prefetch, legacy=True, **common)
     state.attach(module)
-    HookedStateDictHandler(state).attach(module)
+    StateDictHandler(state, wrapper_prefix="").attach(module)
     attach_to_helpers(module)
     _convert_at_rest(module)
     return module

@@ -80,7 +80,7 @@ def test_gradients_that_are_not_finite(order: float, bad: float) -> None:
     mine[1].grad[0, 0] = bad
     before = [each.grad.clone() for each in mine]
     with pytest.raises(
-        GradientError, match=r"Rank 0 .*1 gradients on this rank are not finite: of parameters 1 of shape \(3, 4\)"
+        GradientError, match=r"Rank 0 .*1 gradients on this rank are not finite: parameters 1 of shape \(3, 4\)"
     ):
         clip_grad_norm_(mine, 1.0, order, error_if_nonfinite=True)
     assert issubclass(GradientError, RuntimeError)
@@ -112,5 +112,5 @@ def test_nothing_to_clip() -> None:
     assert clip_grad_norm_([], 1.0).item() == 0.0
     assert clip_grad_norm_([nn.Parameter(torch.ones(1))], 1.0, "inf").item() == 0.0
     spent = iter([])
-    with pytest.warns(UserWarning, match="at its end"):
+    with pytest.warns(UserWarning, match="exhausted iterator"):
         clip_grad_norm_(spent, 1.0)

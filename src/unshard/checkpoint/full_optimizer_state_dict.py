@@ -1,9 +1,9 @@
-"""The state of an optimizer in full tensors by parameter name, from and into the optimizer of a sharded model.
+"""Full optimizer state dicts by parameter name, of and for sharded models.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": tensor([...])}, ...},
      "param_groups": [{"params": ["head.weight", ...], "lr": 0.1, ...}]}
 
-`FullyShardedDataParallel.optim_state_dict` and `torch.distributed.checkpoint.state_dict` have the same form.
+`FullyShardedDataParallel.optim_state_dict` and `torch.distributed.checkpoint.state_dict` use the same format.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from ..state.model import HeldTensor, ModelState, model_state
 from .differences import Differences
 from .full_state_dict import RankPart, entry_of
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
-from .optimizer_load import OptimizerLoad
-from .optimizer_state import SHARDED, merged, optimizer_state, tensor_name
+from .optimizer import SHARDED, OptimizerLoad, merged, optimizer_state, tensor_name
 from .plan import TensorEntry
 from .ranks import begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
-"""State that is a value of its own, and not one for each element, also for parameters without dimensions."""
+"""State that is one value per parameter, not one per element. For 0-D parameters, shapes do not tell these apart."""
 
 
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
-    """The optimizer's state in full tensors, and its parameter groups, by the names of the model's parameters.
+    """The optimizer's state in full tensors, and its groups, by the names of the model's parameters.
 
-    All ranks have to call. The tensors are copies. With `rank0_only` the other ranks get an empty dict. Without
-    `cpu_offload` tensors are on the devices of the optimizer's. A tied parameter has the first of its names. Tensors
-    are gathered one at a time.
+    All ranks must call this. Tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
+    dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state. A tied parameter appears under
+    its first name.
     """
     what = "Gathering the full optimizer state"
     tensors: list[HeldTensor] = []
@@ -76,7 +75,7 @@ def full_optimizer_state_dict(
 
 
 def _first_names(ranks: list[RankPart]) -> dict[str, str]:
-    """The first name of each tied parameter in the order of modules, by the name that it is held under."""
+    """The first name of each tied parameter in module order, by the name that it is stored under."""
     found: dict[str, str] = {}
     for part in ranks:
         held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
@@ -91,11 +90,11 @@ def _first_names(ranks: list[RankPart]) -> dict[str, str]:
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> None:
-    """Load what `full_optimizer_state_dict` has returned on rank 0 into the optimizer of a model that may be sharded.
+    """Load rank 0's result of `full_optimizer_state_dict` into the optimizer of a model, sharded or not.
 
-    All ranks have to call; what other ranks than rank 0 pass is not used. Tensors are broadcast one at a time. If
-    names are missing or unexpected, or shapes do not fit, all ranks raise a CheckpointError and nothing is changed;
-    `strict=False` loads what fits if only names are missing or unexpected.
+    All ranks must call this; only rank 0's `state_dict` is used. Tensors are broadcast one at a time. Missing or
+    unexpected names and other shapes raise a CheckpointError on all ranks before anything changes. `strict=False`
+    ignores missing and unexpected names.
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}
@@ -116,10 +115,10 @@ def load_full_optimizer_state_dict(
 
 
 class OptimizerSource(NamedTuple):
-    """What rank 0 has, for the other ranks."""
+    """Rank 0's state dict without its tensors, for the other ranks."""
 
     entry: dict[str, Any]
-    """As in a checkpoint, by the names that rank 0 has passed."""
+    """Like the entry in a checkpoint, by the names in rank 0's state dict."""
     tensors: dict[str, TensorEntry]
     device_type: str
 
@@ -127,7 +126,7 @@ class OptimizerSource(NamedTuple):
 def _describe(
     state_dict: Mapping[str, Any] | None, optimizer: Optimizer
 ) -> tuple[OptimizerSource, dict[str, torch.Tensor]]:
-    """Returns the tensors as well, by the names in the source."""
+    """Also returns the tensors, by their names in the source."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             "Rank 0 has to pass a dict with `state` and `param_groups`, as full_optimizer_state_dict(model, optimizer) "
@@ -143,13 +142,13 @@ def _describe(
         if name in known:
             state[name] = {each: _value(each, name, one, values) for each, one in value.items()}
         elif isinstance(value, Mapping):
-            raise CheckpointError(f"The state of {key!r} is of no parameter group of the state dict.")
+            raise CheckpointError(f"The state dict has state of {key!r}, which is in none of its param_groups.")
         else:
             others[key] = value
     options = {key for group in groups for key in group["options"]}
     entry = {
-        # The state dict does not say which optimizer it is of. Another one has options that this one lacks, and lacks
-        # some; options that are only added are of schedulers, and options that are only lacking of an older torch.
+        # The state dict does not name its optimizer. Another one has options that this one lacks, and lacks some of
+        # this one's. Added options alone come from schedulers, missing ones alone from an older torch.
         "defaults": sorted(options - {"initial_lr"}) if set(optimizer.defaults) - options else [],
         "groups": groups,
         "state": state,
@@ -163,8 +162,8 @@ def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor
     numbers = [each for each in group["params"] if not isinstance(each, str)]
     if numbers:
         raise CheckpointError(
-            f"The parameter group {number} of the state dict has parameters by number ({listed(map(str, numbers))}). "
-            "They have to be names of the model's parameters, as full_optimizer_state_dict(model, optimizer) has them."
+            f"Group {number} of the state dict has parameters by number ({listed(map(str, numbers))}). They must be "
+            "names of the model's parameters, as in the result of full_optimizer_state_dict(model, optimizer)."
         )
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {
@@ -174,7 +173,7 @@ def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor
 
 
 def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> Any:
-    """A state of a parameter as JSON. Tensors are marked as sharded, and put into `values`."""
+    """Encode a state of a parameter as JSON. Tensors are marked as sharded, and added to `values`."""
     where = tensor_name(key, name)
     if isinstance(value, torch.Tensor) and (value.ndim or key not in OWN_VALUES):
         values[where] = value.detach()
@@ -188,12 +187,12 @@ class FullOptimizerLoading:
     def __init__(self, source: OptimizerSource, values: dict[str, torch.Tensor]):
         self._source, self._values = source, values
         self._names: dict[str, str] = {}
-        """The names that tensors have here, and in the source."""
+        """Names of tensors in the source, by their names here."""
         self._stored: dict[str, torch.Tensor] = {}
         self._targets: dict[str, HeldTensor] = {}
 
     def compare(self, model: nn.Module, optimizer: Optimizer) -> tuple[Differences, list[str], list[str]]:
-        """Returns the differences, the tensors that are sharded here, and those that this rank needs as they are."""
+        """Return the differences, the tensors that are sharded here, and those that this rank needs in full."""
         differences, state = Differences(), model_state(model)
         entry, tensors = self._entry(state)
         self._load = OptimizerLoad(optimizer, state, entry, tensors, differences)
@@ -201,21 +200,21 @@ class FullOptimizerLoading:
         return differences, sharded, [self._names.get(name, name) for name in stored_names(entry)]
 
     def _entry(self, model: ModelState) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-        """The source by the names that parameters are held under here."""
+        """The source, by the names that parameters are stored under here."""
         aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
         plain = {each.name: each.part.shape for inside in model.optimized.values() for each in inside if each.plain}
         tensors, state = dict(self._source.tensors), {}
         for name, values in self._source.entry["state"].items():
             held_as = aliases.get(name, name)
             if held_as in state:
-                raise CheckpointError(f"{name} is tied here, and the state dict has two states of it.")
+                raise CheckpointError(f"{name} is tied here, and the state dict has state for two of its names.")
             own = state[held_as] = dict(values)
             for key in [key for key, value in values.items() if value == SHARDED]:
                 here = tensor_name(key, held_as)
                 self._names[here] = tensor_name(key, name)
                 tensors[here] = self._source.tensors[self._names[here]]
                 if held_as in plain and tensors[here].shape != plain[held_as]:
-                    own[key] = {"$": "tensor", "name": here}  # not a value for each element: every rank has all of it
+                    own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank has all of it
         groups = [
             {**group, "params": [aliases.get(name, name) for name in group["params"]]}
             for group in self._source.entry["groups"]
@@ -223,7 +222,7 @@ class FullOptimizerLoading:
         return {**self._source.entry, "state": state, "groups": groups}, tensors
 
     def receive(self, names: set[str]) -> None:
-        """Get the tensors that every rank has all of; decoding needs them."""
+        """Receive the tensors that every rank has in full; decoding needs them."""
         self._stored = {name: self._broadcast(name).clone() for name in self._source.tensors if name in names}
 
     def _broadcast(self, name: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Unsharded tensors, one at a time: gathered on rank 0 from what the ranks hold, and broadcast by rank 0.
+"""Gathers full tensors on rank 0, and broadcasts full tensors from rank 0, one at a time.
 
-A rank has no more of them in memory at once than the largest tensor, besides what it keeps.
+Besides its results, a rank needs memory for the largest tensor only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WHAT = "Sending a tensor between the ranks"
 
 
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
-    """Of the device that tensors are sent from. That of rank 0 is used by all ranks: they have to agree on it."""
+    """Device type used for sends. All ranks use rank 0's."""
     _, size = rank_and_size()
     return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: backends do not send all dtypes."""
+    """A contiguous tensor as bytes: backends do not support all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -37,7 +37,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Gathering:
-    """Gathers tensors that the ranks hold: `ranks` is what each of them holds, `held` is what this one does."""
+    """Gathers tensors. `ranks`: what each rank holds; `held`: what this rank holds."""
 
     def __init__(self, ranks: list[dict[str, Described]], held: list[HeldTensor], device_type: str):
         self._plan, self._device = make_plan(ranks, spread=False), current_device(device_type)
@@ -46,9 +46,9 @@ class Gathering:
 
     @torch.no_grad()
     def tensors(self, rank0_only: bool, cpu_offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, on rank 0 or on all ranks. All ranks have to go through all of them, also if none come.
+        """Yield names and full tensors, on rank 0 or on all ranks. All ranks must exhaust the iterator.
 
-        Without `cpu_offload` they are on the device that this rank's part of them is on.
+        Without `cpu_offload`, a tensor is on the same device as its local tensor on this rank.
         """
         for name, entry in self._plan.tensors.items():
             held = self._held.get(name)
@@ -90,7 +90,7 @@ class Gathering:
 
 
 def _wait_for(operations: list[dist.P2POp]) -> None:
-    # As one batch they use the group's own communicator; NCCL makes a new one for every pair of ranks otherwise.
+    # A batch uses the communicator of the group. Single sends make NCCL create one for every pair of ranks.
     with exchanging(_WHAT):
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
@@ -101,7 +101,7 @@ def _wait_for(operations: list[dist.P2POp]) -> None:
 
 @torch.no_grad()
 def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str) -> torch.Tensor:
-    """Rank 0's tensor, on all ranks. On rank 0 it may be the tensor itself."""
+    """Return rank 0's tensor on all ranks; on rank 0 possibly the tensor itself."""
     rank, size = rank_and_size()
     if size == 1:
         assert tensor is not None
@@ -119,7 +119,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
 
 @torch.no_grad()
 def fill(held: HeldTensor | None, full: torch.Tensor) -> None:
-    """Copy what this rank holds of a tensor. Callers keep no reference to it, so that it is freed before the next."""
+    """Copy this rank's boxes of `full`. Callers keep no reference to it, so it is freed before the next broadcast."""
     if held is None:
         return
     for box, view in zip(held.part.boxes, held.views(), strict=True):

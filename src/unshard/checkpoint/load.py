@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, listed
 from ..state.boxes import full_box
 from ..state.model import HeldTensor, ModelState, model_state
+from ..state.optimizer import check_optimizer
 from .differences import Differences
 from .files import CheckpointFiles, copy_pieces
 from .folders import later_than, resolve
 from .manifest import Manifest, read_manifest
-from .optimizer_load import OptimizerLoad
-from .optimizer_state import check_optimizer
+from .optimizer import OptimizerLoad
 from .plan import TensorEntry
 from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
 from .values import DTYPES, check_rng_state, decode, name_of_dtype, seed_new_rank, set_rng_state, stored_names

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..names import ALL_PREFIXES, clean_tensor_name
 from ..state.model import ModelState, model_state
 from ..torch_private import local_part, non_persistent_buffers, own_buffers
-from .optimizer_state import SHARDED, optimizer_state, tensor_name
+from .optimizer import SHARDED, optimizer_state, tensor_name
 from .values import decode, rng_state
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data")

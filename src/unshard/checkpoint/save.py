@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, listed
 from ..state.boxes import whole
 from ..state.model import HeldTensor, ModelState, model_state
+from ..state.optimizer import check_optimizer
 from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
 from .manifest import BLOCK_BYTES, MANIFEST, UNCAST, FileEntry, Manifest, best_algorithm, manifest_bytes
-from .optimizer_state import check_optimizer, merged, optimizer_state
+from .optimizer import merged, optimizer_state
 from .plan import Described, Plan, describe, make_plan
 from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, together
 from .values import encode, rng_state

@@ -1,10 +1,11 @@
-"""What users pass to `FullyShardedDataParallel` and to the legacy call, and the checks of it.
+"""Arguments of `FullyShardedDataParallel` and of the legacy call, and their checks.
 
-Names, fields, defaults and the order of the values are those of PyTorch's FSDP1.
+Names, fields, defaults and the order of enum values match PyTorch's FSDP1.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -36,22 +37,22 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over the ranks, and when a unit is resharded."""
+    """Which tensors are sharded over the ranks, and when a unit is resharded."""
 
     FULL_SHARD = auto()
     """Parameters, gradients and optimizer state; a unit is unsharded only while it computes."""
     SHARD_GRAD_OP = auto()
-    """The same, but parameters stay unsharded from forward to the end of backward."""
+    """Like FULL_SHARD, but parameters stay unsharded from forward to the end of backward."""
     NO_SHARD = auto()
     """Nothing: every rank holds the whole model, and gradients are all-reduced."""
     HYBRID_SHARD = auto()
-    """As FULL_SHARD inside a group of ranks, with replicas over the groups."""
+    """FULL_SHARD inside a group of ranks, with replicas over the groups."""
     _HYBRID_SHARD_ZERO2 = auto()
-    """As SHARD_GRAD_OP inside a group of ranks, with replicas over the groups."""
+    """SHARD_GRAD_OP inside a group of ranks, with replicas over the groups."""
 
 
 class BackwardPrefetch(Enum):
-    """When backward all-gathers the next unit: before the gradients of this one are computed, or after."""
+    """When backward all-gathers the next unit: before or after it computes the gradients of this one."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -59,13 +60,13 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes of a wrapped module.
+    """The dtypes of a wrapped module; ``None`` keeps the stored dtype.
 
-    ``param_dtype``: what parameters are all-gathered and computed in; ``reduce_dtype``: what gradients are reduced in
-    (by default ``param_dtype``); ``buffer_dtype``: what the first forward casts floating-point buffers to. ``None``
-    keeps the dtype that each is stored in. ``keep_low_precision_grads`` leaves gradients in the compute dtype.
-    Floating-point inputs of the root are cast if ``cast_root_forward_inputs``, those of another wrapped module if
-    ``cast_forward_inputs``. With an ``auto_wrap_policy``, ``_module_classes_to_ignore`` compute in full precision.
+    ``param_dtype``: all-gathers and compute. ``reduce_dtype``: reduction of gradients, by default ``param_dtype``.
+    ``buffer_dtype``: the first forward casts floating-point buffers to it. ``keep_low_precision_grads`` leaves
+    gradients in the compute dtype. ``cast_root_forward_inputs`` casts floating-point inputs of the root,
+    ``cast_forward_inputs`` those of other wrapped modules. With an ``auto_wrap_policy``, instances of
+    ``_module_classes_to_ignore`` compute in full precision.
     """
 
     param_dtype: torch.dtype | None = None
@@ -79,32 +80,32 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether sharded parameters and gradients are offloaded to host memory."""
+    """``offload_params``: keep sharded parameters and gradients in host memory."""
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """What `state_dict()` of a wrapped module contains."""
+    """Contents of `state_dict()` of a wrapped module."""
 
     FULL_STATE_DICT = auto()
     """Unsharded parameters with the names and shapes of the module before it was wrapped."""
     LOCAL_STATE_DICT = auto()
     """This rank's shards of the flat parameters."""
     SHARDED_STATE_DICT = auto()
-    """The names and shapes of the full one; each tensor is a ShardedTensor or DTensor."""
+    """Names and shapes of FULL_STATE_DICT; each tensor is a ShardedTensor or DTensor."""
 
 
 @dataclass
 class StateDictConfig:
-    """``offload_to_cpu``: the tensors are copied to host memory."""
+    """``offload_to_cpu``: copy the tensors to host memory."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: the other ranks get an empty state dict."""
+    """``rank0_only``: other ranks get an empty state dict."""
 
     rank0_only: bool = False
 
@@ -123,7 +124,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """The same for optimizer state, which is copied to host memory by default."""
+    """Like ``StateDictConfig``, for optimizer state, which is copied to host memory by default."""
 
     offload_to_cpu: bool = True
 
@@ -163,7 +164,7 @@ def check_module(module: Any, call: str) -> None:
 
 
 def checked_mixed_precision(given: Any) -> MixedPrecision:
-    """Checked by its fields: one of PyTorch's, made before the drop-in was installed, has the same."""
+    """Check the fields, not the class: PyTorch's, created before the drop-in was installed, has the same fields."""
     if given is None:
         return MixedPrecision()
     if all(hasattr(given, name) for name in ("param_dtype", "buffer_dtype", "cast_root_forward_inputs")):
@@ -200,3 +201,48 @@ def checked_prefetch(given: Any) -> BackwardPrefetch | None:
 
 def _shown(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, str | int | torch.dtype) else f"a {type(value).__name__}"
+
+
+# -- `MixedPrecision` as a policy of the engine --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WrapperPolicy(MixedPrecisionPolicy):
+    """The policy of a wrapped module: FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
+
+    `CastBuffers` casts buffers, not this policy.
+    """
+
+    cast_root_forward_inputs: bool = True
+    keep_low_precision_grads: bool = False
+    shards_params: bool = True
+    every_module_is_root: bool = False
+    """True for the legacy call: every module that it is applied to casts inputs like a root."""
+
+    def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        if not self.keep_low_precision_grads:
+            return original
+        return compute if self.shards_params else reduce
+
+    def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        return compute
+
+    def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        return original
+
+    def casts_inputs(self, root: bool, empty: bool) -> bool:
+        as_root = (root or self.every_module_is_root) and self.cast_root_forward_inputs
+        return as_root or (self.cast_forward_inputs and not empty)
+
+
+def policy_for(given: MixedPrecision, shards_params: bool, legacy: bool) -> WrapperPolicy:
+    return WrapperPolicy(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_low_precision_grads=given.keep_low_precision_grads,
+        shards_params=shards_params,
+        every_module_is_root=legacy,
+    )

@@ -1,10 +1,11 @@
-"""Applies an `auto_wrap_policy` to a model: innermost modules first, each replaced by its wrapper."""
+"""Applies an `auto_wrap_policy`: replaces modules by their wrappers, innermost modules first."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ def auto_wrap(
 ) -> None:
     """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`; never `module` itself.
 
-    `kwargs` are the root's arguments, without the policy. If a `mixed_precision` among them has classes to ignore
-    (batch norms, by default), their instances are wrapped by themselves without mixed precision. `ignored_modules` has
-    to contain the modules inside ignored ones too. A module with several names is wrapped once, under all of them.
+    `kwargs` are the root's arguments, without the policy. If their `mixed_precision` has classes to ignore (batch
+    norms, by default), instances of these are wrapped separately, without mixed precision. `ignored_modules` must
+    include the modules inside ignored ones. A module with several names is wrapped once, under all of them.
     """
     if isinstance(policy, type):
         name = policy.__name__
@@ -48,8 +49,9 @@ def auto_wrap(
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(module, set(ignored_modules), dict(kwargs))
     elif callable(policy):
-        targets, _ = _choose(module, policy, ignored_modules, ignored_params, full_precision)
-        chosen = {target: dict(kwargs) for target in targets}
+        choice = _Choice(module, policy, ignored_modules, ignored_params, full_precision)
+        choice.visit(module)
+        chosen = {target: dict(kwargs) for target in choice.chosen}
     else:
         raise PolicyError(
             f"auto_wrap_policy must be a function or a policy such as ModuleWrapPolicy, got {policy!r}. For a set of "
@@ -73,85 +75,67 @@ def auto_wrap(
     replace_modules(module, lambda each: wrapper(each, **chosen[each]) if each in chosen else None)
 
 
-def replace_modules(root: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put `fn(each)` in the place of each module below `root`, children first, unless it is None.
-
-    Called once per module; what has several names is replaced under all of them.
-    """
-    _replace_below(root, fn, {})
-
-
-def _replace_below(
-    module: nn.Module, fn: Callable[[nn.Module], nn.Module | None], results: dict[nn.Module, nn.Module]
+def replace_modules(
+    root: nn.Module,
+    fn: Callable[[nn.Module], nn.Module | None],
+    results: dict[nn.Module, nn.Module] | None = None,
 ) -> None:
-    """No inner function: one that calls itself is a reference cycle, which would keep the modules alive."""
-    results[module] = module  # a cycle ends here
-    for name, child in list(own_modules(module).items()):
+    """Replace each module below `root` by `fn(each)`, children first, unless that is None.
+
+    `fn` is called once per module; a module with several names is replaced under all of them. Recursive calls pass
+    `results`: a recursive closure would be a reference cycle that keeps the modules alive.
+    """
+    results = {} if results is None else results
+    results[root] = root  # a cycle ends here
+    for name, child in list(own_modules(root).items()):
         if child is None:
             continue
         if child not in results:
-            _replace_below(child, fn, results)
+            replace_modules(child, fn, results)
             results[child] = fn(child) or child
         if results[child] is not child:
-            setattr(module, name, results[child])
+            setattr(root, name, results[child])
 
 
-def _choose(
-    root: nn.Module,
-    policy: Callable[..., bool],
-    ignored_modules: AbstractSet[nn.Module],
-    ignored_params: AbstractSet[nn.Parameter],
-    full_precision: AbstractSet[nn.Module] = frozenset(),
-    with_root: bool = False,
-) -> tuple[list[nn.Module], int]:
-    """The modules that a policy function chooses, children first, and how many elements are in them.
-
-    Modules in `full_precision` are units of their own whatever the policy returns.
-    """
-    choice = _Choice(root, policy, ignored_modules, ignored_params, full_precision, with_root)
-    total = choice.visit(root)
-    return choice.chosen, total
-
-
+@dataclass
 class _Choice:
-    """A walk over the modules. Not an inner function: one that calls itself would keep the modules alive."""
+    """Asks a policy function which modules to wrap.
 
-    def __init__(
-        self,
-        root: nn.Module,
-        policy: Callable[..., bool],
-        ignored_modules: AbstractSet[nn.Module],
-        ignored_params: AbstractSet[nn.Parameter],
-        full_precision: AbstractSet[nn.Module],
-        with_root: bool,
-    ):
-        self._root, self._policy, self._with_root = root, policy, with_root
-        self._ignored_modules, self._ignored_params = ignored_modules, ignored_params
-        self._full_precision = full_precision
-        self.chosen: list[nn.Module] = []
-        self._wrapped: dict[nn.Module, int] = {}
+    Modules in `full_precision` are always separate units. Not a recursive closure, for the same reason as
+    `replace_modules`.
+    """
+
+    root: nn.Module
+    policy: Callable[..., bool]
+    ignored_modules: AbstractSet[nn.Module]
+    ignored_params: AbstractSet[nn.Parameter]
+    full_precision: AbstractSet[nn.Module] = frozenset()
+    with_root: bool = False
+    chosen: list[nn.Module] = field(default_factory=list)
+    """Children first."""
+    wrapped: dict[nn.Module, int] = field(default_factory=dict)
 
     def _numel(self, module: nn.Module) -> int:
-        return sum(each.numel() for each in module.parameters() if each not in self._ignored_params)
+        return sum(each.numel() for each in module.parameters() if each not in self.ignored_params)
 
     def visit(self, module: nn.Module) -> int:
-        """How many elements of `module` are in units that it contains, or in its own."""
-        wrapped = self._wrapped
+        """Return the number of elements of `module` in units inside it, or in its own unit."""
+        wrapped = self.wrapped
         if module in wrapped:
             return wrapped[module]
         wrapped[module] = 0
         everything = self._numel(module)
-        if self._policy(module=module, recurse=True, nonwrapped_numel=everything):
-            children = [child for child in module.children() if child not in self._ignored_modules]
+        if self.policy(module=module, recurse=True, nonwrapped_numel=everything):
+            children = [child for child in module.children() if child not in self.ignored_modules]
             wrapped[module] = sum([self.visit(child) for child in children])
-            allowed = module is not self._root or self._with_root
+            allowed = module is not self.root or self.with_root
             unwrapped = everything - wrapped[module]
-            if allowed and self._policy(module=module, recurse=False, nonwrapped_numel=unwrapped):
+            if allowed and self.policy(module=module, recurse=False, nonwrapped_numel=unwrapped):
                 self.chosen.append(module)
                 wrapped[module] = everything
         else:
-            wrapped[module] = sum(self._numel(each) for each in module.modules() if each in self._full_precision)
-        if module in self._full_precision:
+            wrapped[module] = sum(self._numel(each) for each in module.modules() if each in self.full_precision)
+        if module in self.full_precision:
             wrapped[module] = everything
         return wrapped[module]
 
@@ -160,7 +144,7 @@ class _Choice:
 
 
 class _FullPrecisionBoundary:
-    """Casts inputs of a module to the dtype of its parameters, and outputs to the dtype that the inputs had."""
+    """Casts inputs of a module to the dtype of its parameters, and outputs back to the dtype of the inputs."""
 
     def __init__(self) -> None:
         self._input_dtype: torch.dtype | None = None
@@ -237,17 +221,21 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap what the policy chooses, also `module` unless `only_wrap_children`; returns it and the elements wrapped."""
+    """Wrap modules that the policy chooses, including `module` unless `only_wrap_children`.
+
+    Returns the module and the number of wrapped elements.
+    """
     _check_unwrapped(module, _instances_of(wrapper_cls))
-    chosen, numel = _choose(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
-    replace_modules(module, lambda each: wrapper_cls(each, **kwargs) if each in chosen else None)
-    return (wrapper_cls(module, **kwargs) if module in chosen else module), numel
+    choice = _Choice(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
+    numel = choice.visit(module)
+    replace_modules(module, lambda each: wrapper_cls(each, **kwargs) if each in choice.chosen else None)
+    return (wrapper_cls(module, **kwargs) if module in choice.chosen else module), numel
 
 
 def _construct_wrap_fn(
     root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Wraps a module that is one of the targets, except the root; None for others."""
+    """Return a function that wraps targets, except the root, and returns None for other modules."""
 
     def fn(module: nn.Module) -> nn.Module | None:
         if module in target_module_to_kwargs and module is not root_module:

@@ -1,4 +1,4 @@
-"""From the arguments of the wrapper or of the legacy call to a flat unit and its state."""
+"""Builds a flat unit and its state from the arguments of the wrapper or of the legacy call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..engine.api import (
 from ..errors import ArgumentError, ArgumentTypeError, PolicyError, StateError
 from ..layout.flat import FlatSharding, flat_offsets, is_dense
 from ..names import behind_checkpoints, modules_until
-from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policies import CPUOffloadPolicy, OffloadPolicy
 from ..torch_private import (
     contiguous_stride,
     is_replicated,
@@ -47,15 +47,16 @@ from ..torch_private import (
     served_device_types,
     spec_of,
 )
-from .api import BackwardPrefetch
+from .api import BackwardPrefetch, WrapperPolicy, policy_for
 from .flat_parameter import FLAT_PARAM, Handle, flat_sharded_of
-from .groups import Groups
-from .precision import CastBuffers, WrapperPolicy, policy_for
-from .state import Call, WrapperState
-from .tensor_parallel import check_tensor_parallel
+from .groups import check_tensor_parallel
+from .state import Call, CastBuffers, WrapperState
+
+Places = list[tuple[str, nn.Module, str]]
+"""Full name of a parameter, its module, and its name in the module, for each place where it is registered."""
 
 _wrapped_in = WeakTensorKeyDictionary()
-"""Of an original parameter that belongs to a unit, or did: the class of the module that was wrapped."""
+"""Class names of the wrapped modules, by original parameter, also after the unit is gone."""
 
 
 def build_state(
@@ -67,9 +68,9 @@ def build_state(
     param_init_fn: Callable[[nn.Module], Any] | None,
     device_id: int | torch.device | None,
     sync_module_states: bool,
-    policy_class: type[WrapperPolicy] = WrapperPolicy,
+    legacy: bool = False,
 ) -> WrapperState:
-    """One unit of the parameters of `module` that no other unit has. The caller attaches the state that it returns."""
+    """Build one unit of the parameters of `module` that no other unit has. The caller attaches the returned state."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
     groups, managed = call.groups, _managed_by(module, ignored)
@@ -77,7 +78,7 @@ def build_state(
     if _initialise_from_meta(managed, device, param_init_fn):
         managed = _managed_by(module, ignored)
     shared = managed.take_shared()
-    _check_parameters(type(module).__name__, managed.parameters, call, groups)
+    _check_parameters(type(module).__name__, managed.parameters, call)
     _move_buffers(managed, device)
     if sync_module_states:
         tensors = map(local_part, managed.tensors())
@@ -85,7 +86,7 @@ def build_state(
     options = groups.traits.options()
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         options.backward_prefetch = []
-    policy = policy_for(call.mixed_precision, groups.traits.shards, policy_class)
+    policy = policy_for(call.mixed_precision, groups.traits.shards, legacy)
     unit, handle = _flat_unit(module, managed, call, device, policy, options)
     unit.name = type(module).__name__
     state = WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
@@ -100,21 +101,21 @@ def build_state(
     return state
 
 
-# -- what a unit takes of a module -----------------------------------------------------------------------------------
+# -- which parameters are in the unit ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules, with all modules inside them, and parameters that no unit takes."""
+    """Modules (including all modules inside them) and parameters to exclude from sharding."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The argument that lists them, for wrapped modules inside."""
+    """The argument that lists them, to pass on to wrapped modules inside."""
     modules: frozenset[nn.Module] = frozenset()
     parameters: frozenset[nn.Parameter] = frozenset()
 
 
 def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
-    """What the arguments `ignored_modules` and `ignored_states` list."""
+    """Resolve the arguments `ignored_modules` and `ignored_states`."""
     if modules is not None and states is not None:
         raise ArgumentError("Pass ignored_states or ignored_modules, not both; the former takes modules too.")
     name, given = ("ignored_modules", modules) if modules is not None else ("ignored_states", states)
@@ -145,13 +146,13 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
 
 @dataclass
 class Managed:
-    """The modules of a unit, and each distinct parameter with all its (full name, module, name in the module)."""
+    """The modules of a unit, and its distinct parameters."""
 
     modules: list[nn.Module] = field(default_factory=list)
-    parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = field(default_factory=dict)
+    parameters: dict[nn.Parameter, Places] = field(default_factory=dict)
 
-    def take_shared(self) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
-        """Remove, and return, the parameters that another unit has already: modules of both units share them."""
+    def take_shared(self) -> dict[nn.Parameter, Places]:
+        """Remove and return the parameters that another unit owns: modules of both units share them."""
         owned = [each for each in self.parameters if (group := param_group_of(each)) and group.param_of(each)]
         return {each: self.parameters.pop(each) for each in owned}
 
@@ -162,7 +163,7 @@ class Managed:
 
 
 def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
-    """Parents before children, as in `named_parameters`; nothing of another unit or of an ignored module."""
+    """Collect parents before children, like `named_parameters`. Skips other units and ignored modules."""
     found = Managed()
 
     def stop(each: nn.Module) -> bool:
@@ -176,23 +177,18 @@ def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
     return found
 
 
-def _check_parameters(
-    title: str,
-    parameters: dict[nn.Parameter, list[tuple[str, nn.Module, str]]],
-    call: Call,
-    groups: Groups,
-) -> None:
-    """Refuse what one flat parameter cannot hold. It is trained or not, unless users see the original ones."""
+def _check_parameters(title: str, parameters: dict[nn.Parameter, Places], call: Call) -> None:
+    """Refuse parameters that one flat parameter cannot hold."""
     named = {places[0][0]: parameter for parameter, places in parameters.items()}
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
-            check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, groups)
-        refuse_opaque(local_part(parameter), name, "Pass it in ignored_states: every rank then keeps all of it.")
+            check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, call.groups)
+        refuse_opaque(local_part(parameter), name, "Pass it in ignored_states to keep all of it on every rank.")
         owner = _wrapped_in.get(parameter)
         if owner is not None:
             raise ArgumentError(
-                f"Parameter {name!r} of {title} belongs to another wrapped module already ({owner}). Parameters "
-                "that modules share have to be in one unit: wrap a module that contains both."
+                f"Parameter {name!r} of {title} already belongs to another wrapped module ({owner}). Shared "
+                "parameters must be in one unit: wrap a module that contains both."
             )
         if parameter.ndim == 0:
             raise ArgumentError(
@@ -231,14 +227,9 @@ def _require_one(what: str, values: dict[str, Any], title: str, remedy: str) -> 
 
 
 def _flat_unit(
-    module: nn.Module,
-    managed: Managed,
-    call: Call,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-    options: Options,
+    module: nn.Module, managed: Managed, call: Call, device: torch.device, policy: WrapperPolicy, options: Options
 ) -> tuple[Unit, Handle | None]:
-    """The unit and its handle, which a unit without parameters does not have."""
+    """Return the unit and its handle, which is None without parameters."""
     if not managed.parameters:
         return Unit([], device, policy, options), None
     title, use_orig_params = type(module).__name__, call.use_orig_params
@@ -247,7 +238,7 @@ def _flat_unit(
     itemsize = (policy.param_dtype or dtype).itemsize
     locals_ = {local_part(each): places for each, places in managed.parameters.items()}
     flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
-    # No names: modules that a rank ignores besides may change the numbers of others.
+    # Compare no names: a rank may ignore more modules than others, which renumbers the remaining ones.
     facts = [f"a parameter of shape {tuple(each.shape)}" for each in locals_]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
@@ -259,7 +250,7 @@ def _flat_unit(
     offload: OffloadPolicy = OffloadPolicy()
     if call.cpu_offload.offload_params:
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    holder = behind_checkpoints(module)  # whose names in state dicts its wrappers change
+    holder = behind_checkpoints(module)  # wrappers of activation checkpointing rename entries of state dicts
     locations: list[ParamLocation] = [] if use_orig_params else [location_of(holder, FLAT_PARAM)]
     make = partial(FlatShardedParams, locations=locations, length=flat.length, originals=use_orig_params)
     plan = offload_plan_for(offload, device)
@@ -279,11 +270,11 @@ def _flat_unit(
 
 def _managed_param(
     parameter: nn.Parameter,
-    places: list[tuple[str, nn.Module, str]],
+    places: Places,
     begin: int,
     shard_numel: int,
     shards: Transport,
-    policy: MixedPrecisionPolicy,
+    policy: WrapperPolicy,
     use_orig_params: bool,
 ) -> ManagedParam:
     value = local_part(parameter).detach()
@@ -298,19 +289,13 @@ def _managed_param(
     managed = ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
     managed.attributes = attributes_of(parameter)
     if isinstance(parameter, DTensor):
-        # At rest a plain tensor, as the others: `.data` of a DTensor cannot be a row of its elements.
+        # A plain tensor at rest, like the others: `.data` of a DTensor cannot be a view of some of its elements.
         managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)
     return managed
 
 
-def _borrow(
-    parameter: nn.Parameter,
-    places: list[tuple[str, nn.Module, str]],
-    unit: Unit,
-    policy: MixedPrecisionPolicy,
-    use_orig_params: bool,
-) -> None:
-    """Let the modules of `unit` hold a parameter of another unit."""
+def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: WrapperPolicy, use_orig_params: bool) -> None:
+    """Let modules of `unit` use a parameter that another unit owns."""
     group = param_group_of(parameter)
     theirs = None if group is None else group.param_of(parameter)
     assert group is not None and theirs is not None
@@ -322,7 +307,7 @@ def _borrow(
     group.lend(theirs, [make_location(owner, name) for _, owner, name in places], unit)
 
 
-# -- before parameters are sharded: the device, values for meta tensors, values of rank 0 ----------------------------
+# -- before sharding: the compute device, and values for meta tensors -------------------------------------------------
 
 
 def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> torch.device:
@@ -332,7 +317,7 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):
         raise StateError(
             f"The module has parameters and buffers on several devices ({', '.join(sorted(map(str, found)))}). Move it "
-            "to one, or, where only the host and one device are among them, pass device_id."
+            "to one device. If these are the host and one device, pass device_id."
         )
     if device_id is not None:
         device = _resolve_device_id(device_id)
@@ -351,7 +336,7 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
     if accelerator.type not in served_device_types(group):
         warnings.warn(
             f"The module stays on the CPU and computes there: its process group has no backend for {accelerator.type}. "
-            "Initialise the group with one, or pass device_id=torch.device('cpu') if that is meant.",
+            "Initialise the group with one, or pass device_id=torch.device('cpu') if this is intended.",
             stacklevel=5,
         )
         return torch.device("cpu")
@@ -371,7 +356,7 @@ def _resolve_device_id(device_id: Any) -> torch.device:
 
 
 def _move_buffers(managed: Managed, device: torch.device) -> None:
-    """Buffers are not sharded, so they have to be on the compute device."""
+    """Move buffers to the compute device: they are not sharded."""
     for module in managed.modules:
         for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
@@ -379,16 +364,13 @@ def _move_buffers(managed: Managed, device: torch.device) -> None:
 
 
 def _initialise_from_meta(managed: Managed, device: torch.device, init: Callable[[nn.Module], Any] | None) -> bool:
-    """Give modules on meta memory and values: `init`, or `to_empty` and the module's own `reset_parameters`.
+    """Materialise modules on meta with `init`, or with `to_empty` and their own `reset_parameters`.
 
-    False if no module is on meta.
+    Return False if no module is on meta.
     """
     on_meta = [module for module in managed.modules if _is_on_meta(module, managed.parameters)]
     for module in on_meta:
-        if init is not None:
-            init(module)
-        else:
-            _reset_parameters(module, device)
+        init(module) if init is not None else _reset_parameters(module, device)
     return bool(on_meta)
 
 

@@ -1,11 +1,14 @@
-"""`clip_grad_norm_` of a wrapped model."""
+"""`clip_grad_norm_` of a wrapped model: the norm of gradients that are sharded as flat parameters.
+
+`optim/clip.py` checks the arguments and scales. Only the norm differs: it adds up in PyTorch's order and in float32, so
+that equal gradients have a bitwise identical norm.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,25 +17,25 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.order.waiting import SharedCall
-from ..engine.api import ManagedParam
-from ..optim.clip import CLIP, checked_limit, checked_order, scale
+from ..optim.clip import CLIP, checked_limit, checked_order, clip
 from ..torch_private import foreach_norm
 from .flat_parameter import flat_sharded_of, shard_begins
 from .groups import Groups
 from .state import WrapperState, wrapper_states
 
-_SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+Params = dict[nn.Parameter, None]
+"""An ordered set."""
+Kind = tuple[bool, tuple[Any, ...]]
+"""True if the wrapper's ranks hold shards, False if they hold copies; and the groups that tensor parallelism shards
+over."""
 
 
 def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
-    """The norm of all gradients below `root`, before they are scaled, in the dtype that theirs promote to.
-
-    Sums are added up in PyTorch's order, so that the norm is the same bit for bit where the gradients are.
-    """
-    limit, order = checked_limit(max_norm), checked_order(norm_type)
+    """Return the norm of all gradients below `root` before scaling, in the dtype that their dtypes promote to."""
+    limit, order = checked_limit(max_norm), checked_order(norm_type, positive=True)
     states = wrapper_states(root)
-    sharded: dict[nn.Parameter, None] = {}
-    others: dict[nn.Parameter, None] = {}
+    sharded: Params = {}
+    others: Params = {}
     for state in states:
         flat = flat_sharded_of(state.unit)
         if flat is not None and state.handle is not None:
@@ -41,13 +44,12 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
     if not sharded:
         others.clear()  # PyTorch then adds up in the order of parameters(), not of units
     others.update(dict.fromkeys(each for each in root.parameters() if each not in sharded))
-    every = {**sharded, **others}
+    gradients = _gradients({**sharded, **others})
     apart = _take_tensor_parallel(states, sharded, others)
     norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].call.groups)
     if states[0].call.cpu_offload.offload_params:
         norm = norm.cpu()
-    gradients = _gradients(every)
-    scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+    clip(gradients, norm, limit)
     if not gradients:
         warnings.warn(
             f"Rank {dist.get_rank()} has no gradients; it returns the norm of the other ranks' gradients, in float32.",
@@ -58,80 +60,66 @@ def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tens
 
 
 def _total_norm(
-    sharded: dict[nn.Parameter, None],
-    others: dict[nn.Parameter, None],
+    sharded: Params,
+    others: Params,
     apart: dict[Kind, list[torch.Tensor]],
     order: float,
     device: torch.device,
     groups: Groups,
 ) -> torch.Tensor:
-    """Over the ranks of `groups.own`, which hold shards of some parameters and copies of the others."""
-    of_others = _norm(_gradients(others), order, device)
-    reduced = bool(sharded) or any(kind.sharded for kind in apart)
-    if not reduced and not apart:
-        return of_others
-    call, op = SharedCall(CLIP, [groups.own, groups.replicas]), _SUM if order < math.inf else _MAX
-    of_shards = _norm(_gradients(sharded), order, device)
-    if math.isinf(order):
-        largest = torch.maximum(of_shards, of_others)
-        for kind, gradients in apart.items():
-            largest = torch.maximum(largest, kind.reduced(_norm(gradients, order, device), op, call))
-        call.run(partial(dist.all_reduce, largest, op, groups.own))
-        return largest
-    power, rest = of_shards.pow(order), of_others.pow(order)
-    for kind, gradients in apart.items():
-        own = kind.reduced(_norm(gradients, order, device).pow(order), op, call)
-        (power if kind.sharded else rest).add_(own)
-    if reduced:
-        call.run(partial(dist.all_reduce, power, op, groups.own))
-    return (power + rest).pow(1 / order)
-
-
-# -- tensor-parallel parameters --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Over which ranks gradients are distributed: those of the wrapper's group, and of these groups besides."""
-
-    sharded: bool
-    tensor_parallel: tuple[Any, ...]
-
-    def reduced(self, number: torch.Tensor, op: Any, call: SharedCall) -> torch.Tensor:
-        for group in self.tensor_parallel:
-            call.run(partial(dist.all_reduce, number, op, group))
-        return number
+    """The norm over the ranks of `groups.own`, which hold shards of some parameters and copies of the others."""
+    if not sharded and not apart:
+        return _norm(_gradients(others), order, device)
+    call, largest = SharedCall(CLIP, [groups.own, groups.replicas]), math.isinf(order)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    add = torch.maximum if largest else torch.add
+    totals = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
+    measured: list[tuple[bool, tuple[Any, ...], list[torch.Tensor]]]
+    measured = [(True, (), _gradients(sharded)), (False, (), _gradients(others))]
+    measured += [(*kind, gradients) for kind, gradients in apart.items()]
+    for is_sharded, tensor_parallel, gradients in measured:
+        own = _norm(gradients, order, device)
+        own = own if largest else own.pow(order)
+        for group in tensor_parallel:
+            call.run(partial(dist.all_reduce, own, op, group))
+        totals[is_sharded] = add(totals[is_sharded], own)
+    if largest:
+        found = torch.maximum(totals[True], totals[False])
+        call.run(partial(dist.all_reduce, found, op, groups.own))
+        return found
+    if sharded or any(is_sharded for is_sharded, _ in apart):
+        call.run(partial(dist.all_reduce, totals[True], op, groups.own))
+    return (totals[True] + totals[False]).pow(1 / order)
 
 
 def _take_tensor_parallel(
-    states: list[WrapperState], sharded: dict[nn.Parameter, None], others: dict[nn.Parameter, None]
+    states: list[WrapperState], sharded: Params, others: Params
 ) -> dict[Kind, list[torch.Tensor]]:
-    """The gradients that tensor parallelism shards, by kind; their parameters are removed from the dicts.
+    """Remove the parameters that tensor parallelism shards from `sharded` and `others`; return their gradients by kind.
 
-    The kinds are the same on all ranks, in the same order, whichever gradients there are. Of a flat parameter the
-    gradients of all its parameters are taken, of several kinds.
+    The kinds and their order are the same on all ranks, whichever gradients there are. A flat parameter is taken as a
+    whole, and its gradients may be of several kinds.
     """
     found: dict[Kind, list[torch.Tensor]] = {}
     for state in states:
         flat, rank = flat_sharded_of(state.unit), state.transports[0].rank
-        if flat is None or state.handle is None or all(param.tp_spec is None for param in flat.params):
+        if flat is None or state.handle is None:
             continue
-        kinds = [Kind(state.handle.uses_sharded_strategy, _groups(param)) for param in flat.params]
-        if not any(kind.tensor_parallel for kind in kinds):
+        is_sharded = state.handle.uses_sharded_strategy
+        kinds = [(is_sharded, _tensor_parallel_groups(param.tp_spec)) for param in flat.params]
+        if not any(tensor_parallel for _, tensor_parallel in kinds):
             continue
         if flat.originals:
-            taken = {
-                param.sharded: kind for param, kind in zip(flat.params, kinds, strict=True) if kind.tensor_parallel
-            }
+            taken = {param.sharded: kind for param, kind in zip(flat.params, kinds, strict=True) if kind[1]}
             for parameter, kind in taken.items():
                 found.setdefault(kind, []).extend(_gradients({parameter: None}))
         else:
-            taken = dict.fromkeys([flat.flat.sharded], kinds[0])
+            taken = {flat.flat.sharded: kinds[0]}
             for kind in kinds:
                 found.setdefault(kind, [])
+            whole = flat.flat.sharded.grad
             for index, begin in shard_begins(flat, rank):
                 count = flat.params[index].sharding.elements(rank)[1]  # type: ignore[union-attr]
-                whole = flat.flat.sharded.grad
                 if whole is not None and count:
                     found[kinds[index]].append(whole[begin : begin + count])
         for parameter in taken:
@@ -140,20 +128,18 @@ def _take_tensor_parallel(
     return found
 
 
-def _groups(param: ManagedParam) -> tuple[Any, ...]:
+def _tensor_parallel_groups(spec: Any) -> tuple[Any, ...]:
     """The groups of the mesh dimensions over which tensor parallelism shards a parameter."""
-    spec = param.tp_spec
-    if spec is None:
-        return ()
-    return tuple(spec.mesh.get_group(number) for number, each in enumerate(spec.placements) if each.is_shard())
+    placements = () if spec is None else spec.placements
+    return tuple(spec.mesh.get_group(number) for number, each in enumerate(placements) if each.is_shard())
 
 
-def _gradients(parameters: dict[nn.Parameter, None]) -> list[torch.Tensor]:
+def _gradients(parameters: Params) -> list[torch.Tensor]:
     return [each.grad for each in parameters if each.grad is not None]
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """A norm of norms, in float32 whatever dtypes the gradients have; of float64 it is rounded at the end."""
+    """A norm of norms in float32, whatever dtypes the gradients have; float64 is rounded at the end."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]

@@ -1,4 +1,4 @@
-"""`FlatParameter`, and the handle of a flat unit, with the attributes that programs read from PyTorch's."""
+"""`FlatParameter` and the handle of a flat unit, with the attributes that programs read in PyTorch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _IS_FLAT_PARAM = "_is_flat_param"
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    """Instances are plain parameters with an attribute: optimizers do not use fused kernels for subclasses."""
+    """Makes plain parameters with an attribute instances: optimizers use no fused kernels for subclasses."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, _IS_FLAT_PARAM, False)
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """All parameters of a unit as one tensor of one dimension. At rest it is this rank's shard, padding included.
+    """All parameters of a unit as one 1-D tensor. At rest it is this rank's shard, including padding.
 
-    `_fqns`, `_shapes`, `_numels`: of the original parameters. `_numels_with_padding`: with the padding between them.
-    `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has memory only while the unit
-    is unsharded. `_mp_shard`: exists where the unit computes in another dtype, and never has memory, because the shard
-    is cast directly into the unsharded buffer.
+    `_fqns`, `_shapes`, `_numels`: names, shapes and sizes of the original parameters. `_numels_with_padding`: also the
+    padding between them. `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has
+    memory only while the unit is unsharded. `_mp_shard`: exists if the unit computes in another dtype, and never has
+    memory, because the shard is cast directly into the unsharded buffer.
     """
 
 
 class ParamInfo(NamedTuple):
-    """Where an original parameter is registered."""
+    """The module and the name that an original parameter is registered under."""
 
     param_name: str
     module: nn.Module | None
@@ -44,7 +44,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """Where a shared parameter is registered besides, and where first (`prim_`)."""
+    """A further registration of a shared parameter, and its first one (`prim_`)."""
 
     param_name: str
     module: nn.Module | None
@@ -55,7 +55,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Handle:
-    """The handle of one unit. Nothing is copied: it reads everything from the unit."""
+    """The handle of one unit. It copies nothing and reads everything from the unit."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Handle:
         return self.flat_param.grad
 
     def _set_tensors(self, parameter: Any) -> None:
-        """What changes from step to step."""
+        """Set the attributes that change from step to step."""
         flat, dtypes = self._sharded.flat, self._dtypes
         self._set_param_infos(parameter)
         parameter._local_shard = flat.local
@@ -135,11 +135,11 @@ class Handle:
             return grad.flat(dtype, 0, numel)
         if self._sharded.has_elements:
             return None
-        # This rank has padding only: no parameter on which a user could clear a gradient, or see one.
+        # This rank has only padding, so there is no parameter whose gradient a user could clear or read.
         return torch.zeros(numel, dtype=dtype, device=self._sharded.flat.local.device)
 
     def _set_metadata(self) -> None:
-        """What never changes: names, sizes and positions of the original parameters."""
+        """Set the attributes that never change: names, sizes and positions of the original parameters."""
         params, flat = self._sharded.params, self._flat
         parameter: Any = self._sharded.flat.sharded
         setattr(parameter, _IS_FLAT_PARAM, True)
@@ -159,7 +159,7 @@ class Handle:
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
 
     def _set_param_infos(self, parameter: Any) -> None:
-        """Set only when somebody asks for the parameter: it would keep its modules alive in a reference cycle."""
+        """Set only when a program reads the parameter: the reference cycle keeps the modules alive."""
         infos, shared = [], []
         for param in self._sharded.params:
             first, *others = [(location.name, location.module()) for location in param.locations]
@@ -180,15 +180,15 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
-    """The numbers of the parameters that `rank` has elements of, and where in its shard these begin."""
+    """Numbers of the parameters that `rank` has elements of, and the offsets of these in its shard."""
     for region in sharded.shard.regions:  # one, or none if the unit has no elements here
         yield from region.begins(region.runs[0], rank)
 
 
 def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """The elements of a parameter, its gradient or its state, in the order that they have in the flat parameter.
+    """The elements of a parameter, its gradient or its state, in the order of the flat parameter.
 
-    A tensor of another shape than the parameter's has this rank's elements only, in this order already.
+    A tensor of another shape than the parameter holds only this rank's elements, already in this order.
     """
     if tensor.shape != torch.Size(param.sharding.shape) or tensor.ndim == 1:
         return tensor.reshape(-1)

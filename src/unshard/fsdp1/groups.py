@@ -1,21 +1,24 @@
-"""Process groups of a wrapped module, and what its sharding strategy asks of the engine."""
+"""Process groups, meshes and sharding strategy of a wrapped module, with or without tensor parallelism."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..comm.groups import group_of, is_group
+from ..comm.groups import group_of, is_group, ranks_of
 from ..comm.interface import Transport
 from ..comm.transports import SoloTransport, transport_for
-from ..engine.api import Options
-from ..errors import ArgumentError
+from ..engine.api import FSDPState, ManagedParam, Options
+from ..errors import ArgumentError, UnsupportedError
 from .api import ShardingStrategy
 
 
@@ -27,8 +30,12 @@ class StrategyTraits:
     replicates: bool
     reshards_after_forward: bool
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self.shards and self.replicates
+
     def options(self) -> Options:
-        """The root is not resharded after forward, but where other units are, it exposes sharded parameters, too."""
+        """The root stays unsharded after forward. If other units are resharded, it still exposes sharded parameters."""
         return Options(
             reshard_after_forward=None if self.reshards_after_forward else False,
             show_sharded_after_forward=self.reshards_after_forward,
@@ -60,23 +67,23 @@ class Groups:
         return STRATEGIES[self.strategy]
 
     def transports(self, device: torch.device) -> tuple[Transport, Transport]:
-        """Over the shards, and over the replicas."""
+        """Transports over the shards, and over the replicas."""
         over_own = transport_for(self.own, device)
         if not self.traits.shards:
             return SoloTransport(), over_own
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments with which a wrapped module inside uses the same groups."""
+        """Arguments that make a wrapped module inside use the same groups."""
         if self.mesh is not None:
             return {"device_mesh": self.mesh}
         return {"process_group": self.own if self.replicas is None else (self.own, self.replicas)}
 
 
 def resolve_groups(process_group: Any, mesh: Any, strategy: Any, by_policy: bool) -> Groups:
-    """The groups that `process_group`, `device_mesh` and `sharding_strategy` ask for.
+    """Resolve `process_group`, `device_mesh` and `sharding_strategy`.
 
-    `by_policy`: the call has an `auto_wrap_policy`, so that all wrapped modules get the same groups.
+    `by_policy`: the call has an `auto_wrap_policy`, so all wrapped modules get the same groups.
     """
     if strategy is None:
         strategy = ShardingStrategy.FULL_SHARD
@@ -84,9 +91,9 @@ def resolve_groups(process_group: Any, mesh: Any, strategy: Any, by_policy: bool
         raise ArgumentError(f"sharding_strategy must be an unshard.ShardingStrategy, got {strategy!r}.")
     if process_group is not None and mesh is not None:
         raise ArgumentError("Pass process_group or device_mesh, not both: each names the ranks that share the module.")
-    hybrid = STRATEGIES[strategy].shards and STRATEGIES[strategy].replicates
-    found = _hybrid(process_group, mesh, strategy, by_policy) if hybrid else _plain(process_group, mesh, strategy)
-    return _checked(found)
+    if STRATEGIES[strategy].is_hybrid:
+        return _checked(_hybrid(process_group, mesh, strategy, by_policy))
+    return _checked(_plain(process_group, mesh, strategy))
 
 
 def _plain(process_group: Any, mesh: Any, strategy: ShardingStrategy) -> Groups:
@@ -164,3 +171,63 @@ def _checked(groups: Groups) -> Groups:
             stacklevel=4,
         )
     return groups
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------------
+
+
+def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> None:
+    """Refuse DTensors that a flat unit cannot shard. `where` names the parameter.
+
+    `ManagedParam.tp_spec` keeps how `parallelize_module` distributed a parameter. A flat unit shards the local tensor;
+    the unsharded parameter is a DTensor on the tensor-parallel mesh again.
+    """
+    mesh = parameter.device_mesh
+    for placement in parameter.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise UnsupportedError(
+                f"{where} is a DTensor with the placement {placement}; tensor-parallel parameters have Shard or "
+                "Replicate. Redistribute it first."
+            )
+    for group in (groups.own, groups.replicas):
+        shared = ranks_of(mesh) & set(dist.get_process_group_ranks(group)) if group is not None else set()
+        if len(shared) > 1:
+            raise UnsupportedError(
+                f"{where} is already a DTensor over the ranks {sorted(ranks_of(mesh))}, and the module is to be "
+                f"sharded or replicated over {sorted(shared)} of them. Take both meshes from one: mesh = "
+                'init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, mesh["tp"], ...), '
+                'device_mesh=mesh["dp"].'
+            )
+
+
+def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iterable[FSDPState]) -> Any:
+    """Drop the last dimension of `mesh` if it has one more than the strategy takes: it is for tensor parallelism.
+
+    Any other mesh is returned unchanged, to be checked with the other arguments; so is a mesh for a hybrid strategy
+    whose last dimension is not tensor parallel. `states`: of the units inside `module`.
+    """
+    hybrid = STRATEGIES.get(strategy, STRATEGIES[ShardingStrategy.FULL_SHARD]).is_hybrid
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):
+        return mesh
+    names = mesh.mesh_dim_names
+    meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
+    specs = [param.tp_spec for state in states for param in state.unit.params]
+    meshes |= {spec.mesh for spec in specs if spec is not None}
+    is_parallel = names is not None and mesh[names[-1]] in meshes
+    if hybrid:
+        return mesh[names[:-1]] if names is not None and is_parallel else mesh
+    if not is_parallel and mesh.size(1) > 1:
+        first, last = (0, 1) if names is None else map(repr, names)
+        warnings.warn(
+            f"device_mesh has two dimensions: this {type(module).__name__} is sharded over {first}, as in PyTorch, and "
+            f"nothing is averaged over {last}, because no parameter is tensor parallel there. Give the ranks of {last} "
+            "the same data. For shards and replicas pass sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
+            stacklevel=3,
+        )
+    return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type) if names is None else mesh[names[0]]
+
+
+def tensor_parallel_groups(params: Iterable[ManagedParam]) -> list[Any]:
+    """Distinct process groups of the tensor-parallel meshes of these parameters."""
+    meshes = {id(param.tp_spec.mesh): param.tp_spec.mesh for param in params if param.tp_spec is not None}
+    return list(dict.fromkeys(group for mesh in meshes.values() for group in mesh.get_all_groups()))

@@ -1,11 +1,10 @@
-"""The older methods for optimizer state, which are deprecated in favour of `optim_state_dict`."""
+"""The deprecated methods for optimizer state; `optim_state_dict` replaces them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .optim_state import StateDict, broadcast_states, names_of, optim_state_dict, optim_state_dict_to_load, units_of
+from .optim_params import names_of, units_of
+from .optim_state import StateDict, broadcast_states, optim_state_dict, optim_state_dict_to_load
 
 
 class OptimStateKeyType(Enum):
-    """What the keys of an optimizer's state dict are: names of parameters, or their numbers."""
+    """Keys of an optimizer's state dict: names or numbers of parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -54,13 +54,13 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> StateDict:
-    """Unsharded states by the original names, on rank 0 or on all ranks."""
+    """Unsharded states by original name, on rank 0 or on all ranks."""
     _deprecated("full_optim_state_dict", optim_input)
     return optim_state_dict(model, optim, None, group, _full(rank0_only))
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
-    """Sharded states by the original names."""
+    """Sharded states by original name."""
     _deprecated("sharded_optim_state_dict")
     return optim_state_dict(model, optim, None, group, _sharded())
 
@@ -95,7 +95,7 @@ def scatter_full_optim_state_dict(
 
 
 def _to_load(model: nn.Module, optim: Any, given: StateDict, settings: StateDictSettings) -> StateDict:
-    """With the groups of `given`, as in PyTorch: programs add parameters that it does not have themselves."""
+    """Keep the groups of `given`, like PyTorch: programs add parameters that it lacks themselves."""
     result = optim_state_dict_to_load(model, optim, given, settings=settings)
     if "param_groups" in given:
         names = names_of(model, units_of(model))
@@ -113,37 +113,26 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Any = None,
 ) -> StateDict:
-    """The state dict for a model that is not wrapped: names as keys instead of numbers, or numbers instead of names."""
+    """Convert keys from numbers to names, or back, for a model that is not wrapped."""
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
-    listed = optimizer_parameters(_listed(model, optim, optim_input))
-    if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
-        table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in enumerate(listed)}
-    else:
-        table = {names[id(parameter)]: number for number, parameter in enumerate(listed)}
-    return _rekeyed(optim_state_dict, lambda key: table.get(key, key))
-
-
-def _rekeyed(given: StateDict, new: Callable[[Any], Any]) -> StateDict:
+    parameters = enumerate(optimizer_parameters(_listed(model, optim, optim_input)))
+    table: dict[Any, Any] = {number: names[id(parameter)] for number, parameter in parameters}
+    if optim_state_key_type is not OptimStateKeyType.PARAM_NAME:
+        table = {name: number for number, name in table.items()}
     groups = []
-    for group in given["param_groups"]:
-        params = [new(key) for key in group["params"]]
+    for group in optim_state_dict["param_groups"]:
+        params = [table.get(key, key) for key in group["params"]]
         groups.append({**group, "params": sorted(params) if all(isinstance(p, int) for p in params) else params})
-    return {"state": {new(key): value for key, value in given["state"].items()}, "param_groups": groups}
-
-
-@dataclass(frozen=True)
-class Listed:
-    """The parameters that an optimizer would have, where none is given."""
-
-    param_groups: list[dict[str, Any]]
+    state = {table.get(key, key): value for key, value in optim_state_dict["state"].items()}
+    return {"state": state, "param_groups": groups}
 
 
 def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """`optim` or, without one, the parameters that it would be built from: `optim_input`, or all of the model's."""
+    """`optim`, or groups like those of an optimizer built from `optim_input` (by default, all parameters)."""
     if optim is not None:
         return optim
     inputs = list(model.parameters() if optim_input is None else optim_input)
-    if inputs and all(isinstance(each, dict) for each in inputs):
-        return Listed([{"params": list(each["params"])} for each in inputs])
-    return Listed([{"params": inputs}])
+    if not inputs or not all(isinstance(each, dict) for each in inputs):
+        inputs = [{"params": inputs}]
+    return SimpleNamespace(param_groups=[{"params": list(each["params"])} for each in inputs])

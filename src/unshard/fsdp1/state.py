@@ -1,9 +1,10 @@
-"""The state of a flat unit: the arguments of the call, the handle, and what the root's first forward does."""
+"""State of a wrapped module (or of one that the legacy call sharded): its unit, arguments, buffers and hooks."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar
@@ -12,20 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.interface import Transport
+from ..comm.interface import Done, Label, Tensors, Transport, Work
 from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, state_of
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
-from ..torch_private import dtensor_extensions, never_compiled, root_mesh
+from ..torch_private import dtensor_extensions, low_precision_of, never_compiled, own_buffers, root_mesh
 from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
-from .comm_hooks import HookedTransport, compressed_dtype, with_results_copied
 from .flat_parameter import Handle, flat_sharded_of
 from .groups import Groups
-from .precision import CastBuffers
 
 
 class TrainingState(Enum):
-    """What a wrapped module is doing."""
-
     IDLE = auto()
     FORWARD_BACKWARD = auto()
     SUMMON_FULL_PARAMS = auto()
@@ -51,7 +48,7 @@ def _states_of(units: list[Unit]) -> list[WrapperState]:
 
 
 class WrapperState(FSDPState):
-    """Ties a flat unit to a wrapper, or to the module that the legacy call was applied to."""
+    """Connects a flat unit to a wrapper, or to the module that the legacy call was applied to."""
 
     full_state_dict: ClassVar[str] = (
         "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
@@ -77,18 +74,18 @@ class WrapperState(FSDPState):
 
     @property
     def owners(self) -> list[WrapperState]:
-        """Of the units whose parameters this one uses, besides its own."""
+        """States of the units that own shared parameters of this one."""
         return _states_of(self.unit.borrows_from)
 
     @property
     def sharers(self) -> list[WrapperState]:
-        """Of the units that use its parameters, or whose parameters it uses."""
+        """States of the units that share a parameter with this one, whichever of them owns it."""
         return _states_of(self.unit.sharers)
 
     def __getstate__(self) -> Any:
         raise UnsupportedError(
             f"{self.unit} cannot be pickled or copied: its shards belong to one set of ranks and buffers. Save the "
-            "state_dict(), and load it into a model that is sharded anew."
+            "state_dict(), and load it into a newly sharded model."
         )
 
     def attach_wrapper(self, module: nn.Module) -> None:
@@ -96,7 +93,7 @@ class WrapperState(FSDPState):
         super().attach_wrapper(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
-        """None of the engine's hooks, which save DTensors: a plain shard would be saved as if it were the parameter."""
+        """Register none of the engine's hooks: they would save a plain shard as if it were the parameter."""
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
         return self.own_buffers.original_dtypes()
@@ -108,12 +105,11 @@ class WrapperState(FSDPState):
         if sharded is None:
             return
         originals = {param.sharded.dtype for param in sharded.params}
-        dtype = compressed_dtype(hook, state, self.call.groups.own, originals)
+        dtype = _compressed_dtype(hook, state, self.call.groups.own, originals)
         if dtype is not None:
             self.unit.param_groups[0].gradients.forget_buffers()
             sharded.reduce_in(dtype)
             return
-        hook = with_results_copied(hook)
         self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
         for group in self.unit.param_groups:
             group.wrap_reduce_transport(lambda inner: HookedTransport(inner, state, hook))
@@ -141,10 +137,7 @@ class WrapperState(FSDPState):
 
     @property
     def _fsdp_extension(self) -> Any:
-        """What PyTorch's state has here, for programs that ask: not None if its mesh is a slice of another one.
-
-        Nothing depends on it: tensor-parallel parameters are supported on every mesh.
-        """
+        """Like PyTorch's attribute, not None if the mesh is a slice of another one. unshard itself never reads it."""
         mesh = self.call.groups.mesh
         if self._extension is None and mesh is not None and root_mesh(mesh) != mesh:
             self._extension = dtensor_extensions(self.unit.device)
@@ -155,18 +148,14 @@ class WrapperState(FSDPState):
         self._extension = value
 
     def tensor_parallel_meshes(self) -> list[DeviceMesh]:
-        """The meshes that tensor-parallel parameters of the model are on, each once; the model below the root."""
+        """Distinct meshes of the tensor-parallel parameters below the root."""
         root = None if self.unit.root is None else self.unit.root()
         units = [self.unit] if root is None else root.units
-        specs = [param.tp_spec for unit in units for param in unit.params if param.tp_spec is not None]
-        found: list[DeviceMesh] = []
-        for mesh in {id(spec.mesh): spec.mesh for spec in specs}.values():
-            if mesh not in found:
-                found.append(mesh)
-        return found
+        specs = [param.tp_spec for unit in units for param in unit.params]
+        return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None))
 
     def division(self) -> tuple[float, float]:
-        """What gradients are divided by before and after they are reduced."""
+        """Divisors of the gradients before and after they are reduced."""
         shards, replicas = self.transports
         factors = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
         return factors.before, factors.after
@@ -178,7 +167,7 @@ class WrapperState(FSDPState):
         return super().pre_forward(module, args, kwargs)
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether this state of `module` is the root's. Before the first forward, `module` becomes the root."""
+        """Return True if `module` is the root. Before the first forward, this call makes it the root."""
         return self.find_root(module).unit is self.unit
 
     def _cast_or_restore_buffers(self, module: nn.Module) -> None:
@@ -201,7 +190,7 @@ def wrapper_state_of(module: nn.Module) -> WrapperState | None:
 
 
 def wrapper_states(module: nn.Module) -> list[WrapperState]:
-    """The states of `module` and of the modules below it, in the order of `modules()`."""
+    """States of `module` and of the modules below it, in the order of `modules()`."""
     found = (wrapper_state_of(each) for each in module.modules())
     return list(dict.fromkeys(state for state in found if state is not None))
 
@@ -222,7 +211,7 @@ def _check_agreement(states: list[WrapperState]) -> None:
 
 
 def states_below_root(module: Any, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
-    """The states of the units of `module`, which has to be a root, wrapped or sharded by the legacy call."""
+    """States of all units below `module`, which must be a root: wrapped, or sharded by the legacy call."""
     state = wrapper_state_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         raise ArgumentError(
@@ -235,6 +224,108 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
     return wrapper_states(module)
 
 
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+class CastBuffers:
+    """The floating-point buffers of a unit's modules. The root's first forward casts them to `dtype` for good."""
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None):
+        self.dtype = dtype
+        self._buffers = [
+            (own_buffers(module), name, buffer.dtype)
+            for module in modules
+            for name, buffer in own_buffers(module).items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+
+    def cast(self) -> None:
+        """Cast to `dtype`, unless it is None."""
+        for buffers, name, _ in self._buffers if self.dtype is not None else ():
+            _cast(buffers, name, self.dtype)
+
+    def restore(self) -> None:
+        """Cast back to the original dtypes."""
+        for buffers, name, original in self._buffers if self.dtype is not None else ():
+            _cast(buffers, name, original)
+
+    def original_dtypes(self) -> dict[int, torch.dtype]:
+        """The dtype that each currently registered buffer had when the module was wrapped, by the buffer's id."""
+        found = ((buffers.get(name), original) for buffers, name, original in self._buffers)
+        return {id(buffer): original for buffer, original in found if buffer is not None}
+
+
+@torch.no_grad()
+def _cast(buffers: dict[str, torch.Tensor | None], name: str, dtype: torch.dtype | None) -> None:
+    buffer = buffers.get(name)
+    if buffer is not None and buffer.dtype != dtype and buffer.is_floating_point():
+        buffers[name] = buffer.to(dtype)
+
+
+# -- `register_comm_hook` --------------------------------------------------------------------------------------------
+
+
+class HookedTransport(Transport):
+    """Gathers through the transport inside, and gives gradients to a user's hook.
+
+    The hook of a sharded unit gets (state, flat gradient, this rank's shard to fill). The hook of a unit that is not
+    sharded gets (state, gradient) and changes the gradient in place.
+    """
+
+    def __init__(self, inner: Transport, state: Any, hook: Callable[..., Any]):
+        self._inner, self._state, self._hook = inner, state, hook
+        self.rank, self.world = inner.rank, inner.world
+        self.traits = dataclasses.replace(inner.traits, reduces_in_place=False, waits_in_stream=False)
+        self.pool = inner.pool
+
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
+        return self._inner.all_gather(outputs, inputs, label=label)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        for output, unreduced in zip(outputs, inputs, strict=True):
+            if self.world > 1:
+                self._call_hook(unreduced, output)
+            else:  # one rank: the unit is not sharded
+                self._call_hook(unreduced)
+                output.copy_(unreduced[: output.numel()])
+        return Done()
+
+    def all_reduce(self, tensors: list[torch.Tensor], *, label: Label | None = None, average: bool) -> Work:
+        for tensor in tensors:
+            self._call_hook(tensor)
+        return Done()
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        return self._inner.carrier(dtype)
+
+    def _call_hook(self, *tensors: torch.Tensor) -> None:
+        """Call the hook and copy its result back if necessary.
+
+        PyTorch's low-precision hooks (`torch.distributed.algorithms._comm_hooks.default_hooks`) replace the memory of
+        the tensors that they get.
+        """
+        given = [each.detach() for each in tensors]
+        self._hook(self._state, *given)
+        if given[-1].data_ptr() != tensors[-1].data_ptr():
+            tensors[-1].copy_(given[-1])
+
+
+def _compressed_dtype(hook: Callable[..., Any], state: Any, group: Any, originals: set[torch.dtype]) -> Any:
+    """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
+
+    The engine then reduces in that dtype itself, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
+    `originals`: the dtypes of the unit's parameters.
+    """
+    usual = division(group.size(), 1, frozenset(), None, False, in_halves=True)
+    factors = (
+        getattr(state, "gradient_predivide_factor", None),
+        getattr(state, "gradient_postdivide_factor", None),
+    )
+    same_ranks = getattr(state, "process_group", None) is group and factors == (usual.before, usual.after)
+    restores = {getattr(state, "parameter_type", None)} == originals
+    return low_precision_of(hook) if same_ranks and restores else None
+
+
 # -- functions of PyTorch's `_traversal_utils` that programs call ----------------------------------------------------
 
 
@@ -245,7 +336,7 @@ def _get_module_fsdp_state(module: Any) -> Any:
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[nn.Module]]:
-    """The states of the units at and below `module`, and the modules that have them, in the order of `modules()`."""
+    """States of the units at and below `module`, and the modules that have them, in the order of `modules()`."""
     found = {state: each for each in module.modules() if (state := _get_module_fsdp_state(each)) is not None}
     return list(found), list(found.values())
 
@@ -255,5 +346,5 @@ def _get_fsdp_states(module: nn.Module) -> list[Any]:
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
-    """The handles of the units that have parameters."""
+    """Handles of the units that have parameters."""
     return [state.handle for state in wrapper_states(module) if state.handle is not None]

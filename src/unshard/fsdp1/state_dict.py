@@ -1,9 +1,11 @@
-"""State dicts of a wrapped module: saving and loading."""
+"""State dicts of a wrapped module: their type, saving and loading."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,35 +20,54 @@ from ..engine.api import (
     load_quant_states,
     refuse_shards_of_another_rank,
 )
-from ..errors import StateError
+from ..errors import ArgumentError, ConflictError, StateError
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
 from ..torch_private import as_dtensor, read_sharded_tensor
 from .api import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
+    default_settings,
 )
 from .flat_parameter import FLAT_PARAM, flat_sharded_of
-from .sharded_tensors import full_tensor, is_sharded, offloaded, shard_flat, shard_tensor
-from .state import WrapperState
+from .sharded_tensors import full_tensor, full_value, is_sharded, offloaded, shard_flat, shard_tensor, tp_local
+from .state import WrapperState, wrapper_states
 from .summon import summon_full_params
-from .tensor_parallel import full_value, tp_part
+
+Keys = list[tuple[str, ManagedParam, ParamLocation]]
+"""Keys of a state dict, and the parameters that they name."""
 
 
 class StateDictHandler:
-    """Saves and loads the parameters and buffers of one unit; units inside it have handlers of their own.
+    """Saves and loads the parameters and buffers of one unit; units inside it have their own handlers.
 
-    `wrapper_prefix`: what the wrapper adds to the names of what it wraps.
+    `wrapper_prefix`: the prefix that the wrapper adds to names.
     """
 
     def __init__(self, state: WrapperState, wrapper_prefix: str = FSDP_PREFIX):
         self._state, self._wrapper_prefix = state, wrapper_prefix
         self._summoned: ExitStack | None = None
         self._missing: list[str] = []
-        """Keys of other units' parameters that the state dict to load does not have."""
+        """Keys of shared parameters, owned by other units, that the state dict to load lacks."""
+
+    def attach(self, module: nn.Module) -> None:
+        """Save and load through hooks on the module, for the legacy call, which has no wrapper."""
+        module.register_state_dict_pre_hook(self._begin_saving)
+        # torch sets an attribute on this hook, which a bound method cannot have.
+        module.register_state_dict_post_hook(partial(self._end_saving))
+        module.register_load_state_dict_pre_hook(self.begin_loading)
+        module.register_load_state_dict_post_hook(lambda *_: self._reshard())
 
     @property
     def _type(self) -> StateDictType:
-        """Of a unit that is not sharded, a full one whatever is set."""
+        """The type that is set. Units that are not sharded always have full state dicts."""
         state_dict_type = self._state.settings.state_dict_type
         if state_dict_type is not StateDictType.FULL_STATE_DICT and not self._state.call.groups.traits.shards:
             warnings.warn(f"NO_SHARD has full state dicts only; {state_dict_type.name} is ignored.", stacklevel=5)
@@ -56,25 +77,44 @@ class StateDictHandler:
     # -- saving ---------------------------------------------------------------------------------------------
 
     def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        """`fill()` is the module's own `state_dict`, in which the entries of this unit are converted."""
-        if self._type is StateDictType.LOCAL_STATE_DICT:
-            return self._save_local(module, fill, prefix)
-        with summon_full_params(module, recurse=False, writeback=False, shared=False):
+        """Convert the entries of this unit in `fill()`, the module's own `state_dict`."""
+        self._begin_saving(module)
+        try:
             state_dict = fill()
-            self._convert_entries(module, state_dict, prefix)
-        self._save_shared(module, state_dict, prefix)
-        return _without_prefixes(state_dict, prefix)
+            self._end_saving(module, state_dict, prefix)
+        finally:
+            self._reshard()
+        for key in [key for key in state_dict if key.startswith(prefix)]:  # remove the prefixes of wrappers
+            state_dict[prefix + clean_tensor_name(key.removeprefix(prefix))] = state_dict.pop(key)
+        return state_dict
+
+    def _begin_saving(self, module: nn.Module, *unused: Any) -> None:
+        if not self._wrapper_prefix:
+            self._reshard()  # after an error, torch does not call the hooks that do so
+        if self._type is StateDictType.LOCAL_STATE_DICT:
+            self._flat_sharded()  # raises before anything changes
+        else:
+            self._unshard(module, writeback=False)
+
+    def _end_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        local = self._type is StateDictType.LOCAL_STATE_DICT
+        if local:
+            self._replace_by_flat_param(module, state_dict, prefix)
+        self._convert_entries(module, state_dict, prefix)
+        self._reshard()
+        if not local:
+            self._save_shared(module, state_dict, prefix)
 
     @property
     def _drops(self) -> bool:
-        """Whether this rank's state dict is without parameters and buffers."""
+        """True if this rank omits parameters and buffers (`rank0_only`)."""
         config = self._state.settings.state_dict_config
         return isinstance(config, FullStateDictConfig) and config.rank0_only and not self._is_first_rank()
 
     @torch.no_grad()
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert parameters to the type that is set, buffers to their original dtypes; `rank0_only` removes both."""
-        config, drop = self._state.settings.state_dict_config, self._drops
+        offload, drop = self._state.settings.state_dict_config.offload_to_cpu, self._drops
         storages = self._unsharded_storages()
         dtypes = self._buffer_dtypes(module, prefix)
         tensor_parallel = self._tensor_parallel_names(module, prefix)
@@ -82,25 +122,20 @@ class StateDictHandler:
             if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
             if isinstance(value, DTensor) and clean_tensor_name(key) in tensor_parallel:
-                value = value.detach()
-                state_dict[key] = self._to_save(value, config.offload_to_cpu)  # all ranks, also those that drop it
-                if drop:
-                    del state_dict[key]
+                state_dict[key] = self._to_save(value.detach(), offload)  # a collective: also on ranks that drop it
             elif is_sharded(value):
                 continue
             elif value.untyped_storage().data_ptr() in storages and value.numel():
-                if drop:
-                    del state_dict[key]
-                else:
-                    state_dict[key] = self._to_save(value.detach(), config.offload_to_cpu)
+                state_dict[key] = None if drop else self._to_save(value.detach(), offload)
             elif key in dtypes:
-                if drop:
-                    del state_dict[key]
-                else:
-                    state_dict[key] = offloaded(value.detach().to(dtypes[key]), config.offload_to_cpu)
+                state_dict[key] = None if drop else offloaded(value.detach().to(dtypes[key]), offload)
+            else:
+                continue
+            if drop:
+                del state_dict[key]
 
     def _is_first_rank(self) -> bool:
-        """Whether this rank keeps a full state dict with `rank0_only`: one rank of those that share the model."""
+        """True on the one rank that keeps a full state dict with `rank0_only`."""
         meshes = self._state.tensor_parallel_meshes()
         return self._state.transports[0].rank == 0 and not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
@@ -110,13 +145,13 @@ class StateDictHandler:
         return {clean_tensor_name(key) for key, param in self._own_keys(module, prefix) if param.tp_spec is not None}
 
     def _buffer_dtypes(self, module: nn.Module, prefix: str) -> dict[str, torch.dtype]:
-        """The original dtype of each buffer of the unit, by its key."""
+        """Original dtypes of the unit's buffers, by key."""
         dtypes = self._state.original_buffer_dtypes()
         named = nn.Module.named_buffers(module, remove_duplicate=False)
         return {prefix + _key(name): dtypes[id(buffer)] for name, buffer in named if id(buffer) in dtypes}
 
     def _unsharded_storages(self) -> set[int]:
-        """The storages of the unsharded parameters."""
+        """Addresses of the unsharded parameters' storages."""
         return {
             param.unsharded_view.untyped_storage().data_ptr()
             for param in self._state.unit.params
@@ -124,7 +159,7 @@ class StateDictHandler:
         }
 
     def _to_save(self, unsharded: torch.Tensor, offload: bool) -> Any:
-        """`unsharded`: a DTensor if it is tensor parallel. A full one is a plain tensor all the same."""
+        """Convert an unsharded parameter, a DTensor if it is tensor parallel, to an entry of the type that is set."""
         if self._type is StateDictType.SHARDED_STATE_DICT:
             return shard_tensor(unsharded, self._state, offload)
         if isinstance(unsharded, DTensor):
@@ -133,37 +168,28 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _save_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Parameters of other units, under the names that they have in this one."""
+        """Add shared parameters that other units own, under their names in this unit."""
         offload = self._state.settings.state_dict_config.offload_to_cpu
         for owner, entries in self._shared_keys(module, prefix):
             with summon_full_params(owner.modules()[0], recurse=False, writeback=False, shared=False):
                 for key, param, _ in entries:
                     assert param.unsharded is not None
-                    state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # all ranks
+                    state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # a collective, as above
                     if self._drops:
                         del state_dict[key]
 
-    def _borrowed_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam, ParamLocation]]:
-        """The keys of parameters that belong to other units."""
+    def _borrowed_keys(self, module: nn.Module, prefix: str) -> Keys:
+        """Keys of shared parameters that other units own."""
         return self._keys(module, prefix, self._state.unit.borrowed)
 
-    def _shared_keys(
-        self, module: nn.Module, prefix: str
-    ) -> list[tuple[WrapperState, list[tuple[str, ManagedParam, ParamLocation]]]]:
-        """The same by unit, without units that are summoned now together with all places of their parameters."""
+    def _shared_keys(self, module: nn.Module, prefix: str) -> list[tuple[WrapperState, Keys]]:
+        """`_borrowed_keys` by owner. Omits owners inside `summon_full_params`, which exposes all their locations."""
         keys = self._borrowed_keys(module, prefix)
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
 
-    def _save_local(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        self._flat_sharded()  # may refuse, so before anything is done
-        state_dict = fill()
-        self._replace_by_flat_param(module, state_dict, prefix)
-        self._convert_entries(module, state_dict, prefix)
-        return _without_prefixes(state_dict, prefix)
-
     def _replace_by_flat_param(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put this rank's shard of the flat parameter in place of the original parameters."""
+        """Replace the original parameters with this rank's shard of the flat parameter."""
         sharded = self._flat_sharded()
         if sharded is None:
             return
@@ -180,14 +206,14 @@ class StateDictHandler:
     def _flat_sharded(self) -> FlatShardedParams | None:
         if self._state.call.groups.mesh is not None:
             raise StateError(
-                "LOCAL_STATE_DICT is not for modules that were wrapped with a device_mesh. Set SHARDED_STATE_DICT."
+                "LOCAL_STATE_DICT does not support modules wrapped with a device_mesh. Set SHARDED_STATE_DICT."
             )
         return flat_sharded_of(self._state.unit)
 
     # -- loading --------------------------------------------------------------------------------------------
 
-    def begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Rename the entries as the wrapped module expects them, and unshard the unit until `end_loading`."""
+    def begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        """Rename the entries to the wrapped module's names, and unshard the unit until `end_loading`."""
         self._reshard()
         load_quant_states(module, state_dict, prefix)
         state_dict_type = self._type
@@ -198,27 +224,25 @@ class StateDictHandler:
             self._load_local(module, state_dict, prefix)
             return
         refuse_shards_of_another_rank(state_dict, prefix, self._state.full_state_dict)
-        groups, device = self._state.call.groups, self._state.unit.device
         own = self._own_keys(module, prefix)
-        for key, param in own:
-            if param.tp_spec is not None:
-                state_dict.update(self._tensor_parallel_entry(key, param, state_dict.get(key)))
-            elif is_sharded(state_dict.get(key)):
-                state_dict[key] = full_tensor(state_dict[key], groups.own, device)
+        self._unshard_entries(state_dict, own)
         self._load_shared(module, state_dict, prefix)
         self._unshard(module, writeback=True)
         self._skip_shared(module, state_dict, prefix)
         for key, param in own:
-            # PyTorch's helpers fill in what a checkpoint lacks with the model's own parameter, which is sharded.
+            # PyTorch's helpers pass the model's own, sharded parameter for entries that a checkpoint lacks.
             if state_dict.get(key) is param.sharded and param.unsharded is not None:
                 state_dict[key] = param.unsharded
 
-    def _tensor_parallel_entry(self, key: str, param: ManagedParam, value: Any) -> dict[str, Any]:
-        """The entry as the DTensor that the module holds while it is unsharded; another shape is left for torch."""
-        spec = param.tp_spec
-        if spec is None or not isinstance(value, torch.Tensor) or value is param.sharded or value.shape != spec.shape:
-            return {}
-        return {key: as_dtensor(tp_part(param, value), spec)}
+    def _unshard_entries(self, state_dict: dict[str, Any], entries: Iterable[tuple[str, ManagedParam]]) -> None:
+        """Convert sharded entries to what the module holds while it is unsharded. torch reports other shapes."""
+        for key, param in entries:
+            value, spec = state_dict.get(key), param.tp_spec
+            if spec is None:
+                if is_sharded(value):
+                    state_dict[key] = full_tensor(value, self._state.call.groups.own, self._state.unit.device)
+            elif isinstance(value, torch.Tensor) and value is not param.sharded and value.shape == spec.shape:
+                state_dict[key] = as_dtensor(tp_local(param, value), spec)
 
     def end_loading(self, incompatible: Any) -> None:
         self._reshard()
@@ -238,16 +262,14 @@ class StateDictHandler:
             stack.close()
 
     def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam]]:
-        """The key of each parameter, under all names that its module has."""
+        """Keys of the unit's own parameters, under all names of their modules."""
         unit = self._state.unit
         others = {id(location) for other in unit.sharers for _, location in other.borrowed}
         places = [(param, location) for param in unit.params for location in param.locations]
         mine = [place for place in places if id(place[1]) not in others]
         return [(key, param) for key, param, _ in self._keys(module, prefix, mine)]
 
-    def _keys(
-        self, module: nn.Module, prefix: str, places: list[tuple[ManagedParam, ParamLocation]]
-    ) -> list[tuple[str, ManagedParam, ParamLocation]]:
+    def _keys(self, module: nn.Module, prefix: str, places: list[tuple[ManagedParam, ParamLocation]]) -> Keys:
         names: dict[int, list[str]] = {}
         for name, inner in module.named_modules(remove_duplicate=False):
             names.setdefault(id(inner), []).append(f"{name}." if name else "")
@@ -259,16 +281,11 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _load_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Write what this unit's names have for parameters of other units into these."""
+        """Copy entries for shared parameters into the units that own these."""
         if not self._state.owners:
             return
         self._state.find_root(module)
-        groups, device = self._state.call.groups, self._state.unit.device
-        for key, param, _ in self._borrowed_keys(module, prefix):
-            if param.tp_spec is not None:
-                state_dict.update(self._tensor_parallel_entry(key, param, state_dict.get(key)))
-            elif is_sharded(state_dict.get(key)):
-                state_dict[key] = full_tensor(state_dict[key], groups.own, device)
+        self._unshard_entries(state_dict, [(key, param) for key, param, _ in self._borrowed_keys(module, prefix)])
         for owner, entries in self._shared_keys(module, prefix):
             with summon_full_params(owner.modules()[0], recurse=False, writeback=True, shared=False):
                 for key, param, _ in entries:
@@ -278,7 +295,7 @@ class StateDictHandler:
                         param.unsharded.copy_(value)
 
     def _skip_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """What `_load_shared` has loaded is not loaded again."""
+        """Keep torch from loading again what `_load_shared` has loaded."""
         for key, _, location in [entry for _, entries in self._shared_keys(module, prefix) for entry in entries]:
             if not self._state.call.use_orig_params:
                 if state_dict.pop(key, None) is None:
@@ -308,48 +325,85 @@ class StateDictHandler:
             state_dict[name] = mine[begin : begin + param.sharded.numel()]
 
 
-class HookedStateDictHandler(StateDictHandler):
-    """The same by hooks on the module, for the legacy call, which has no wrapper."""
-
-    def __init__(self, state: WrapperState):
-        super().__init__(state, wrapper_prefix="")
-
-    def attach(self, module: nn.Module) -> None:
-        module.register_state_dict_pre_hook(self._begin_saving)
-        # torch sets an attribute on this hook, which a method cannot have.
-        module.register_state_dict_post_hook(partial(self._end_saving))
-        module.register_load_state_dict_pre_hook(self._begin_loading)
-        module.register_load_state_dict_post_hook(self._end_loading)
-
-    def _begin_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._reshard()
-        if self._type is StateDictType.LOCAL_STATE_DICT:
-            self._flat_sharded()  # may refuse
-        else:
-            self._unshard(module, writeback=False)
-
-    def _end_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self._type is StateDictType.LOCAL_STATE_DICT:
-            self._replace_by_flat_param(module, state_dict, prefix)
-        self._convert_entries(module, state_dict, prefix)
-        self._reshard()
-        if self._type is not StateDictType.LOCAL_STATE_DICT:
-            self._save_shared(module, state_dict, prefix)
-
-    def _begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-        self.begin_loading(module, state_dict, prefix)
-
-    def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self._reshard()
-
-
 def _key(name: str) -> str:
-    """A name below a unit as its hooks see it: without what activation checkpointing adds in hooks of its own."""
+    """A name without the prefixes of activation checkpointing, whose own hooks add and remove them."""
     return clean_tensor_name(name, (CHECKPOINT_PREFIX,))
 
 
-def _without_prefixes(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Remove the prefixes of wrappers from the keys."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[prefix + clean_tensor_name(key.removeprefix(prefix))] = state_dict.pop(key)
-    return state_dict
+# -- the type of state dicts -------------------------------------------------------------------------------------
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Set the type for all wrapped modules below `module`; return the previous settings."""
+    warnings.warn(
+        # PyTorch's checkpoint helpers ignore warnings that begin with these words.
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. After "
+        "unshard.dropin.install(), use get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict. "
+        "Otherwise keep using these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    given: Any = state_dict_type
+    if not isinstance(given, StateDictType):
+        names = ", ".join(f"StateDictType.{each.name}" for each in StateDictType)
+        raise ArgumentError(f"state_dict_type must be one of {names}, got {given!r}.")
+    expected, expected_optim = _CONFIGS[state_dict_type]
+    config = state_dict_config or expected()
+    optim_config = optim_state_dict_config or expected_optim()
+    for each, wanted in ((config, expected), (optim_config, expected_optim)):
+        if type(each) is not wanted:
+            raise StateError(f"{state_dict_type.name} takes a {wanted.__name__}, got a {type(each).__name__}.")
+    states = wrapper_states(module)
+    before = get_state_dict_type(module)
+    for state in states:
+        state.settings = StateDictSettings(state_dict_type, _for_mesh(state, config), _for_mesh(state, optim_config))
+    return before
+
+
+def _for_mesh(state: WrapperState, config: Any) -> Any:
+    """Use DTensors for sharded tensors if the module was wrapped with a mesh."""
+    if isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
+        return replace(config, _use_dtensor=state.call.groups.mesh is not None)
+    return config
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings of all wrapped modules below `module`, which must agree."""
+    found: StateDictSettings | None = None
+    for state in wrapper_states(module):
+        if found is not None and state.settings != found:
+            raise ConflictError(
+                f"Wrapped modules disagree about the type of state dict: {found} and {state.settings} in "
+                f"{state.unit}. Call set_state_dict_type with a module that contains all of them."
+            )
+        found = state.settings
+    return found or default_settings()
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Call `set_state_dict_type` for the duration of the context."""
+    before = [(state, state.settings) for state in wrapper_states(module)]
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for state, settings in before:
+            state.settings = settings

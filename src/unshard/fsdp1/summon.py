@@ -15,8 +15,9 @@ from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, 
 from ..errors import ConflictError, UnsupportedError
 from ..torch_private import as_dtensor, own_parameters
 from .flat_parameter import FLAT_PARAM, flat_sharded_of, in_memory_order, shard_begins
+from .groups import tensor_parallel_groups
+from .sharded_tensors import tp_local
 from .state import WrapperState, wrapper_state_of, wrapper_states
-from .tensor_parallel import tensor_parallel_groups, tp_part
 
 _SUMMON = "gather full parameters (summon_full_params or a state dict)"
 
@@ -31,13 +32,13 @@ def summon_full_params(
     with_grads: bool = False,
     shared: bool = True,
 ) -> Iterator[None]:
-    """A context in which the wrapped modules below `module` hold unsharded parameters under their original names.
+    """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
 
-    What is written to them is kept, unless `writeback` is False. All ranks have to enter together. `shared`: also
-    parameters of units outside that the modules share; the units that own them are summoned then.
+    Writes are kept, unless `writeback` is False. All ranks must enter together. `shared`: also expose shared
+    parameters that units outside `module` own.
     """
     if writeback and rank0_only:
-        raise UnsupportedError("writeback=True with rank0_only=True: the ranks would have different parameters.")
+        raise UnsupportedError("writeback=True with rank0_only=True would leave the ranks with different parameters.")
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu without rank0_only copies the whole model to the host on every rank.", stacklevel=3
@@ -54,7 +55,7 @@ def summon_full_params(
     SharedCall(_SUMMON, [state.call.groups.own for state in states if state.call.groups.traits.shards])
     with ExitStack() as stack:
         for state in states:
-            if not state.handle:  # it has no parameters, but it cleans the names of those below it
+            if not state.handle:  # without parameters of its own, it still strips prefixes from names
                 stack.callback(setattr, state, "in_summon_full_params", False)
                 state.in_summon_full_params = True
         units = [
@@ -74,13 +75,13 @@ def summon_full_params(
 
 def _check(state: WrapperState, offload: bool, with_grads: bool) -> None:
     if state.in_summon_full_params:
-        raise ConflictError(f"{state.unit} is summoned already; summon_full_params cannot be nested.")
+        raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
     if state.unit.phase is not Phase.IDLE:
-        raise ConflictError(f"{state.unit} is computing; summon_full_params is not for use inside forward or backward.")
+        raise ConflictError(f"{state.unit} is computing. Call summon_full_params outside forward and backward.")
     if with_grads and (offload or not state.call.use_orig_params):
         raise UnsupportedError("with_grads=True needs use_orig_params=True and no offload_to_cpu.")
     if offload and not state.call.groups.traits.shards:
-        raise UnsupportedError("offload_to_cpu=True is not for NO_SHARD, whose parameters are not sharded.")
+        raise UnsupportedError("offload_to_cpu=True does not support NO_SHARD, whose parameters are not sharded.")
 
 
 class FullParams:
@@ -97,7 +98,7 @@ class FullParams:
         self._precision = self._unit.precision
 
     def rest(self) -> None:
-        """Reshard it, if it is unsharded already: weights may have changed since."""
+        """Reshard the unit and its sharers: weights may have changed since the last all-gather."""
         self._unit.reshard()
         for state in self._state.sharers:
             if not state.in_summon_full_params:
@@ -129,9 +130,9 @@ class FullParams:
             self._unshard_gradients()
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Places in the unsharded buffer, and the values that programs put elsewhere, by assignment.
+        """Views of the unsharded buffer, and the values to copy into them.
 
-        Either a parameter was assigned, or a tensor to its `data`.
+        A program has moved these values elsewhere by assigning a parameter, or a tensor to its `data`.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._exposes:
@@ -146,13 +147,13 @@ class FullParams:
                 raise ConflictError(
                     f"Parameter {param.name!r} has the shape {tuple(current.shape)} now, expected {tuple(shape)}."
                 )
-            local = tp_part(param, current.detach())
+            local = tp_local(param, current.detach())
             if place.numel() and not _same_memory(local, place):
                 found.append((place, local))
         return found
 
     def exit(self) -> None:
-        """Keep what was written, and register what was registered before."""
+        """Keep writes, and register the sharded parameters again."""
         if self._exposes:
             self._keep_and_unregister()
         self._unit.reshard()
@@ -170,7 +171,7 @@ class FullParams:
                 continue
             unsharded.grad = None
             if place is not None and param.tp_spec is None and not _same_memory(unsharded, place):
-                unsharded.data = place  # else no all-gather would reach it again
+                unsharded.data = place  # otherwise all-gathers would no longer reach it
         if not self._state.call.use_orig_params:
             for location, _ in self._locations():
                 module = location.module()
@@ -178,7 +179,7 @@ class FullParams:
                     own_parameters(module).pop(location.name, None)
             own_parameters(self._wrapped_module())[FLAT_PARAM] = flat.sharded
         shard_numel = flat.local.numel()
-        if self._writeback and flat.padded is not None:  # a unit may have no elements on this rank
+        if self._writeback and flat.padded is not None:  # None if the unit has no elements on this rank
             flat.local.copy_(flat.padded[self._rank * shard_numel : (self._rank + 1) * shard_numel])
 
     def _wrapped_module(self) -> nn.Module:
@@ -207,7 +208,7 @@ class FullParams:
                 local[begin : begin + gradient.numel()] = in_memory_order(gradient, param)
         any_rank = torch.tensor([int(any_here)], dtype=torch.int32, device=device)
         shards.all_reduce([any_rank], average=False).wait()
-        for group in tensor_parallel_groups(self._sharded.params):  # a unit may have elements on some of these only
+        for group in tensor_parallel_groups(self._sharded.params):  # elements may be on only some of these ranks
             dist.all_reduce(any_rank, group=group)
         if not any_rank.item():
             return
@@ -227,7 +228,7 @@ class FullParams:
             param = self._sharded.params[index]
             gradient, local = param.unsharded.grad if param.unsharded is not None else None, param.sharded.grad
             if gradient is not None and local is not None:
-                gradient = tp_part(param, gradient)
+                gradient = tp_local(param, gradient)
                 first, count = param.sharding.elements(self._rank)  # type: ignore[union-attr]
                 flat = gradient.as_strided((param.sharding.numel,), (1,), gradient.storage_offset())
                 part = flat[first : first + count]
@@ -235,7 +236,7 @@ class FullParams:
 
 
 def _register(location: ParamLocation, parameter: nn.Parameter) -> None:
-    """Register it so that `named_parameters` lists it, also where the module usually has a plain attribute."""
+    """Register it so that `named_parameters` lists it, even if the module usually has a plain attribute."""
     module = location.module()
     if module is not None:
         location.put(parameter)
@@ -248,13 +249,13 @@ def _write_back(units: list[FullParams]) -> None:
     """Copy parameters that were assigned inside the context, or got other memory, into the unsharded buffers."""
     moved = [pair for unit in units for pair in unit.moved()]
     buffers = {place.untyped_storage().data_ptr() for place, _ in moved}
-    # A program may have exchanged parameters: a place is read before it is written.
+    # A program may have swapped parameters: copy values that are themselves in a buffer before writing to it.
     values = [each.clone() if each.untyped_storage().data_ptr() in buffers else each for _, each in moved]
     for (place, _), value in zip(moved, values, strict=True):
         place.copy_(value)
 
 
 def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether it is `place`, and not, for example, the same memory transposed."""
+    """Return True for the same view of the same memory, not, for example, for its transpose."""
     same = tensor.data_ptr() == place.data_ptr() and tensor.dtype == place.dtype
     return same and tensor.shape == place.shape and tensor.stride() == place.stride()

@@ -1,10 +1,11 @@
-"""`FullyShardedDataParallel`: the wrapper that PyTorch users know as FSDP1."""
+"""`FullyShardedDataParallel`, the FSDP1 wrapper."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from .api import (
 )
 from .auto_wrap import Policy, auto_wrap
 from .build import build_state, resolve_ignored
-from .checkpoint_helpers import ASKED_FOR, answer
 from .clip import clip_grad_norm
 from .flat_parameter import Handle
-from .groups import resolve_groups
+from .groups import data_parallel_mesh, resolve_groups
+from .optim_params import ASKED_FOR, answer
 from .state import (
     Call,
     TrainingState,
@@ -43,10 +44,8 @@ from .state import (
     wrapper_state_of,
     wrapper_states,
 )
-from .state_dict import StateDictHandler
-from .state_dict_type import get_state_dict_type, set_state_dict_type, state_dict_type
+from .state_dict import StateDictHandler, get_state_dict_type, set_state_dict_type, state_dict_type
 from .summon import summon_full_params
-from .tensor_parallel import data_parallel_mesh
 
 FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 
@@ -54,9 +53,9 @@ FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 class FullyShardedDataParallel(nn.Module):
     """Wraps a module and shards its parameters over ranks, as one flat parameter.
 
-    Parameters of wrapped modules inside belong to those. Build the optimizer afterwards: `parameters()` returns one
-    flat parameter for each unit or, with `use_orig_params`, the original ones, of which each rank holds consecutive
-    elements. Inside forward and `summon_full_params` they are unsharded.
+    Wrapped modules inside keep their own parameters. Build the optimizer afterwards: `parameters()` returns one flat
+    parameter per unit or, with `use_orig_params`, the original parameters, of which each rank holds consecutive
+    elements. Parameters are unsharded inside forward and `summon_full_params`.
     """
 
     def __init__(
@@ -78,18 +77,24 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ):
-        """`process_group`, `device_mesh`: which ranks share the module; for hybrid strategies a pair of groups or a
-        mesh of two dimensions. Parameters may be tensor parallel (DTensors) on another dimension of that mesh.
-        `auto_wrap_policy` wraps modules inside first. `device_id`: the compute device, by
-        default the module's. `sync_module_states` broadcasts the values of rank 0. `param_init_fn` initialises modules
-        on meta. Forward prefetches one unit ahead, whatever `forward_prefetch` and `limit_all_gathers` are.
+        """Wrap and shard `module`.
+
+        `process_group` or `device_mesh` choose the ranks; hybrid strategies take a pair of groups, or a mesh of two
+        dimensions. Parameters may be tensor parallel (DTensors) on another dimension of that mesh. `auto_wrap_policy`
+        wraps modules inside first. `device_id` is the compute device, by default the module's. `sync_module_states`
+        broadcasts rank 0's values. `param_init_fn` initialises modules on meta. Forward always prefetches one unit
+        ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
         """
         super().__init__()
         check_module(module, "FullyShardedDataParallel")
         backward_prefetch = checked_prefetch(backward_prefetch)
         precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
-        _warn_about_containers(module)
-        device_mesh = data_parallel_mesh(device_mesh, sharding_strategy, module)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                f"{type(module).__name__} has no forward to all-gather its parameters. Wrap the modules in it.",
+                stacklevel=2,
+            )
+        device_mesh = data_parallel_mesh(device_mesh, sharding_strategy, module, wrapper_states(module))
         groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
         ignored = resolve_ignored(module, ignored_modules, ignored_states)
         common: dict[str, Any] = {
@@ -129,9 +134,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward accumulates unsharded gradients; the next one outside reduces them. Root only.
+        """A context in which backward accumulates unsharded gradients; the next backward outside reduces them.
 
-        `FullyShardedDataParallel.no_sync(module)` is for modules that the legacy call was applied to.
+        Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
         """
         states = states_below_root(self, "no_sync")
         before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
@@ -148,9 +153,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients down together so that their norm is at most `max_norm`; returns the norm. Root only.
+        """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
 
-        `FullyShardedDataParallel.clip_grad_norm_(module, ...)` is for modules that the legacy call was applied to.
+        Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.clip_grad_norm_(module)`.
         """
         states_below_root(self, "clip_grad_norm_")
         return clip_grad_norm(self, max_norm, norm_type)
@@ -164,9 +169,9 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which the wrapped modules below `module` hold unsharded parameters under their original names.
+        """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
 
-        What is written to them is kept, unless `writeback` is False.
+        Writes are kept, unless `writeback` is False.
         """
         return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
@@ -180,7 +185,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without wrappers of activation checkpointing around it."""
+        """The wrapped module, without wrappers of activation checkpointing."""
         inside: Any = self._modules[FSDP_WRAPPED_MODULE]
         return behind_checkpoints(inside)
 
@@ -197,14 +202,14 @@ class FullyShardedDataParallel(nn.Module):
         return self.module[key]  # type: ignore[index]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapped module. The first forward determines the root, or this call."""
+        """Return True if this is the outermost wrapped module. This call, or the first forward, determines the root."""
         return self._state.is_root(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """The wrapped modules at and below `module`, in the order of `modules()`.
 
-        The legacy call wraps nothing: for a module that it was applied to, this lists the state, as PyTorch does.
+        For modules that the legacy call sharded without a wrapper, this lists their states, like PyTorch.
         """
         found: list[Any] = []
         for each in module.modules():
@@ -214,14 +219,14 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call `fn` with every module inside while this unit is unsharded; what it writes is kept."""
+        """Call `fn` with every module inside while this unit is unsharded; writes are kept."""
         if self._state.in_summon_full_params:
             raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
         with summon_full_params(self, recurse=False):
             return super().apply(fn)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`.to()`, `.half()` and others convert the sharded parameters."""
+        """Convert the sharded parameters in `.to()`, `.half()` and others."""
         refuse_shared_memory(self._state.unit, fn)
         self._state.unit.reshard()
         result = super()._apply(fn, recurse)
@@ -229,7 +234,7 @@ class FullyShardedDataParallel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those of units that are unsharded between forward and backward."""
+        """Clear all gradients, including those of units that are unsharded between forward and backward."""
         super().zero_grad(set_to_none)
         for state in wrapper_states(self):
             state.unit.clear_gradients(set_to_none)
@@ -240,11 +245,11 @@ class FullyShardedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
             "A wrapped module cannot be copied: its shards belong to one set of ranks and buffers. Copy the module "
-            "before it is wrapped and wrap both, or load the state dict of one into the other."
+            "before you wrap it and wrap both, or load the state dict of one into the other."
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Inside `summon_full_params`, under the original names."""
+        """Names are the original ones inside `summon_full_params`."""
         if not torch.compiler.is_compiling():
             self._state.before_listing()
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -260,21 +265,21 @@ class FullyShardedDataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook` reduce and divide the gradients of all units. Root only, once, before the first forward.
 
-        It gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
+        `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
         """
         if not callable(hook):
             raise ArgumentError(f"hook must be a function, got {hook!r}.")
         states = states_below_root(self, "register_comm_hook", ConflictError)
         for each in states:
             if each.has_comm_hook:
-                raise ConflictError("A communication hook is registered already.")
+                raise ConflictError("A communication hook is already registered.")
             if each.call.groups.replicas is not None:
-                raise ConflictError(f"{each.call.groups.strategy.name} reduces in two steps, and takes no hook.")
+                raise ConflictError(f"{each.call.groups.strategy.name} reduces in two steps, which hooks cannot do.")
         for each in states:
             each.install_comm_hook(state, hook)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard this module's own parameters; with `async_op` only issue the all-gather, and wait in the handle."""
+        """Unshard this module's own parameters. With `async_op`, only issue the all-gather; the handle waits."""
         unit = self._state.unit
         unit.select(unit.precision_in(self.training))
         unit.all_gather()
@@ -291,7 +296,7 @@ class FullyShardedDataParallel(nn.Module):
     state_dict_type = staticmethod(state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A state dict of the type that is set. All ranks have to call, also with `rank0_only`."""
+        """A state dict of the type that is set. All ranks must call this, also with `rank0_only`."""
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._state.find_root(self)
@@ -304,7 +309,7 @@ class FullyShardedDataParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fqn_modifiers(self) -> Any:
-        """What PyTorch's helpers for checkpoints ask for; also refuses what they would get wrong."""
+        """Called by PyTorch's checkpoint helpers; refuses calls that they would get wrong."""
         inner = getattr(self._modules[FSDP_WRAPPED_MODULE], ASKED_FOR, dict)
         return answer(self, inner, wrapped=True)
 
@@ -317,11 +322,11 @@ class FullyShardedDataParallel(nn.Module):
         *,
         for_loading: bool = False,
     ) -> dict[str, Any]:
-        """The optimizer's state by original names, of the type that is set for the model. All ranks have to call.
+        """The optimizer's state by original name, in the type that is set for the model. All ranks must call this.
 
-        `torch.distributed.checkpoint.load` fills only what is in the state dict that it is given. An optimizer that
-        has taken no step has no state; `for_loading=True` adds what its first step would create, to be filled. Neither
-        the optimizer nor the parameters change.
+        `torch.distributed.checkpoint.load` fills only entries of the state dict that it is given, and an optimizer
+        has no state before its first step. `for_loading=True` adds the state that the first step would create, without
+        changing the optimizer or the parameters.
         """
         return optim_states.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
 
@@ -334,7 +339,7 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` returned with any number of ranks."""
+        """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`."""
         return optim_states.optim_state_dict_to_load(
             model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
@@ -346,11 +351,12 @@ class FullyShardedDataParallel(nn.Module):
     scatter_full_optim_state_dict = staticmethod(optim_legacy.scatter_full_optim_state_dict)
     rekey_optim_state_dict = staticmethod(optim_legacy.rekey_optim_state_dict)
 
-    # -- attributes that programs read -----------------------------------------------------------------------
+    # -- attributes that programs read ----------------------------------------------------------------------
 
-    @property
-    def _handle(self) -> Handle | None:
-        return self._state.handle
+    _handle = property(attrgetter("_state.handle"))
+    _use_orig_params = property(attrgetter("_state.call.use_orig_params"))
+    _inter_node_pg = property(attrgetter("_state.call.groups.replicas"))
+    _device_mesh = property(attrgetter("_state.call.groups.mesh"))
 
     @property
     def _all_handles(self) -> list[Handle]:
@@ -359,8 +365,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def params(self) -> list[nn.Parameter]:
         """The unit's flat parameter, if it has parameters."""
-        handle = self._state.handle
-        return [] if handle is None else [handle.flat_param]
+        return [] if self._handle is None else [self._handle.flat_param]
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
@@ -373,10 +378,6 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _is_root(self) -> bool | None:
         return self.check_is_root() if self._state.is_initialised else None
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._state.call.use_orig_params
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -393,14 +394,6 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> Any:
         return self._state.call.groups.own
-
-    @property
-    def _inter_node_pg(self) -> Any:
-        return self._state.call.groups.replicas
-
-    @property
-    def _device_mesh(self) -> DeviceMesh | None:
-        return self._state.call.groups.mesh
 
     @property
     def _fsdp_extension(self) -> Any:
@@ -427,7 +420,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._state.training_state
 
     def _assert_state(self, expected: TrainingState | list[TrainingState]) -> None:
-        """Raise unless the module is in one of these states."""
+        """Raise unless the module is in one of the expected states."""
         allowed = expected if isinstance(expected, list) else [expected]
         if self.training_state not in allowed:
             names = ", ".join(each.name for each in allowed)
@@ -444,11 +437,3 @@ class FullyShardedDataParallel(nn.Module):
 
 def _loaded(module: Any, incompatible_keys: Any) -> None:
     module._state_dict_handler.end_loading(incompatible_keys)
-
-
-def _warn_about_containers(module: nn.Module) -> None:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        warnings.warn(
-            f"{type(module).__name__} has no forward, so nothing all-gathers its parameters. Wrap the modules in it.",
-            stacklevel=3,
-        )

@@ -1,4 +1,7 @@
-"""Clips gradients by their total norm, however they are distributed, with one reduction of one number."""
+"""Clips gradients by their total norm, however they are distributed, with one reduction of one number.
+
+`fsdp1/clip.py` computes the norm for wrapped models, and uses the checks and `clip` of this file.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +35,28 @@ def clip_grad_norm_(
     process_group: Any = None,
     pipeline_stages: int = 1,
 ) -> torch.Tensor:
-    """Scale the gradients down together so that their norm is at most `max_norm`; returns the norm they had.
+    """Scale the gradients together so that their norm is at most `max_norm`; return the norm before scaling.
 
-    As `torch.nn.utils.clip_grad_norm_` of the unsharded model, for parameters on any meshes together, plain ones among
-    them. The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters has to call,
-    also one without gradients.
+    Equivalent to `torch.nn.utils.clip_grad_norm_` of the unsharded model. Parameters may be plain, and on any meshes.
+    The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters must call this,
+    even without gradients.
 
-    Each rank counts each of its parameters once, in full. Where ranks hold different plain parameters, the p-th power
-    of the norm is the mean over the ranks. The stages of a pipeline hold different parameters on purpose: with all
-    ranks in `process_group` and the number of stages in `pipeline_stages`, it is the sum over the stages.
+    Each rank counts each of its parameters once, in full. If ranks hold different plain parameters, the p-th power of
+    the norm is the mean over the ranks. Pipeline stages hold different parameters on purpose: pass all ranks as
+    `process_group` and the number of stages as `pipeline_stages` to sum over the stages.
 
-    The norm of order 0 is the number of gradients that are not all zero, as in torch; that of order -inf is the
-    smallest absolute value.
+    As in torch, the norm of order 0 is the number of gradients that are not all zero, and the norm of order -inf is
+    the smallest absolute value.
     """
     given = _checked(parameters)
-    order, limit = _checked_order(norm_type), checked_limit(max_norm)
+    order, limit = checked_order(norm_type), checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
     _refuse_flat_parameters(given)
     device = given[0].device if given else torch.device("cpu")
     ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
     scalable = scalable_gradients(given)
     if order <= 0:
-        # Flat gradients hold several parameters, whose norms count one by one, and zeros between them.
+        # Flat gradients hold several parameters, whose norms count separately, and zeros between them.
         scalable = Scalable([], given, [])
     gradients = _local_gradients(scalable, ranks.size)
     if order == 0:
@@ -67,14 +70,14 @@ def clip_grad_norm_(
     norm = (power if is_norm else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
     if error_if_nonfinite and not norm.isfinite():
         _refuse_nonfinite(norm, order, given)
-    scale([each.scaled for each in gradients], torch.clamp(limit / (norm + 1e-6), max=1.0), foreach)
+    clip([each.scaled for each in gradients], norm, limit, foreach)
     scalable.clean()
     return norm
 
 
 @dataclass(frozen=True)
 class LocalGradient:
-    """This rank's part of one gradient, or of several that are adjacent."""
+    """This rank's elements of one gradient, or of several adjacent ones."""
 
     scaled: torch.Tensor
     measured: torch.Tensor
@@ -106,7 +109,7 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
 
 
 def _weight(spec: DTensorSpec, ranks: int) -> float:
-    """Of `ranks` ranks, those of each mesh hold the gradient together, and several copies of it where it replicates."""
+    """The ranks of a mesh hold the gradient together, with one copy for each rank of replicated mesh dimensions."""
     mesh = spec.mesh
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
     return mesh.size() / (ranks * copies)
@@ -127,14 +130,14 @@ def _power_of_norm(
 ) -> torch.Tensor:
     """The norm to the power of its order, or the largest or smallest element, over all ranks.
 
-    In float64, because powers of large numbers overflow where the norm itself does not.
+    Computed in float64: powers of large numbers may overflow even if the norm does not.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = defaultdict(list)
     for each in gradients:
         buckets[each.measured.device, each.measured.dtype, each.weight].append(each.measured)
     powers = [] if order < 0 and buckets else [torch.zeros((), dtype=torch.float64, device=ranks.device)]
     for (_, dtype, weight), tensors in buckets.items():
-        # Half precision would overflow at norms of 65504; complex numbers have norms of a type of their own.
+        # float16 would overflow at norms of 65504. Norms of complex gradients are real, so their dtype is not given.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         if foreach is False:
             norms = [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in tensors]
@@ -162,10 +165,10 @@ def _power_of_norm(
 def _nonzero_gradients(
     parameters: list[torch.Tensor], gradients: list[LocalGradient], ranks: ReduceGroup
 ) -> torch.Tensor:
-    """How many gradients have an element that is not zero, on any rank of the parameter's mesh.
+    """The number of gradients with a nonzero element on any rank of the parameter's mesh.
 
-    Torch takes the norm of the gradients' norms. Of order 0 that is the number of norms, not of elements, that are not
-    zero, so the ranks of a mesh compare gradient by gradient.
+    torch takes the norm of the gradients' norms: of order 0, the number of nonzero norms, not of nonzero elements. So
+    the ranks of a mesh compare gradient by gradient.
     """
     nonzero = {id(each.parameter): each.measured.any() for each in gradients}
     by_mesh: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -183,13 +186,17 @@ def _nonzero_gradients(
     return total
 
 
-def scale(gradients: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None = None) -> None:
-    """Multiply also where the factor is 1: to read it, the host would have to wait for the device."""
+def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float, foreach: bool | None = None) -> None:
+    """Scale gradients, whose total norm is `norm`, so that it is at most `limit`.
+
+    Multiplies even if the factor is 1: to read it, the host would have to wait for the device.
+    """
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for each in gradients:
         buckets[each.device, each.dtype].append(each)
     for (device, _), tensors in buckets.items():
-        # Never in the gradients' dtype: in float16 the factor for a large norm is zero.
+        # Not in the gradients' dtype: in float16 the factor for a large norm is zero.
         here = factor.to(device)
         if foreach is False:
             for tensor in tensors:
@@ -207,11 +214,11 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = "all gradients on this rank are finite, so look at the other ranks"
     if bad:
-        here = f"{len(bad)} gradients on this rank are not finite: of parameters {listed(bad, most=8)}"
+        here = f"{len(bad)} gradients on this rank are not finite: parameters {listed(bad, most=8)}"
     raise GradientError(
         f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}; {here}. Nothing "
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
-        "error_if_nonfinite=False to scale by that norm all the same."
+        "error_if_nonfinite=False to scale by that norm anyway."
     )
 
 
@@ -235,7 +242,7 @@ def _refuse_flat_parameters(parameters: list[torch.Tensor]) -> None:
 
 
 def _checked(parameters: Any) -> list[torch.Tensor]:
-    """Each parameter once."""
+    """The distinct parameters."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable):
@@ -246,22 +253,15 @@ def _checked(parameters: Any) -> list[torch.Tensor]:
             hint = " Pass model.parameters(), not named_parameters()." if isinstance(each, tuple) else ""
             raise ArgumentError(f"parameters must be tensors, got a {type(each).__name__}.{hint}")
     if not given and isinstance(parameters, Iterator):
-        warnings.warn("parameters is an iterator at its end: no gradients are clipped.", stacklevel=4)
+        warnings.warn("parameters is an exhausted iterator: no gradients are clipped.", stacklevel=4)
     return given
 
 
-def _checked_order(norm_type: Any) -> float:
+def checked_order(norm_type: Any, positive: bool = False) -> float:
     order = _number("norm_type", norm_type)
-    if not (order >= 0 or order == -math.inf):
-        raise ArgumentError(f"norm_type must be 0, positive or infinite, got {norm_type!r}.")
-    return order
-
-
-def checked_order(norm_type: Any) -> float:
-    """The orders that the wrapper takes."""
-    order = _number("norm_type", norm_type)
-    if not order > 0:
-        raise ArgumentError(f"norm_type must be positive or infinite, got {norm_type!r}.")
+    if not (order > 0 if positive else order >= 0 or order == -math.inf):
+        allowed = "positive or infinite" if positive else "0, positive or infinite"
+        raise ArgumentError(f"norm_type must be {allowed}, got {norm_type!r}.")
     return order
 
 

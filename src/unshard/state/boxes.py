@@ -1,8 +1,7 @@
 """Boxes: rectangular parts of a tensor, and which of them this rank holds.
 
-A box has a first index and a length in each dimension. Every part of a tensor that a rank holds is a few boxes, however
-the tensor is sharded: rows and columns are one box, and a run of elements in the middle of a flat shard is at most
-2 * ndim - 1 of them:
+A box has a first index and a length in each dimension. However a tensor is sharded, a rank holds a few boxes of it:
+rows and columns are one box, and consecutive elements in the middle of a flat shard are at most 2 * ndim - 1 boxes:
 
     a tensor of 4 x 5, elements 3 to 12     . . . a a     a: (0, 3) of size 1 x 2
                                             b b b b b     b: (1, 0) of size 1 x 5
@@ -44,12 +43,12 @@ class Box(NamedTuple):
         return Box(begin, size) if all(length > 0 for length in size) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box is in a tensor that holds `outer`."""
+        """Slices of this box in a tensor that holds `outer`."""
         starts = (begin - first for begin, first in zip(self.begin, outer.begin, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
     def elements_in(self, outer: Box) -> tuple[int, int]:
-        """The first element of this box in the row-major order of `outer`, and the one after its last."""
+        """Range from the first to after the last element of this box, in the row-major order of `outer`."""
         first = last = 0
         for begin, size, start, length in zip(self.begin, self.size, outer.begin, outer.size, strict=True):
             first = first * length + begin - start
@@ -65,7 +64,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval]:
-    """`count` of the indices in `intervals`, from number `first` on."""
+    """`count` of the indices in `intervals`, starting at the `first`-th."""
     found = []
     for begin, length in intervals:
         skipped = min(first, length)
@@ -77,14 +76,14 @@ def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval
 
 
 def chunk(intervals: Sequence[Interval], chunks: int, number: int) -> list[Interval]:
-    """The indices that chunk `number` of `chunks` has, as by `torch.chunk`."""
+    """The indices of chunk `number` of `chunks`, as dealt by `torch.chunk`."""
     total = sum(length for _, length in intervals)
     size = -(-total // chunks)
     return take(intervals, number * size, size)
 
 
 def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of a local tensor that has these indices in each dimension, and where each of them is in it."""
+    """The boxes of a local tensor with these indices in each dimension, and the slices of each box in it."""
     dims = []
     for intervals in index:
         place, placed = 0, []
@@ -100,7 +99,7 @@ def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, t
 
 
 def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tuple[int, Box]]:
-    """The boxes of `count` contiguous elements, each with the number of its first element among these."""
+    """The boxes of `count` contiguous elements, each with the offset of its first element among these."""
     if count <= 0:
         return
     if not shape:
@@ -121,11 +120,11 @@ def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tup
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that have an element in common, if there are any."""
+    """Two boxes that overlap, or None."""
     ordered = sorted(box for box in boxes if box.numel)
     if len(ordered) > 1 and not ordered[0].size:
         return ordered[0], ordered[1]
-    active: list[Box] = []  # those that reach into the rows of the next one
+    active: list[Box] = []  # boxes that extend into the rows of the next one
     for box in ordered:
         active = [each for each in active if each.begin[0] + each.size[0] > box.begin[0]]
         for each in active:
@@ -140,27 +139,27 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 @dataclass(frozen=True)
 class Part:
-    """Some boxes of a tensor of shape `shape`, in a local tensor that has their elements in dimensions of its own."""
+    """Boxes of a tensor of shape `shape`, and the slices of each box in the local tensor."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     slices: tuple[tuple[slice, ...], ...]
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """For each box a view of the local tensor of the parameter, or of its state, in the shape of the box."""
+        """For each box, a view of the local tensor of the parameter or of its state, in the shape of the box."""
         return [local[each] for each in self.slices]
 
 
 @dataclass(frozen=True)
 class FlatPart(Part):
-    """A run of elements in memory order, as a rank has it of a flat unit. The local tensor has one dimension."""
+    """Consecutive elements in memory order, as in a flat unit. The local tensor has one dimension."""
 
     starts: tuple[int, ...]
     order: tuple[int, ...]
-    """The dimensions, from the largest stride to the smallest."""
+    """Dimensions by decreasing stride."""
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
-        local = local.view(-1)  # never a copy: what is written to the views has to arrive
+        local = local.view(-1)  # not reshape, which may copy: callers write to the views
         back = [self.order.index(dim) for dim in range(len(self.order))]
         found = []
         for start, box in zip(self.starts, self.boxes, strict=True):
@@ -170,7 +169,7 @@ class FlatPart(Part):
 
 
 def whole(shape: Sequence[int]) -> Part:
-    """All of a tensor that is not sharded."""
+    """The one box of a tensor that is not sharded."""
     return Part(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
 
 
@@ -180,7 +179,7 @@ def part_of_intervals(shape: Sequence[int], index: Sequence[Sequence[Interval]])
 
 
 def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
-    """The indices that this rank's local tensor has in each dimension; None for a rank outside the mesh."""
+    """Indices of this rank's local tensor in each dimension; None for a rank outside the mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -190,16 +189,16 @@ def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
         if placement.is_replicate():
             continue
         if is_strided_shard(placement):
-            # Sharded by a later mesh dimension first; each of these shards is chunked here.
+            # A later mesh dimension sharded first; each of its chunks is chunked here.
             dim, factor = placement.dim, placement.split_factor  # type: ignore[attr-defined]
-            parts = [chunk(chunk(index[dim], factor, each), ranks, mine) for each in range(factor)]
-            index[dim] = [interval for part in parts for interval in part]
+            chunks = [chunk(chunk(index[dim], factor, each), ranks, mine) for each in range(factor)]
+            index[dim] = [interval for each in chunks for interval in each]
         elif isinstance(placement, Shard):
             index[placement.dim] = chunk(index[placement.dim], ranks, mine)
         else:
             raise CheckpointError(
-                f"{name!r} is a DTensor with the placement {placement}, which cannot be saved: its value is the sum of "
-                "what the ranks hold. Redistribute it to Replicate() or Shard(dim) first."
+                f"{name!r} is a DTensor with the placement {placement}, which cannot be saved: its value is a sum "
+                "over the ranks. Redistribute it to Replicate() or Shard(dim) first."
             )
     return index
 
@@ -210,10 +209,10 @@ def part_of_dtensor(name: str, tensor: DTensor) -> Part:
 
 
 def part_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> Part:
-    """Of a managed parameter; `rank`: this rank's number among those that have the shards.
+    """The boxes of a managed parameter; `rank`: this rank's number among the ranks with shards.
 
-    `in_a_row`: the local tensors of a flat unit have one dimension, in memory order. Otherwise they have their shape,
-    and those of the optimizer's state may have other strides.
+    `in_a_row`: local tensors of a flat unit have one dimension, in memory order. Otherwise they have the parameter's
+    shape, and optimizer state may have other strides.
     """
     sharding, spec = param.sharding, param.tp_spec
     shape = tuple(sharding.shape) if spec is None else tuple(spec.shape)

@@ -1,4 +1,4 @@
-"""What this rank holds of a model: parameters and persistent buffers by name, without gathering anything."""
+"""Parameters and persistent buffers of a model that this rank holds, by name, without gathering anything."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from ..torch_private import (
     own_parameters,
     own_state,
 )
-from .boxes import Part, part_of_dtensor, part_of_param, whole
+from .boxes import Part, full_box, part_of_dtensor, part_of_param, whole
 
 EXTRA = "_extra_state"
-"""The last part of the name that torch gives to the extra state of a module."""
+"""The name that torch gives to the extra state of a module."""
 
 
 @dataclass
 class HeldTensor:
-    """What this rank holds of a tensor of the checkpoint."""
+    """The boxes of one tensor that this rank holds, and the memory they are in."""
 
     name: str
     part: Part
     dtype: torch.dtype
-    """In the checkpoint; the local tensor is cast if it has another one."""
+    """The dtype in the checkpoint; a local tensor of another dtype is cast."""
     local: torch.Tensor
     plain: bool
-    """Not sharded: every rank has a tensor of its own, and that of the lowest rank counts."""
+    """True if not sharded: every rank has its own tensor, and the lowest rank's is saved."""
     added: bool = False
-    """A module adds it to its state dict, and is given what was loaded."""
+    """True if a module adds it to its state dict, and is given the loaded value."""
     packed: bool = False
-    """Its elements are not numbers, whatever the dtype says."""
+    """True if its elements are not numbers, whatever the dtype."""
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """To be called before anything is loaded. What modules add may have another shape than now."""
+        """Call this before loading: tensors that modules add may change their shape."""
         if self.added:
             self.part, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
@@ -66,37 +66,42 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class OptimizedParam:
-    """A parameter of the model inside a parameter that an optimizer has: all of that, or a part of a flat one."""
+    """A parameter of the model, inside a parameter of an optimizer: all of that, or some elements of a flat one."""
 
     name: str
     part: Part
     plain: bool = False
-    """Not sharded."""
+    """True if not sharded."""
     start: int | None = None
     count: int = 0
-    """Its elements on this rank, in a flat parameter."""
+    """The range of its elements in this rank's shard of a flat parameter."""
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a state that is sharded as the optimizer's parameter is, what belongs to this one."""
+        """This rank's elements of the parameter, from a state that is sharded like the optimizer's parameter."""
         local = local_part(value)
         return local if self.start is None else local[self.start : self.start + self.count]
+
+    def fill(self, value: torch.Tensor, full: torch.Tensor) -> None:
+        """Copy this rank's elements of the full state of the parameter to `value`, the state that the optimizer has."""
+        for box, view in zip(self.part.boxes, self.part.views(self.local_of(value)), strict=True):
+            view.copy_(full[box.slices_in(full_box(self.part.shape))])
 
 
 @dataclass
 class ModelState:
     tensors: list[HeldTensor] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Further names of tied parameters and shared buffers, and the name that they are stored under."""
+    """Further names of tied parameters and shared buffers, and the names that they are stored under."""
     optimized: dict[int, list[OptimizedParam]] = field(default_factory=dict)
-    """By the id of the parameter that an optimizer would have."""
+    """By the id of the parameter that an optimizer has."""
     extra: dict[str, nn.Module] = field(default_factory=dict)
-    """The modules that have extra state, by name."""
+    """Modules with extra state, by name."""
     states: list[FSDPState] = field(default_factory=list)
     added: dict[tuple[str, nn.Module], dict[str, HeldTensor]] = field(default_factory=dict)
-    """What modules add to their state dicts, by their paths, and by the names that they give."""
+    """Tensors that modules add to their state dicts, by module and by name."""
 
     def finish_loading(self, loaded: Iterable[HeldTensor]) -> None:
-        """To be called after the tensors were written."""
+        """Call this after loading the tensors."""
         for state in self.states:
             state.unit.rebind_params()
         names = {each.name for each in loaded}
@@ -108,7 +113,7 @@ class ModelState:
 
 @torch.no_grad()
 def model_state(model: nn.Module) -> ModelState:
-    """The model is resharded for that: modules then have the sharded parameters."""
+    """List the state of a model. Reshards the model, so that modules have the sharded parameters."""
     found, model = ModelState(), behind_data_parallel(model)
     for module in model.modules():
         state = state_of(module)
@@ -131,13 +136,13 @@ def _bring_to_rest(state: FSDPState, module: nn.Module) -> None:
     state.before_listing()
     if state.unit.phase is not Phase.IDLE or state.in_summon_full_params:
         raise CheckpointError(
-            f"{state.unit} is computing, or is inside summon_full_params. Save and load checkpoints between steps."
+            f"{state.unit} is computing, or inside summon_full_params. Save and load checkpoints between steps."
         )
     state.pre_state_dict(module)
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """The prefixes of the names of what a module has itself, by the module's id."""
+    """Prefixes of the names of a module's own parameters and buffers, by the module's id."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = clean_tensor_name(f"{name}." if name else "", ALL_PREFIXES)
@@ -157,32 +162,41 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
     places = [(location.module(), location.name) for location in param.locations]
     names = [prefix + name for module, name in places for prefix in paths.get(id(module), ())]
     if not names:
-        return  # of a unit outside this model
+        return  # the unit is outside this model
     name = _add_aliases(found, names)
-    rank, sharded, sharding = group.shards.rank, param.sharded, param.sharding
-    flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
-    part = part_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
-    local, optimized = as_plain(local_part(sharded)), OptimizedParam(name, part)
-    if flat is not None:
-        assert isinstance(sharding, FlatSharding)
-        first, count = sharding.elements(rank)
-        start = sharding.begin + first - rank * sharding.shard_numel if count else 0
-        sharded, optimized = flat.sharded, OptimizedParam(name, part, False, start, count)
-        local = optimized.local_of(flat.local)
+    sharded, optimized = optimized_param(name, group, param)
+    local = as_plain(local_part(sharded))
+    if optimized.start is not None and isinstance(group.sharded, FlatShardedParams):
+        local = optimized.local_of(group.sharded.flat.local)
     _refuse_subclass(name, local)
     found.optimized.setdefault(id(sharded), []).append(optimized)
-    found.tensors.append(HeldTensor(f"model/{name}", part, local.dtype, local, plain=False, packed=param.packed))
+    found.tensors.append(
+        HeldTensor(f"model/{name}", optimized.part, local.dtype, local, plain=False, packed=param.packed)
+    )
+
+
+def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[nn.Parameter, OptimizedParam]:
+    """The parameter that an optimizer would have, and where `param` is inside it."""
+    rank, sharding = group.shards.rank, param.sharding
+    flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
+    part = part_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
+    if flat is None:
+        return param.sharded, OptimizedParam(name, part)
+    assert isinstance(sharding, FlatSharding)
+    first, count = sharding.elements(rank)
+    start = sharding.begin + first - rank * sharding.shard_numel if count else 0
+    return flat.sharded, OptimizedParam(name, part, False, start, count)
 
 
 def _add_aliases(found: ModelState, names: list[str]) -> str:
-    """Returns the name to store a tensor under: the same one in whichever order units have tied a parameter."""
+    """Return the name to store a tensor under. It does not depend on the order in which units tied a parameter."""
     first, *others = sorted(set(names))
     found.aliases.update({f"model/{other}": f"model/{first}" for other in others})
     return first
 
 
 def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
-    """Parameters that no unit has, persistent buffers and extra state."""
+    """Add parameters outside units, persistent buffers and extra state."""
     named: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
     dtypes: dict[int, torch.dtype] = {}
     for state in found.states:
@@ -210,7 +224,7 @@ def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
 
 
 def _add_added(found: ModelState, model: nn.Module, paths: dict[int, list[str]]) -> None:
-    """What modules add to their state dicts themselves."""
+    """Add the tensors that modules add to their state dicts themselves."""
     for module in model.modules():
         prefixes = paths[id(module)]
         for name, value in added_state(prefixes[0].rstrip("."), module).items():
@@ -245,20 +259,22 @@ def _refuse_subclass(name: str, local: Any) -> None:
 
 
 def added_state(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a module adds by its methods and hooks for state dicts, by the names that it gives."""
+    """Tensors that a module's methods and hooks add to its state dict, by name."""
     if not changes_own_state(module):
         return {}
     try:
         found = own_state(module)
     except Exception as error:
-        raise CheckpointError(f"{_named(path, module)} has no state dict: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{_named(path, module)} failed to return its state dict: {type(error).__name__}: {error}"
+        ) from error
     known = {*own_parameters(module), *own_buffers(module), EXTRA}
     added = {name: value for name, value in found.items() if name not in known and value is not None}
     for name, value in added.items():
         if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout is not torch.strided:
             raise CheckpointError(
                 f"{_named(path, module)} adds {name!r} to its state dict, a {type(value).__name__}. A checkpoint holds "
-                "dense tensors. Return other values in get_extra_state, and take them in set_extra_state."
+                "only dense tensors. Return other values from get_extra_state, and load them in set_extra_state."
             )
     return added
 
@@ -269,15 +285,15 @@ def _named(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def set_added_state(path: str, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Load what was saved of `added_state`. What the module saves afterwards tells whether it took the values."""
+    """Load the values of `added_state`. Saving again shows whether the module took them."""
     for load in (_set_quant_states, _copy_in_place, load_own_state):
         if _has(path, module, values):
             return
         load(module, dict(values))
     if not _has(path, module, values):
         raise CheckpointError(
-            f"{_named(path, module)} adds {', '.join(map(repr, values))} to its state dict and does not take them from "
-            "one. Its tensors are loaded. Give it a method _load_from_state_dict, or get_extra_state and "
+            f"{_named(path, module)} adds {', '.join(map(repr, values))} to its state dict and does not load them from "
+            "one. Its other tensors are loaded. Give it a method _load_from_state_dict, or get_extra_state and "
             "set_extra_state."
         )
 
@@ -304,7 +320,7 @@ def _set_quant_states(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 def _copy_in_place(module: nn.Module, values: dict[str, Any]) -> None:
-    """Into what the module has put into its state dict: nearly always its own memory."""
+    """Copy into the tensors of the module's state dict, which nearly always are its own memory."""
     for name, target in own_state(module).items():
         if name in values and target.shape == values[name].shape:
             target.copy_(values[name])

@@ -359,7 +359,7 @@ def test_what_is_said_of_a_wrapper_is_not_about_fully_shard() -> None:
     """`optim.flat`, pickling."""
     for originals in (False, True):
         wrapped = FSDP(nn.Linear(2, 2), use_orig_params=originals)
-        with pytest.raises(ValueError, match=r"flat is for parameters that fully_shard has sharded.*'weight'"):
+        with pytest.raises(ValueError, match=r"flat takes parameters that fully_shard has sharded.*'weight'"):
             unshard.optim.flat(torch.optim.AdamW(wrapped.parameters()))
         with pytest.raises(NotImplementedError, match=r"cannot be pickled.*state_dict"):
             pickle.dumps(nn.Sequential(wrapped))

@@ -193,5 +193,5 @@ def test_whole_state_in_a_checkpoint(tmp_path: Path) -> None:
 @world(2)
 def test_the_deprecation_names_what_works() -> None:
     model = wrap_case(CASES[1])
-    with pytest.warns(FutureWarning, match=r"dropin\.install\(\); without that.*optim_state_dict_to_load"):
+    with pytest.warns(FutureWarning, match=r"After unshard\.dropin\.install\(\), use.*optim_state_dict_to_load"):
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)

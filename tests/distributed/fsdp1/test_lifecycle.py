@@ -213,7 +213,7 @@ def test_gradient_penalty(originals: bool) -> None:
 
 @world(2)
 def test_copies_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="before it is wrapped"):
+    with pytest.raises(NotImplementedError, match="before you wrap it"):
         copy.deepcopy(FSDP(nn.Linear(2, 2)))
 
 

@@ -298,7 +298,7 @@ def test_local_state_dict_and_process_groups(originals: bool) -> None:
     with state_dicts(models[0], T.SHARDED_STATE_DICT), pytest.raises(NotImplementedError, match="device_mesh"):
         models[0].state_dict()
     model, _ = wrapped(use_orig_params=originals)
-    with state_dicts(model, T.LOCAL_STATE_DICT), pytest.raises(RuntimeError, match="LOCAL_STATE_DICT is not for"):
+    with state_dicts(model, T.LOCAL_STATE_DICT), pytest.raises(RuntimeError, match="LOCAL_STATE_DICT does not support"):
         model.state_dict()
 
 

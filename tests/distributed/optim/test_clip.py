@@ -340,7 +340,7 @@ def test_gradients_that_are_not_finite(order: float, bad: float) -> None:
     before = [each.grad.to_local().clone() for each in model.parameters()]
     here = "all gradients on this rank are finite"
     if rank == 2:
-        here = r"1 gradients on this rank are not finite: of parameters 'odd\.weight' of unit '\(root\)'"
+        here = r"1 gradients on this rank are not finite: parameters 'odd\.weight' of unit '\(root\)'"
     with pytest.raises(GradientError, match=f"Rank {rank} .*{bad}; {here}.*error_if_nonfinite=False"):
         clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
     for each, gradient in zip(model.parameters(), before, strict=True):

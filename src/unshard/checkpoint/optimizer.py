@@ -1,4 +1,15 @@
-"""Loading an optimizer: what it needs of a checkpoint, memory for that, and the state dict that it takes."""
+"""An optimizer in a checkpoint: its state by the names of the model's parameters, saved and loaded.
+
+In the checkpoint's values, the entry of the optimizer is:
+
+    {"defaults": ["betas", "lr", ...],
+     "groups": [{"params": ["head.weight", ...], "options": {"lr": 0.1, ...}}, ...],
+     "state": {"head.weight": {"step": <value>, "exp_avg": {"$": "sharded"}}, ...},
+     "others": {...}}
+
+State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. A
+parameter without state when it was saved, because it never had a gradient, has none after loading either.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +23,84 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, shard_ranges_of
 from ..errors import CheckpointError, listed
-from ..state.boxes import Part
+from ..state.boxes import Part, whole
 from ..state.model import HeldTensor, ModelState, OptimizedParam
+from ..state.optimizer import is_sharded, params_of, part_of_state
 from ..torch_private import local_of, make_dtensor, spec_of
 from .differences import Differences
-from .optimizer_state import SHARDED, params_of, tensor_name
 from .plan import TensorEntry
-from .values import DTYPES, decode
+from .values import DTYPES, decode, encode
 
+SHARDED = {"$": "sharded"}
 Stored = Callable[[str], torch.Tensor]
 
 
+def tensor_name(key: str, name: str) -> str:
+    return f"optimizer/{key}/{name}"
+
+
+@torch.no_grad()
+def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldTensor], dict[str, Any]]:
+    """Return this rank's tensors, and its entry in the values."""
+    finish_steps()
+    tensors: list[HeldTensor] = []
+    states: dict[str, dict[str, Any]] = {}
+
+    def store(name: str, value: torch.Tensor) -> None:
+        tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value, plain=True))
+
+    def add(parameter: Any, param: OptimizedParam, key: Any, value: Any) -> Any:
+        if not isinstance(key, str):
+            raise CheckpointError(f"The optimizer's state of {param.name!r} has the key {key!r}, not a string.")
+        name = tensor_name(key, param.name)
+        if not is_sharded(parameter, param, key, value):
+            return encode(value, name, store)
+        part = part_of_state(value, parameter, param)
+        tensors.append(HeldTensor(name, part, value.dtype, param.local_of(value), param.plain))
+        return SHARDED
+
+    groups = params_of(optimizer, model)
+    values: dict[str, Any] = {"defaults": sorted(optimizer.defaults), "groups": [], "state": states}
+    for number, (options, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+        names = [each.name for _, inside in group for each in inside]
+        values["groups"].append({"params": names, "options": encode(own, f"optimizer/param_groups[{number}]", store)})
+        for parameter, inside in group:
+            for param in inside if parameter in optimizer.state else ():
+                # Skip ranks without elements: they may have a counter that no step has advanced since it was loaded.
+                if param.part.boxes or 0 in param.part.shape:
+                    state = optimizer.state[parameter].items()
+                    states[param.name] = {key: add(parameter, param, key, value) for key, value in state}
+    params = {id(each) for group in groups for each, _ in group}
+    others = {key: value for key, value in optimizer.state.items() if id(key) not in params}
+    values["others"] = encode(others, "optimizer/state", store)
+    return tensors, values
+
+
+def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Merge the entries of all ranks: each may have parameters that others lack."""
+    found: dict[str, Any] | None = None
+    for entry in entries:
+        if entry is None:
+            continue
+        if found is None:
+            found = {**entry, "groups": [dict(group) for group in entry["groups"]], "state": dict(entry["state"])}
+            continue
+        for number, group in enumerate(entry["groups"]):
+            if number == len(found["groups"]):
+                found["groups"].append(dict(group))
+            names = [*found["groups"][number]["params"], *group["params"]]
+            found["groups"][number]["params"] = list(dict.fromkeys(names))
+        for name, state in entry["state"].items():
+            found["state"].setdefault(name, state)
+    return found
+
+
+# -- loading ---------------------------------------------------------------------------------------------------
+
+
 class OptimizerLoad:
-    """What an optimizer takes from a checkpoint. Making one changes nothing."""
+    """Loads an optimizer from a checkpoint. Constructing it changes nothing."""
 
     def __init__(
         self,
@@ -34,7 +110,7 @@ class OptimizerLoad:
         tensors: dict[str, TensorEntry],
         differences: Differences,
     ):
-        """`entry`: what `optimizer_state` has described, None if there is none."""
+        """`entry`: from `optimizer_state`; None if the checkpoint has no optimizer."""
         self._optimizer, self._tensors = optimizer, tensors
         self._groups = params_of(optimizer, model)
         self.found = entry is not None
@@ -45,16 +121,16 @@ class OptimizerLoad:
         unknown = set(self._saved["defaults"]) - set(optimizer.defaults)
         if unknown:
             differences.wrong.append(
-                f"the checkpoint is of another optimizer than this {type(optimizer).__name__}: it has the options "
+                f"the checkpoint has another optimizer than this {type(optimizer).__name__}, with the options "
                 f"{listed(sorted(unknown))}"
             )
             self._saved = {}
             return
         self._state: dict[int, dict[str, Any]] = {}
-        """By the number of the parameter, its state, in JSON until it is decoded."""
+        """State by number of the parameter, in JSON until it is decoded."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
-        """As `_state`, with memory for what is sharded."""
+        """Like `_state`, with memory for sharded state."""
         self._options = [self._options_of(group, differences) for group in self._groups]
         params = self._params()
         for number, (parameter, inside) in enumerate(params):
@@ -69,7 +145,7 @@ class OptimizerLoad:
         differences.without_state.update(self._without_state())
 
     def _without_state(self) -> dict[str, int]:
-        """Parameters that have no state in the checkpoint, and bytes, if any parameter has state there or here."""
+        """Parameters without state in the checkpoint, and their bytes, if any parameter has state there or here."""
         saved = self._saved["state"]
         if not any(saved.values()) and not any(self._optimizer.state.values()):
             return {}
@@ -89,7 +165,7 @@ class OptimizerLoad:
         return 0 if entry is None else entry.nbytes
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
-        """The options, in JSON, of the saved group that has the parameters of this one."""
+        """The options, in JSON, of the saved optimizer group with the same parameters."""
         names = [each.name for _, inside in group for each in inside]
         found = [
             number for number, saved in enumerate(self._saved["groups"]) if not set(names).isdisjoint(saved["params"])
@@ -104,7 +180,7 @@ class OptimizerLoad:
         return self._saved["groups"][found[0]]["options"] if found else {}
 
     def _state_of(self, parameter: Any, inside: list[OptimizedParam], differences: Differences) -> dict[str, Any]:
-        """The saved state of a parameter that the optimizer has, in JSON; empty if it has none."""
+        """The saved state of one of the optimizer's parameters, in JSON; empty if there is none."""
         if not isinstance(parameter, DTensor) and not parameter.numel():
             return {}  # no elements on this rank: the optimizer has no state for it
         states = [self._saved["state"].get(each.name, {}) for each in inside]
@@ -135,7 +211,7 @@ class OptimizerLoad:
         return None if entry is None else DTYPES[entry.dtype]
 
     def needed(self) -> list[tuple[str, Part]]:
-        """The tensors of the checkpoint, and which part of each this rank reads."""
+        """Names of the tensors to read, and the boxes of each that this rank reads."""
         params = self._params()
         return [
             (tensor_name(key, each.name), each.part)
@@ -146,7 +222,7 @@ class OptimizerLoad:
         ]
 
     def decode(self, stored: Stored) -> None:
-        """Decode everything that is JSON: an error must come before anything is changed."""
+        """Decode all JSON, so that errors come before anything changes."""
         params = self._params()
         for number, saved in self._state.items():
             path = tensor_name("state", params[number][1][0].name)
@@ -156,7 +232,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def targets(self) -> list[HeldTensor]:
-        """The tensors to fill before `finish`: memory that the optimizer has already, or new memory."""
+        """The tensors to fill before `finish`: the optimizer's own memory, or new memory."""
         finish_steps()
         params, found = self._params(), []
         ranges = shard_ranges_of(parameter for parameter, _ in params)
@@ -186,7 +262,7 @@ class OptimizerLoad:
         self._restore_dtypes(state, [parameter for parameter, _ in params])
 
     def _restore_dtypes(self, state: dict[Any, dict[str, Any]], params: list[Any]) -> None:
-        """Torch has cast floating-point state to the parameter's dtype; the checkpoint has what the optimizer had."""
+        """Undo torch's cast of floating-point state to the parameter's dtype."""
         for number, entry in state.items():
             loaded = self._optimizer.state[params[number]]
             for key, value in entry.items():
@@ -195,12 +271,12 @@ class OptimizerLoad:
 
 
 def _is_marked(value: Any) -> bool:
-    """Whether a state is a tensor of the checkpoint that is sharded as the parameter is."""
+    """Return True if a state is a tensor of the checkpoint, sharded like the parameter."""
     return type(value) is dict and value == SHARDED
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """The optimizer's own memory of a state, or new memory, with zeros in the padding of flat parameters."""
+    """The optimizer's own memory of a state, or new memory: zeros, because flat parameters have padding."""
     if isinstance(before, torch.Tensor) and before.dtype == dtype and before.shape == parameter.shape:
         if not isinstance(before, DTensor) and not isinstance(parameter, DTensor):
             return before
@@ -215,7 +291,7 @@ def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: to
 
 
 def _checked(entry: Any) -> dict[str, Any]:
-    """The optimizer's entry of a manifest, which may come from anywhere."""
+    """Validate the optimizer's entry of a manifest, which may be untrusted."""
 
     def all_are(kind: type, values: Any) -> bool:
         return all(type(value) is kind for value in values)
@@ -232,5 +308,5 @@ def _checked(entry: Any) -> dict[str, Any]:
         valid = valid and type(group.get("params")) is list and all_are(str, group["params"])
         valid = valid and type(group.get("options")) is dict
     if not valid:
-        raise CheckpointError("The checkpoint's entry of the optimizer is malformed.")
+        raise CheckpointError("The checkpoint's entry for the optimizer is malformed.")
     return entry
