@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unshard.captured_step import step as captured
-from unshard.captured_step.arguments import Arguments
 from unshard.captured_step.recording import Recording
+from unshard.captured_step.signature import Arguments
 from unshard.comm.order.check import RecordedCollectives
 from unshard.engine.api import recording_step
 from unshard.engine.reduce.gradients import GroupGradients

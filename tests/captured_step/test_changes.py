@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unshard import capture
-from unshard.captured_step.arguments import Arguments
-from unshard.captured_step.effects import HostEffects
+from unshard.captured_step.obstacles import HostEffects
+from unshard.captured_step.signature import Arguments
 
 X = torch.ones(3, 4)
 

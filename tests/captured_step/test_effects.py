@@ -12,8 +12,8 @@ from bed.simulated_recorder import simulated_recorder
 from torch import nn
 
 from unshard import capture
-from unshard.captured_step.arguments import Arguments
 from unshard.captured_step.recording import Recording
+from unshard.captured_step.signature import Arguments
 
 
 class Counting(torch.optim.Optimizer):
@@ -73,7 +73,7 @@ def test_gradients_between_calls() -> None:
 
     with simulated_recorder() as happened:
         captured = capture(step, model, optimizer, warmup=1)
-        with pytest.warns(UserWarning, match=r"not sharded lies between two calls. Let the step end with .*zero_grad"):
+        with pytest.warns(UserWarning, match=r"not sharded has a gradient .* End the step with .*zero_grad"):
             captured(torch.ones(3, 4))
         for _ in range(3):
             captured(torch.ones(3, 4))

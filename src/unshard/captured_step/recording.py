@@ -1,27 +1,112 @@
-"""One CUDA graph of a whole step, with the tensors that it reads and those that it returns."""
+"""A CUDA graph of one step: how the ranks agree to record it, and how it is recorded, undone and replayed."""
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm.order.check import RecordedCollectives
-from ..torch_private import end_failed_recording, tree_flatten, tree_map, tree_unflatten
-from .arguments import Arguments, StaticArguments
+from ..comm.order.peers import keys_of_job
+from ..engine.api import ShardedGrad
+from ..errors import StateError
+from ..torch_private import end_failed_recording, forget_scaler_stages, tree_flatten, tree_map, tree_unflatten
+from .signature import Arguments, StaticArguments
+from .trained import Snapshots, Trained
+
+PATIENCE = 60.0  # seconds that a rank waits for the others: the step itself would wait for them as well
+KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The last number of a captured step, by default process group."""
+_numbers_without_group = [0]
+
+
+# -- agreement ----------------------------------------------------------------------------------------------
+
+
+class Answer(Enum):
+    YES = "yes"
+    NO = "no"
+    """A rank does not want to record."""
+    REFUSED = "refused"
+    """A rank cannot record, now or later."""
+    LATE = "late"
+    """A rank did not answer in time."""
+
+
+def next_number() -> int:
+    """Number a captured step: the n-th step of one rank decides with the n-th step of the others."""
+    if not dist.is_initialized():
+        _numbers_without_group[0] += 1
+        return -_numbers_without_group[0]
+    _numbers[dist.group.WORLD] = _numbers.get(dist.group.WORLD, 0) + 1
+    return _numbers[dist.group.WORLD]
+
+
+class Agreement:
+    """Decides, through the job's store, about the calls of one captured step. All ranks get the same answer."""
+
+    def __init__(self, ranks: Sequence[int], number: int):
+        """`ranks` decide together; if there are none, this process decides alone."""
+        self._size, self._cleans = len(ranks), bool(ranks) and dist.get_rank() == ranks[0]
+        self._store: dist.Store | None = None
+        if self._size > 1:
+            self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
+
+    def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
+        """Decide about call number `call`; `patience` is the number of seconds to wait for other ranks."""
+        store, name = self._store, f"{call} {about}"
+        if store is None:
+            return Answer.YES if wanted else Answer.NO
+        self._clean(store, call, about)
+        if not wanted:
+            return self._settle(store, name, Answer.NO)
+        if store.add(f"{name} count", 1) == self._size:
+            return self._settle(store, name, Answer.YES)
+        deadline, pause = time.monotonic() + (PATIENCE if patience is None else patience), 0.0005
+        while not store.check([name]):
+            if time.monotonic() > deadline:
+                return self._settle(store, name, Answer.LATE)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return Answer(store.get(name).decode())
+
+    def refuse(self, call: int, about: str) -> None:
+        """Answer the other ranks, so that they do not wait for this one."""
+        if self._store is not None:
+            self._clean(self._store, call, about)
+            self._settle(self._store, f"{call} {about}", Answer.REFUSED)
+
+    def _clean(self, store: dist.Store, call: int, about: str) -> None:
+        if self._cleans and call > KEPT:
+            store.delete_key(f"{call - KEPT} {about}")
+            store.delete_key(f"{call - KEPT} {about} count")
+
+    @staticmethod
+    def _settle(store: dist.Store, name: str, answer: Answer) -> Answer:
+        """Write the answer, unless another rank was first; return the answer that holds."""
+        return Answer(store.compare_set(name, "", answer.value).decode())
+
+
+# -- recording ----------------------------------------------------------------------------------------------
 
 
 @cache
 def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
-    """The same for all captured steps: for each stream and thread that multiplies matrices, cuBLAS has 32 MiB."""
-    # Compute comes before casts and copies of side streams, which run in the gaps that it leaves.
+    """One stream for all captured steps: cuBLAS keeps 32 MiB for each stream and thread that multiplies matrices."""
+    # High priority: casts and copies on side streams run in the gaps of compute.
     stream = torch.cuda.Stream(device, priority=-1)
-    # CuBLAS takes its memory now. In a step it would get a part of a larger block, which then is never given back.
+    # Let cuBLAS allocate now. In a step it would get a part of a larger block, which then is never given back.
     with suppress(RuntimeError), torch.cuda.stream(stream), torch.inference_mode(False), torch.enable_grad():
         matrix = torch.ones(16, 16, device=device, requires_grad=True)
         (matrix @ matrix).sum().backward()
@@ -29,24 +114,24 @@ def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
 
 
 class Recorder:
-    """The stream that steps run on, and the memory that their recordings share."""
+    """The stream that steps run on, and the memory pool that their recordings share."""
 
     def __init__(self, device: torch.device):
-        torch.cuda.empty_cache()  # what other streams have kept: the first steps take as much again on this one
+        torch.cuda.empty_cache()  # of other streams: the first steps allocate as much again on this one
         self._device, self._stream = device, _stream_of_steps(device)
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """By torch's sources, nothing can be recorded into a pool after a recording has failed, or all were dropped."""
+        """According to torch's sources, a pool cannot be used after a failed recording, or once all were dropped."""
         self._failed: list[torch.cuda.CUDAGraph] = []
-        """Kept: the allocator may still ask them whether a stream is theirs."""
+        """Kept alive: the allocator may still ask them whether a stream is theirs."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is queued in here comes after, and before, what the current stream has queued.
+        """Run on the stream of steps, ordered before and after the work of the current stream.
 
-        Steps run on the stream that they are recorded on: autograd remembers where it has met a parameter, and a
-        recording must not depend on other streams.
+        Eager steps also use the stream that steps are recorded on: autograd remembers the stream on which it has met a
+        parameter, and a recording must not depend on other streams.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -57,7 +142,7 @@ class Recorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
-        """Raises what the step raises, or what CUDA does not allow in a recording. Nothing runs on the device."""
+        """Record `step` without running it. Raises its exceptions, and CUDA's if the step cannot be recorded."""
         is_new = self._pool_is_spent or not self._alive
         if is_new:
             self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
@@ -67,15 +152,15 @@ class Recorder:
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
-        # Torch has written a seed and an offset for random numbers on this stream. A replay first writes its own.
+        # Torch has queued a seed and an offset for random numbers on this stream. A replay first writes its own.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._alive += 1
         return Recording(static, collectives, graph, tree_map(_without_graph, returned), self._dropped)
 
     def wait(self) -> None:
-        """Until replays have ended. Memory of a dropped recording may be given back while its last replay runs.
+        """Wait until replays have ended: the memory of a dropped recording may be freed while its last replay runs.
 
-        Torch waits for the stream that has allocated it, if it uses `expandable_segments`: not for the one of replays.
+        With `expandable_segments`, torch waits only for the stream that allocated the memory, not for replays.
         """
         torch.cuda.synchronize(self._device)
 
@@ -83,36 +168,36 @@ class Recorder:
         self._alive -= 1
 
     def _give_back(self) -> int:
-        """Give the memory that steps have used back; returns how much of it a step needs at the same time, or more."""
+        """Free the memory that eager steps used; return an upper bound of what a step needs at the same time."""
         torch.cuda.synchronize(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
         given_back = reserved - torch.cuda.memory_reserved(self._device)
-        # The peak may be one of before; no step has needed more than what it has left behind.
+        # The peak may be an earlier one; no step has needed more than the memory that it left behind.
         peak = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
         return min(given_back, peak)
 
     def _take_at_once(self, nbytes: int) -> None:
-        """Fill the empty pool with one block, which the step then cuts up.
+        """Fill the empty pool with one block, which the step then splits.
 
-        Else the pool gets a block for everything that does not fit into a free one, and those that are freed in
-        forward are too small for backward.
+        Otherwise the pool gets a block for each allocation that fits no free block, and the blocks that forward frees
+        are too small for backward.
         """
-        if can_cut_blocks() and nbytes <= torch.cuda.mem_get_info(self._device)[0]:
+        if _can_split_blocks() and nbytes <= torch.cuda.mem_get_info(self._device)[0]:
             torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """As `torch.cuda.graph`, which leaves much behind if a recording fails: its stream stays the current one."""
+        """Like `torch.cuda.graph`, but cleans up if the recording fails: there, its stream stays the current one."""
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads, of data loaders for example, may use the device meanwhile.
+                # Other threads, such as data loaders, may use the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
                     with suppress(RuntimeError), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # that the graph is empty; the error says that it has failed
+                        warnings.simplefilter("ignore")  # "the graph is empty"; the exception says why
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -135,34 +220,84 @@ class Recording:
         returned: Any,
         dropped: Callable[[], None],
     ):
-        """`dropped` is called by `drop`."""
+        """`drop` calls `dropped`."""
         self._static, self._collectives, self._graph = static, collectives, graph
         self._returned, self._structure = tree_flatten(returned)
         self._on_drop = dropped
+        self.gradients: Snapshots | None = None
+        """Gradients after a replay; None if they are the same as before it."""
+        self.written: list[ShardedGrad] = []
+        """Gradients that a replay may write; the program must not hold any of them."""
+        self.used = 0
+        """Number of the last call that replayed it."""
+
+    def can_replay(self, trained: Trained) -> bool:
+        """Return True if the memory of the gradients that a replay writes exists and is free to be written."""
+        if self.gradients is not None and not trained.can_restore(self.gradients):
+            return False
+        return all(grad.attached or grad.idle for grad in self.written)
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the step with these tensors; those that it returns are overwritten by the next replay."""
+        """Run the step with these arguments. The next replay overwrites the tensors that it returns."""
         self._collectives.check()
         self._static.fill(tensors)
         self._graph.replay()
-        return tree_unflatten(self._returned, self._structure)  # other containers: programs change those they get
+        return tree_unflatten(self._returned, self._structure)  # new containers: the program may change them
 
     def drop(self) -> None:
-        """Give the memory back. To be called before the process group is destroyed, which waits for it."""
+        """Free the memory. Call this before the process group is destroyed, which waits for the graph."""
         self._graph.reset()
         self._returned = []
         self._on_drop()
 
 
-def can_cut_blocks() -> bool:
-    """Whether torch's allocator gives parts of a large block to small tensors."""
+class HostState:
+    """The host's view of gradients and optimizer state, to be restored if a recording fails."""
+
+    def __init__(self, trained: Trained):
+        self.gradients = trained.gradients()
+        self._trained = trained
+        self._dicts = [(each, dict(each)) for each in trained.tensor_dicts()]
+        self._dicts += [
+            (entry, dict(entry)) for each in trained.optimizers for entry in each.state.values() if type(entry) is dict
+        ]
+        self._optimizers = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]
+
+    def restore(self) -> None:
+        """Undo what the failed recording did on the host. Nothing of it ran on the device."""
+        trained = self._trained
+        for root in trained.roots():
+            root.abandon()
+        for each in trained.unmanaged:  # they had no gradients
+            each.grad = None
+        for tensors, before in self._dicts:
+            tensors.clear()
+            tensors.update(before)
+        for optimizer, state, attributes in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+        if trained.scaler is not None and trained.scaler.is_enabled():
+            forget_scaler_stages(trained.scaler)  # there were none
+        if not trained.can_restore(self.gradients):
+            raise StateError(
+                "Recording the step failed, and gradients that were accumulated before are lost. Call zero_grad() and "
+                "restart the accumulation."
+            )
+        trained.restore(self.gradients)
+        trained.release_memory()
+
+
+def _can_split_blocks() -> bool:
+    """Return True if torch's allocator gives parts of a large block to small tensors."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return torch.cuda.get_allocator_backend() == "native" and "max_split_size_mb" not in settings
 
 
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
-    """Autocast keeps casts of weights. A recording must not read earlier ones, nor leave its own: others would."""
+    """Clear autocast's cache of weights: a recording must neither read earlier casts nor leave its own there."""
     torch.clear_autocast_cache()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Decides of every call of a step whether it runs, is recorded or is replayed."""
+"""Decides for each call of a step whether to run, record or replay it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -16,30 +15,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.api import ShardedGrad, recording_step
+from ..engine.api import recording_step
 from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped, stack_level_of_program
-from .agreement import PATIENCE, Agreement, Answer, next_number
-from .arguments import Arguments
-from .effects import HostEffects
-from .learning_rates import LearningRates
-from .recording import Recorder, Recording
-from .seeds import refusing_seeds
-from .signatures import Signature, changed_rates, difference
-from .stopped import described
-from .trained import Identity, Snapshots, Trained, TrainedState
+from .obstacles import HostEffects, describe, refusing_seeds
+from .optimizers import LearningRates
+from .recording import PATIENCE, Agreement, Answer, HostState, Recorder, Recording, next_number
+from .signature import Arguments, Signature, changed_rates, difference
+from .trained import Identity, Trained
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RECORDING_SECONDS = 600.0  # that a rank waits for the others to have recorded: compilers may run in it
-SIGNATURES = 64  # that are remembered without a recording
-UNUSED_CALLS = 100  # after which a recording may be dropped for another signature
-WARN_AFTER = 10  # times as many calls as come before a recording, and none was made
-TRIES = 3  # to record with ranks that come late
-RATES = 3  # learning rates that come too seldom to be recorded, before a warning
-REFUSALS_TOLD = 64  # calls for which other ranks are told that this one does not record
+RECORDING_SECONDS = 600.0  # to wait for other ranks to finish recording, which may run compilers
+SIGNATURES = 64  # signatures without a recording that are remembered
+UNUSED_CALLS = 100  # calls after which an unused recording may be dropped for another signature
+WARN_AFTER = 10  # warn if nothing was recorded after this many times `warmup` calls
+TRIES = 3  # attempts to record with ranks that are late or cannot record
+RATES = 3  # learning rates that change too often to be recorded, before a warning
+REFUSALS_TOLD = 64  # calls for which this rank tells the others that it does not record
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -55,18 +50,18 @@ def capture(
     warmup: int = 3,
     max_graphs: int = 4,
 ) -> CapturedStep[P, R]:
-    """A callable with the arguments of `step` that records the step as a CUDA graph and replays it.
+    """Return a callable with the arguments of `step` that records the step as a CUDA graph and replays it.
 
-    `step` is a training step, or part of one: forward, loss, backward, clipping, scaler, optimizer, `zero_grad`. It
-    takes tensors on the GPU. `model`, `optimizer` and `scaler` are all that it trains with; the first two may be lists.
+    `step` is a training step or part of one: forward, loss, backward, clipping, scaler, optimizer, `zero_grad`. It
+    takes tensors on the GPU. Pass everything that it trains with: `model` and `optimizer` (or lists), and `scaler`.
 
-    The first `warmup` calls run as they are, the next one is recorded, and later ones are replays: the device does
-    what it did, with the values that parameters, optimizer state, learning rates, scale and arguments have now, and
-    with new random numbers. No Python of the step runs in a replay. What the step returns is valid until the next
-    call. There is a recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode,
-    whether gradients are synchronised, settings of the optimizer), and at most `max_graphs`.
+    The first `warmup` calls run eagerly, the next one is recorded, and later ones are replays: the device repeats the
+    step with the current values of parameters, optimizer state, learning rates, scale and arguments, and with new
+    random numbers. No Python of the step runs in a replay. Results are valid until the next call. There is one
+    recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode, whether gradients
+    are synchronised, optimizer settings), and at most `max_graphs`.
 
-    What cannot be recorded runs as it is, with a warning that says why. On a CPU the step always does, without one.
+    Steps that cannot be recorded run eagerly, with a warning that says why; on a CPU without a warning.
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -84,54 +79,35 @@ def capture(
     return CapturedStep(step, Trained(models, optimizers, scaler), warmup, max_graphs)
 
 
-@dataclass
-class Recorded:
-    """A recording and the gradients that its replays leave."""
-
-    recording: Recording
-    gradients: Snapshots | None
-    """Gradients after a replay; None if they are the same as before it."""
-    written: list[ShardedGrad]
-    """Gradients that a replay may write; the program must not hold any of them."""
-    used: int
-    """The last call that replayed it."""
-
-    def can_replay(self, trained: Trained) -> bool:
-        """Whether the memory of gradients that it writes is there, and free to be written."""
-        if self.gradients is not None and not trained.can_restore(self.gradients):
-            return False
-        return all(grad.attached or grad.idle for grad in self.written)
-
-
 class CapturedStep(Generic[P, R]):
-    """Made by `capture`."""
+    """Created by `capture`."""
 
     def __init__(self, step: Callable[P, R], trained: Trained, warmup: int, max_graphs: int):
         update_wrapper(self, step, updated=())
         self._step, self._trained, self._warmup, self._max_graphs = step, trained, warmup, max_graphs
         self._calls = 0
         self._counts: dict[Signature, int] = {}
-        self._recorded: dict[Signature, Recorded] = {}
+        self._recorded: dict[Signature, Recording] = {}
         self._refused: dict[Signature, None] = {}
         self._warned: set[str] = set()
         self._identity: Identity | None = None
         self._last_signature: Signature | None = None
-        """Returned again for an equal one: it knows its hash."""
+        """Reused for an equal signature, because its hash is known."""
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
         self._number = next_number()
         self._late = self._declined = self._drops = 0
-        """How often another rank came late, did not want to record, and how often recordings were dropped."""
+        """How often another rank was late, how often one declined, and how often recordings were dropped."""
         self._rejected = self._refusals_told = 0
-        """How often other ranks could not record a call, and how often they were told that this one cannot."""
+        """How often another rank could not record a call, and how often this rank told the others so."""
         self._new_rates = 0
-        """Signatures since the last recording that differ from others in learning rates alone."""
+        """Signatures since the last recording that differ from others only in learning rates."""
         _alive.add(self)
 
     @property
     def recordings(self) -> int:
-        """How many signatures are recorded."""
+        """Number of recorded signatures."""
         return len(self._recorded)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -148,7 +124,7 @@ class CapturedStep(Generic[P, R]):
         recorded = self._recorded.get(signature)
         if recorded is not None and not recorded.can_replay(trained):
             self._wait()
-            self._recorded.pop(signature).recording.drop()
+            self._recorded.pop(signature).drop()
             self._counts.pop(signature, None)
             self._drops += 1
             recorded = None
@@ -157,7 +133,7 @@ class CapturedStep(Generic[P, R]):
         if recorded is None:
             return self._run(arguments, signature)
         recorded.used = self._calls
-        result = recorded.recording.replay(arguments.tensors)
+        result = recorded.replay(arguments.tensors)
         trained.forget_casts()
         if recorded.gradients is not None:
             trained.restore(recorded.gradients)
@@ -166,13 +142,13 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def forget(self) -> None:
-        """Drop all recordings and their memory; the next calls run as they are, and later ones record again."""
+        """Drop all recordings and free their memory; the next calls run eagerly, later ones record again."""
         self._wait()
         self._forget()
 
     def _forget(self) -> None:
         for recorded in self._recorded.values():
-            recorded.recording.drop()
+            recorded.drop()
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
@@ -182,7 +158,7 @@ class CapturedStep(Generic[P, R]):
         if self._recorded and self._recorder is not None:
             self._recorder.wait()
 
-    # -- what the call is -----------------------------------------------------------------------------------
+    # -- run, record or replay -----------------------------------------------------------------------------------
 
     def _prepare(self, device: torch.device) -> None:
         if self._recorder is None:
@@ -193,7 +169,7 @@ class CapturedStep(Generic[P, R]):
             rates.refresh()
 
     def _signature(self, arguments: Arguments, device: torch.device) -> Signature | None:
-        """None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
+        """Return None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
         trained = self._trained
         trained.rest()
         gradients = trained.gradients()
@@ -212,9 +188,9 @@ class CapturedStep(Generic[P, R]):
                 self._drops += 1
                 self.forget()
                 if self._drops > TRIES:
-                    self._warn("recordings were dropped again and again: see 'What takes effect' in the documentation")
+                    self._warn("recordings were dropped repeatedly. See 'What takes effect' in the documentation")
             if self._identity is None or identity.model != self._identity.model:
-                self._counts.clear()  # units may make buffers anew, which must not lie in a recording's memory
+                self._counts.clear()  # units may rebuild buffers, which a recording must not allocate
             self._refused.clear()
             self._rejected = self._refusals_told = 0
             self._identity = identity
@@ -227,8 +203,8 @@ class CapturedStep(Generic[P, R]):
         return self._last_signature
 
     def _is_due(self, signature: Signature) -> bool:
-        """Whether this call is to be recorded: its signature ran often enough, and there is room."""
-        # Recordings that are out of date again and again cost more than they save.
+        """Return True if the signature ran often enough and there is room for a recording."""
+        # Recordings that are invalidated repeatedly cost more than they save.
         needed = self._warmup << min(max(0, self._drops - 1), 10)
         if self._counts.get(signature, 0) < needed:
             return False
@@ -241,11 +217,11 @@ class CapturedStep(Generic[P, R]):
         return True
 
     def _all_record(self, signature: Signature) -> bool:
-        """Whether all ranks record this call, each its own signature."""
+        """Return True if all ranks record this call, each with its own signature."""
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
         if signature in self._refused:
-            if self._refusals_told < REFUSALS_TOLD:  # not for ever: it takes time
+            if self._refusals_told < REFUSALS_TOLD:  # not forever: it takes time
                 self._refusals_told += 1
                 self._agreement.refuse(self._calls, "begin")
             return False
@@ -257,27 +233,27 @@ class CapturedStep(Generic[P, R]):
             if self._late >= TRIES:
                 self._refuse(
                     signature,
-                    f"{self._late} times another rank did not come to record a call within {PATIENCE:.0f} s. Do all "
-                    "ranks call it with the same shapes and settings?",
+                    f"{self._late} times another rank did not come to record a call within {PATIENCE:.0f} s. Call the "
+                    "step on all ranks, with the same shapes and settings",
                 )
         elif answer is Answer.REFUSED and due:
             self._rejected += 1
-            self._counts.pop(signature)  # what the other rank refuses may be another signature than what it calls next
+            self._counts.pop(signature)  # the other rank may accept its next signature
             if self._rejected >= TRIES:
                 self._refuse(signature, f"{self._rejected} times another rank could not record a call")
         elif answer is Answer.NO and due:
             self._declined += 1
             if self._declined >= WARN_AFTER * self._warmup and not self._recorded:
                 self._warn(
-                    f"other ranks did not want to record {self._declined} calls that this rank would have recorded. "
-                    "Give all ranks the same shapes and settings"
+                    f"other ranks declined to record {self._declined} calls that this rank would have recorded. Use "
+                    "the same shapes and settings on all ranks"
                 )
         return answer is Answer.YES
 
     # -- eager ----------------------------------------------------------------------------------------------
 
     def _run(self, arguments: Arguments, signature: Signature | None) -> Any:
-        """As it is. Counted, unless it has no signature."""
+        """Run the step eagerly. The call counts as warmup if it has a signature."""
         if self._recorder is None:
             return arguments.run(self._step)
         if signature is None or signature in self._refused:
@@ -294,7 +270,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
-        """The step. Units that it keeps for the next forward, which a replay does not know, are resharded."""
+        """Run the step and reshard units that it keeps for the next forward: a replay does not know of them."""
         awaited = self._trained.awaited()
         result = self._step(*args, **kwargs)
         if self._trained.awaited() <= awaited:
@@ -307,7 +283,7 @@ class CapturedStep(Generic[P, R]):
             return
         self._trained.keep_gradient_memory()
         if any(map(has_skipped_all, self._trained.optimizers)):
-            return  # a recording would make the optimizer's state, in every replay
+            return  # a recording would create the optimizer's state, and every replay would
         if signature not in self._counts and self._new_rates < RATES:
             self._count_rates(signature)
         self._counts[signature] = self._counts.pop(signature, 0) + 1
@@ -322,7 +298,7 @@ class CapturedStep(Generic[P, R]):
             )
 
     def _count_rates(self, signature: Signature) -> None:
-        """Warn if a schedule makes a signature of every call."""
+        """Warn if a schedule gives every call a new signature."""
         groups = next(filter(None, (changed_rates(signature, each) for each in self._counts)), [])
         self._new_rates += bool(groups)
         if groups and self._new_rates == RATES:
@@ -343,44 +319,44 @@ class CapturedStep(Generic[P, R]):
 
     # -- recording ------------------------------------------------------------------------------------------
 
-    def _record(self, signature: Signature, arguments: Arguments) -> Recorded | None:
-        """None if any rank cannot record: then all of them run the step as it is."""
+    def _record(self, signature: Signature, arguments: Arguments) -> Recording | None:
+        """Return None if any rank cannot record; then all of them run the step eagerly."""
         assert self._recorder is not None and self._agreement is not None
         trained = self._trained
         while len(self._recorded) >= self._max_graphs:
             oldest = min(self._recorded, key=lambda each: self._recorded[each].used)
-            self._recorded.pop(oldest).recording.drop()
+            self._recorded.pop(oldest).drop()
         _drop_before_destruction()
         trained.keep_gradient_memory()
         trained.release_memory()
         trained.forget_casts()
-        before, tensors = TrainedState(trained), trained.tensors()
+        before, tensors = HostState(trained), trained.tensors()
         recording, stopped = None, ""
         try:
             with self._learning_rates(recorded=True), recording_step(), refusing_seeds(trained):
                 recording = self._recorder.record(self._step_to_rest, arguments)
             stopped = trained.obstacle_after()
             if not stopped and trained.tensors() != tensors:
-                stopped = "it makes or replaces tensors of modules or optimizers, which a replay would not do"
+                stopped = "it creates or replaces tensors of modules or optimizers, which a replay would not do"
         except Exception as error:
-            stopped = described(error)
+            stopped = describe(error)
         except BaseException:
-            trained.undo(before)
+            before.restore()
             raise
         finally:
             trained.forget_casts()
         answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
         if answer is Answer.YES and recording is not None:
             after = trained.gradients()
-            changed = None if after == before.gradients else after
-            recorded = Recorded(recording, changed, trained.kept_grads(), self._calls)
-            self._recorded[signature] = recorded
+            recording.gradients = None if after == before.gradients else after
+            recording.written = trained.kept_grads()
+            self._recorded[signature] = recording
             self._new_rates = 0
             trained.release_memory()
-            return recorded
+            return recording
         if recording is not None:
             recording.drop()
-        trained.undo(before)
+        before.restore()
         self._refuse(signature, stopped or "another rank could not record it")
         return None
 
@@ -392,7 +368,7 @@ class CapturedStep(Generic[P, R]):
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        """Once for each kind of reason: shapes and names do not make another kind."""
+        """Warn once for each kind of reason, whatever shapes and names it contains."""
         kind = re.sub(r"[\d, ()]+|'[^']*'", "", reason)
         if kind not in self._warned:
             self._warned.add(kind)
@@ -401,12 +377,12 @@ class CapturedStep(Generic[P, R]):
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether a step on this device can be recorded: not inside of another captured step, which records it as well."""
+    """Return False on a CPU, and inside another captured step, whose recording includes this one."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _drop_before_destruction() -> None:
-    """NCCL waits for the graphs that hold its kernels, for ever, when a process group is destroyed before them."""
+    """Drop recordings before process groups: NCCL would wait forever for graphs that hold its kernels."""
     if dist.is_initialized() and dist.group.WORLD not in _told:
         _told.add(dist.group.WORLD)
         call_before_destruction(forget_all)
@@ -416,4 +392,4 @@ def _drop_before_destruction() -> None:
 def forget_all() -> None:
     """Drop the recordings of all captured steps."""
     for step in list(_alive):
-        step._forget()  # without waiting: a collective of another rank's failure never ends
+        step._forget()  # without waiting: if another rank failed, a collective may never end

@@ -1,8 +1,9 @@
-"""What a step trains: models, optimizers and a scaler, and all that a recording of the step depends on."""
+"""The models, optimizers and scaler that a step trains, and everything that a recording of the step depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import chain, repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from ..engine.api import (
     GradientSnapshot,
     GradState,
     ModuleBuffers,
+    Options,
     ParamGroup,
     ParamState,
     Phase,
@@ -29,11 +31,9 @@ from ..engine.api import (
     param_group_of,
     state_of,
 )
-from ..errors import StateError
 from ..names import optimizer_parameters
 from ..optim.flat_optimizer import Flat
 from ..torch_private import (
-    forget_scaler_stages,
     hooks_made,
     hooks_of,
     hooks_of_all,
@@ -48,9 +48,8 @@ from ..torch_private import (
     storage_key,
     tree_flatten,
 )
-from .optimizer_settings import OptimizerSettings
-from .same_objects import SameObjects, values_of
-from .signatures import TrainedSignature
+from .optimizers import OptimizerSettings
+from .signature import SameObjects, TrainedSignature, values_of
 
 Snapshots = tuple[GradientSnapshot, ...]
 """The gradients of each param group."""
@@ -62,33 +61,31 @@ _copy_streams, _pool = attrgetter("sharded.offload.copy_streams"), attrgetter("s
 _device, _data_ptr = attrgetter("device"), torch.Tensor.data_ptr
 _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgetter("sharded.shard")
 _reductions = attrgetter("gradients.reductions")
-_flags = attrgetter(
-    *("reshard_after_forward", "slice_after_forward", "reshard_after_backward", "show_sharded_after_forward"),
-    *("show_sharded_after_backward", "unshard_in_backward", "synchronise", "all_reduce", "reduce_unused"),
-    *("reduce_buffers", "divide_factor", "force_sum", "divide_in_halves", "last_backward"),
-)
-_option_objects = attrgetter("all_reduce_hook", "forward_prefetch", "backward_prefetch")
+_BY_IDENTITY = ("all_reduce_hook", "forward_prefetch", "backward_prefetch")
+_flags = attrgetter(*(each.name for each in fields(Options) if each.name not in (*_BY_IDENTITY, "post_optim_event")))
+"""All options, so that a new one is compared as well, except objects, and the event, which `obstacle` refuses."""
+_option_objects = attrgetter(*_BY_IDENTITY)
 _WITHOUT_PARTS = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Objects of these types have no tensors inside."""
+"""Types whose objects contain no tensors."""
 _RESTING = {GradState.EMPTY, GradState.REDUCED}
 
 
 class Identity(NamedTuple):
-    """What all recordings rely on: objects and addresses. If it changes, none of them is right any more."""
+    """Objects and addresses that all recordings rely on. A change invalidates every recording."""
 
     model: list[Any]
     other: list[Any]
-    """The optimizer's state, which a first step makes, and hooks."""
+    """Optimizer state, which a first step creates, and hooks."""
 
 
 class Trained:
-    """Every call compares all of it with the call before, so that is done by functions in C over lists made once."""
+    """Every call compares everything with the previous call, so the loops run in C over lists built ahead of time."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any):
         self._models, self.optimizers, self.scaler = models, optimizers, scaler
         self._modules: list[nn.Module] = []
         self._empty_dicts: list[dict[str, Any]] = []
-        """Those for children, parameters and buffers of modules that have none; the next three lists omit them."""
+        """Dicts of modules without children, parameters or buffers; the next three lists omit them."""
         self._child_dicts: list[dict[str, Any]] = []
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
@@ -108,14 +105,14 @@ class Trained:
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
         self.parameters: list[torch.Tensor] = []
-        """Those that modules or optimizers hold."""
+        """Parameters that modules or optimizers hold."""
         self.unmanaged: list[torch.Tensor] = []
-        """Those of them that are not sharded."""
+        """Parameters that are not sharded."""
         self._cast_buffers: list[ModuleBuffers] = []
-        """Of units whose forward sees buffers in another dtype."""
+        """Buffers of units whose forward sees them in another dtype."""
 
     def look(self) -> None:
-        """Follow changes of the models: modules that were added or removed, parameters that were replaced."""
+        """Follow changes of the models: added or removed modules, replaced parameters."""
         children = self._children.followed_by(values_of(self._child_dicts))
         has_changed = not self._modules or any(self._empty_dicts) or children is not self._children
         if has_changed:
@@ -135,12 +132,12 @@ class Trained:
         self._hook_dicts = [hooks for module in self._modules for hooks in hooks_of(module)]
         self._hooks_made = -1
 
-    def _look_at_parameters(self, anew: bool = False) -> None:
-        """`anew`: also if no parameter was replaced, because other modules may be units."""
+    def _look_at_parameters(self, modules_changed: bool = False) -> None:
+        """Find units and parameters again if a parameter was replaced, or other modules may be units."""
         held = self._held.followed_by(values_of(self._parameter_dicts))
         optimized = self._optimized.followed_by(list(chain.from_iterable(map(optimizer_parameters, self.optimizers))))
         same = held is self._held and optimized is self._optimized
-        if same and not self._on_other_devices and not anew:
+        if same and not self._on_other_devices and not modules_changed:
             return
         self._held, self._optimized = held, optimized
         # By identity: a dict would compare tensors.
@@ -154,23 +151,23 @@ class Trained:
         self._hooks_made = -1
 
     def is_part(self, value: Any) -> bool:
-        """Whether it is a model, a part of one, an optimizer or the scaler; or a module that has nothing to change."""
+        """Return True for modules of the models, optimizers, the scaler, and other modules that have no tensors."""
         if isinstance(value, nn.Module):
             return value in self._modules or next(chain(value.parameters(), value.buffers()), None) is None
         return value is self.scaler or any(value is each for each in self.optimizers)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the models compute; None if they have no parameters."""
+        """Device of the models; None if they have no parameters."""
         if self.units:
             return self.units[0].device
         return self.parameters[0].device if self.parameters else None
 
     def ranks(self) -> list[int]:
-        """The ranks that train these models together; none where collectives are not compared.
+        """The ranks that train these models together; empty if collectives are not compared.
 
-        Flat parameters do not tell over which ranks they are replicated, unless that is the whole job: each set of
-        ranks that shards them is then one of its own.
+        Flat parameters do not record over which ranks they are replicated, unless these are the whole job. Otherwise
+        each set of ranks that shards them decides on its own.
         """
         found: set[int] = set()
         for group in self._groups:
@@ -183,7 +180,7 @@ class Trained:
         return sorted(found)
 
     def has_dropout_of_cudnn(self) -> bool:
-        """Whether a module has dropout for which cuDNN keeps a state: it is made anew for each seed."""
+        """Return True if a module has dropout for which cuDNN keeps a state; it rebuilds the state for each seed."""
         return any(isinstance(each, nn.RNNBase) and each.dropout and each.training for each in self._modules)
 
     def roots(self) -> list[Root]:
@@ -191,23 +188,21 @@ class Trained:
         return [root for each in references if each is not None and (root := each()) is not None]
 
     def obstacle(self) -> str:
-        """Why no step of these can be recorded or replayed now; empty if one can."""
+        """Return the reason why no step can be recorded or replayed now, or an empty string."""
         if self._on_other_devices:
-            return (
-                f"optimizers have parameters that are not on {self.device}, such as offloaded ones (CPUOffloadPolicy)"
-            )
+            return f"optimizers have parameters that are not on {self.device} (for example, with CPUOffloadPolicy)"
         if torch.is_inference_mode_enabled():
             return "it is called under torch.inference_mode(). Use torch.no_grad() instead"
         roots = self.roots()
         if any(root.in_forward or root.in_backward for root in roots):
-            return "it is called inside a forward or a backward of the model"
+            return "it is called inside forward or backward of the model"
         if any(map(_extended, self._groups)):
             group = next(filter(_extended, self._groups))
-            return f"unit {group.unit_name!r} has parameters with a gather protocol of their own"
+            return f"unit {group.unit_name!r} has parameters with their own gather protocol"
         if any(map(is_not, map(_copy_streams, self._groups), repeat(None))):
             return "the model keeps its shards on the host (CPUOffloadPolicy)"
         if any(map(is_not, map(_pool, self._groups), repeat(None))):
-            return "the model takes the memory of its collectives from a pool"
+            return "the model's collectives allocate from a memory pool"
         for optimizer in self.optimizers:
             if "unshard_step_in_backward" in vars(optimizer):
                 return f"{type(optimizer).__name__} steps in backward (flat(..., step_in_backward=True))"
@@ -216,22 +211,22 @@ class Trained:
         return ""
 
     def obstacle_in(self, gradients: Snapshots) -> str:
-        """Why gradients that lie between two calls stand in the way; empty if they do not."""
+        """Return the reason why gradients from the previous call prevent a recording, or an empty string."""
         if not all(each.repeatable for each in gradients):
-            return "gradients lie between two calls that are not reduced (no_sync() of the wrapper) or were set by hand"
+            return "unreduced gradients (no_sync() of the wrapper), or gradients set by the program, remain from before"
         if any(map(is_not, map(_grad, self.unmanaged), repeat(None))):
             return (
-                "a gradient of a parameter that is not sharded lies between two calls. Let the step end with "
-                "optimizer.zero_grad(), with set_to_none=True"
+                "a parameter that is not sharded has a gradient between two calls. End the step with "
+                "optimizer.zero_grad(set_to_none=True)"
             )
         return ""
 
     def rest(self) -> None:
-        """Reshard units that an evaluation, or a call of unshard(), has left unsharded."""
+        """Reshard units that an evaluation or a call of `unshard()` left unsharded."""
         self._rest(self._left_unsharded())
 
     def rest_after(self, result: Any) -> None:
-        """Reshard those that a step keeps, but for a backward, and unless its result may lie in their memory."""
+        """Reshard units that a step keeps for the next forward, unless its result may be a view of their memory."""
         kept = [unit for unit in self._left_unsharded() if unit.kept_for_forward]
         values = tree_flatten(result)[0] if kept else []
         if all(isinstance(each, _WITHOUT_PARTS) for each in values):
@@ -239,7 +234,7 @@ class Trained:
             self._rest([unit for unit in kept if returned.isdisjoint(_storages_of(unit.unsharded))])
 
     def awaited(self) -> int:
-        """How many forwards of units wait for their backward."""
+        """Number of forwards whose backward has not run yet."""
         return sum([root.awaited for root in self.roots()])
 
     def _left_unsharded(self) -> list[Unit]:
@@ -254,10 +249,10 @@ class Trained:
             self._look_at_parameters()
 
     def follow_changes(self) -> None:
-        """Let units and flat optimizers copy what a program replaced, or gave other memory: parameters, loaded state.
+        """Let units and flat optimizers copy replaced parameters, parameters with new memory, and loaded state.
 
-        The next step would. If that is recorded, the copies are made in every replay, and only there. Before their
-        first forward, units have no root, which has tied parameters given up first; no first call is recorded.
+        The next step would copy them, and if it is recorded, every replay would. Units without a root are left out:
+        the root resolves tied parameters in the first forward, and a first call is never recorded.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
@@ -269,10 +264,10 @@ class Trained:
                 optimizer.follow_changes()
 
     def release_memory(self) -> None:
-        """Free the memory of gradients that were cleared, and of all-gathers that did not end.
+        """Free the memory of cleared gradients and of all-gathers that did not end.
 
-        The next forward would, but too late for a recording, which would write where others do as soon as that memory
-        is free. It also lies between memory that the steps before have used, which then cannot be given back.
+        The next forward would free it, but too late: a recording would go on writing there after others got the
+        memory. It also fragments the memory of earlier steps, which then cannot be given back.
         """
         for unit in self.units:
             for group in unit.param_groups:
@@ -281,14 +276,14 @@ class Trained:
                     group.release_gathered()
 
     def forget_casts(self) -> None:
-        """Of buffers: a recording makes its own, and nobody sees that a replay writes what they were made of."""
+        """Drop casts of buffers: a recording makes its own, and a replay does not update the originals' versions."""
         for buffers in self._cast_buffers:
             buffers.forget_casts()
 
-    # -- what recordings depend on --------------------------------------------------------------------------
+    # -- what recordings depend on ------------------------------------------------------------------------
 
     def identity(self) -> Identity:
-        """What has not changed is the same object as in the call before, so that a comparison is quick."""
+        """Unchanged entries are the same objects as in the previous call, so comparing them is quick."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
         self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)
@@ -315,7 +310,7 @@ class Trained:
         )
 
     def _look_at_memory(self) -> None:
-        """A DTensor ignores `.data = tensor`, others do not. `model.to()` gives a DTensor another local tensor."""
+        """Sort tensors by how their memory changes: `.data = tensor`, or another local tensor (DTensors)."""
         tensors = [*self.parameters, *self._buffers.tensors()]
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
         self._plain = [each for each in tensors if not isinstance(each, DTensor)]
@@ -327,18 +322,18 @@ class Trained:
         return tensor.dim() == 0 and tensor.device != self.device
 
     def obstacle_in_buffers(self) -> str:
-        """Why a buffer stands in the way; empty if none does. To be called after `identity`."""
+        """Return the reason why a buffer prevents a recording, or an empty string. Call `identity` first."""
         if self._number_on_host is None:
             return ""
         number = self._number_on_host
         names = ", ".join(name for model in self._models for name, each in model.named_buffers() if each is number)
         return (
-            f"buffer {names!r} is a number on {number.device}, and a replay would repeat the one that it was. Move it "
+            f"buffer {names!r} is a number on {number.device}, and a replay would repeat its recorded value. Move it "
             f"to {self.device}"
         )
 
     def _hooks(self) -> list[tuple[int, ...]]:
-        """The numbers of all hooks. They are looked for only if a hook was registered anywhere since the last time."""
+        """Ids of all hooks. They are searched for only if a hook was registered anywhere since the last call."""
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
@@ -348,24 +343,24 @@ class Trained:
         return list(map(tuple, self._hooked))
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
-        """The dicts of all modules that hold parameters and buffers."""
+        """The dicts of all modules with parameters and with buffers."""
         return [own(module) for own in (own_parameters, own_buffers) for module in self._modules]
 
     def tensors(self) -> SameObjects:
-        """What modules and optimizers hold, and the step must not replace."""
+        """Tensors of modules and optimizers, which the step must not replace."""
         self._settings.look()
         held = values_of([*self.tensor_dicts(), *self._entries_of_state(), *map(vars, self.optimizers)])
         return SameObjects([*SameObjects(held).tensors(), *self._settings.tensors.tensors()])
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
-        """What optimizers have for each parameter; some have other things there as well."""
+        """Entries of optimizer state that are dicts; some optimizers store other objects as well."""
         entries = [entry for each in self.optimizers for entry in each.state.values()]
         if {dict}.issuperset(map(type, entries)):
             return entries
         return [each for each in entries if isinstance(each, dict)]
 
     def signature(self, gradients: Snapshots) -> TrainedSignature:
-        """What chooses among recordings: modes, flags, settings, and the gradients before the call."""
+        """Modes, flags, settings and the gradients before the call, which select a recording."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
         self._settings.look()
@@ -390,7 +385,7 @@ class Trained:
             return ()
         return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
-    # -- what a step leaves ---------------------------------------------------------------------------------
+    # -- gradients and units after a step -----------------------------------------------------------------
 
     def gradients(self) -> Snapshots:
         with quick_attributes():
@@ -407,7 +402,7 @@ class Trained:
             each.restore(group)
 
     def kept_grads(self) -> list[ShardedGrad]:
-        """Gradients whose memory stays; recordings may write it."""
+        """Gradients whose memory stays, because recordings may write it."""
         return list(chain.from_iterable(map(kept_grads, self._groups)))
 
     def keep_gradient_memory(self) -> None:
@@ -417,65 +412,24 @@ class Trained:
                 keep_gradient_memory(group)
 
     def obstacle_after(self) -> str:
-        """Why what a step leaves cannot be repeated; empty if it can."""
+        """Return the reason why a replay cannot leave the state that the step left, or an empty string."""
         return self.unit_left_unsharded() or self.obstacle_in(self.gradients())
 
     def unit_left_unsharded(self) -> str:
-        """Which unit is not at rest after a step, in words; empty if all are."""
+        """Return a reason that names a unit which is not at rest after the step, or an empty string."""
         for unit in self.units:
             if not unit.at_rest:
                 return (
                     f"it leaves unit {unit.name!r} unsharded, after a forward without backward (use torch.no_grad()) "
-                    "or with a result that may be an unsharded parameter (return a clone, in a tuple or a dict)"
+                    "or because its result may be an unsharded parameter (return a clone, in a tuple or a dict)"
                 )
         return ""
 
     def stages(self) -> tuple[Any, ...]:
-        """What the scaler has done with optimizers, also with others than these, since its last update."""
+        """Stages of all optimizers that the scaler knows, since its last update."""
         if self.scaler is None or not self.scaler.is_enabled():
             return ()
         return scaler_stages(self.scaler)
-
-    def undo(self, before: TrainedState) -> None:
-        """Undo what a recording that failed has done on the host: nothing of it has run on the device."""
-        for root in self.roots():
-            root.abandon()
-        before.restore()
-        if not self.can_restore(before.gradients):
-            raise StateError(
-                "A recording of the step has failed, and gradients that were accumulated before it are lost with it. "
-                "Begin the accumulation anew: call zero_grad()."
-            )
-        self.restore(before.gradients)
-        self.release_memory()
-
-
-class TrainedState:
-    """Gradients and optimizer state, as the host knows them."""
-
-    def __init__(self, trained: Trained):
-        self.gradients = trained.gradients()
-        self._trained = trained
-        self._tensors = [(each, dict(each)) for each in trained.tensor_dicts()]
-        self._states = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]
-        self._entries = [
-            (entry, dict(entry)) for each in trained.optimizers for entry in each.state.values() if type(entry) is dict
-        ]
-
-    def restore(self) -> None:
-        trained = self._trained
-        for each in trained.unmanaged:  # they had no gradients
-            each.grad = None
-        for tensors, before in (*self._tensors, *self._entries):
-            tensors.clear()
-            tensors.update(before)
-        for optimizer, state, attributes in self._states:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-        if trained.scaler is not None and trained.scaler.is_enabled():
-            forget_scaler_stages(trained.scaler)  # there were none
 
 
 def _storages_of(values: Sequence[Any]) -> set[int]:

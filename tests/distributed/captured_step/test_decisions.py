@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +23,9 @@ from bed.wrapped import wrap
 from torch import nn
 
 from unshard import ModuleWrapPolicy, capture, composable
-from unshard.captured_step import agreement
+from unshard.captured_step import recording
 from unshard.captured_step import step as captured_steps
-from unshard.captured_step.agreement import Agreement, Answer
+from unshard.captured_step.recording import Agreement, Answer
 from unshard.errors import ArgumentError
 from unshard.optim import GradScaler
 
@@ -215,6 +216,27 @@ def test_recordings_that_are_in_use_stay() -> None:
                 training.step(torch.ones(3, WIDTH))
                 training.step(torch.ones(4, WIDTH))
         assert happened.count("record") == 1 and "drop" not in happened
+
+
+@world(1)
+def test_every_option_of_a_unit_is_followed() -> None:
+    """A new field of `Options` that recordings do not depend on would replay the old behaviour."""
+    with simulated_recorder():
+        training = Training()
+        training.run(1)
+        trained: Any = training.step._trained
+
+        def seen() -> Any:
+            return trained.signature(()), trained.identity(), trained.obstacle()
+
+        (root,) = trained.roots()
+        options = root.unit.options
+        names = [each.name for each in fields(options)]
+        assert "synchronise" in names and seen() == seen()
+        for name in names:
+            before = seen()
+            with patch.object(options, name, object()):
+                assert seen() != before, name
 
 
 # -- steps that cannot be recorded ---------------------------------------------------------------------------
@@ -623,7 +645,7 @@ def test_arguments_that_cannot_be_compared() -> None:
     with simulated_recorder() as happened:
         training = Training()
         step = capture(lambda x, other: training.once(x), training.model, training.optimizer)
-        with pytest.warns(UserWarning, match="an argument is a set, and a replay would not see what changes in it"):
+        with pytest.warns(UserWarning, match="an argument is a set, and a replay would not see changes in it"):
             step(batch(), {1, 2})
         with torch.inference_mode():
             made = torch.ones(2, WIDTH)
@@ -679,7 +701,7 @@ def test_ranks_with_different_shapes() -> None:
 @world(2, 3, slow=(3,))
 def test_ranks_that_come_late() -> None:
     """All of them try again later; at last they give up."""
-    with patch.object(agreement, "PATIENCE", 0.1):
+    with patch.object(recording, "PATIENCE", 0.1):
         with simulated_recorder() as happened:
             training = Training()
             for number in range(8):
@@ -720,10 +742,10 @@ def test_answers_do_not_stay_in_the_store() -> None:
     with simulated_recorder(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training = Training()
-        for number in range(2 * agreement.KEPT):
+        for number in range(2 * recording.KEPT):
             training.step(batch(), scale=float(number))
         store = training.step._agreement._store
-        assert store.check([f"{2 * agreement.KEPT} begin"])
+        assert store.check([f"{2 * recording.KEPT} begin"])
         dist.barrier()
         assert not store.check(["2 begin"])
 
@@ -801,7 +823,7 @@ def test_no_sync_of_the_wrapper() -> None:
 
     with simulated_recorder() as happened:
         captured = capture(step, model, optimizer, warmup=1)
-        with model.no_sync(), pytest.warns(UserWarning, match=r"gradients lie between .* not reduced \(no_sync\(\)"):
+        with model.no_sync(), pytest.warns(UserWarning, match=r"unreduced gradients \(no_sync\(\)"):
             captured(batch())
         captured(batch())
         assert set(happened) == {"run"}

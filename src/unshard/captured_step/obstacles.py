@@ -1,27 +1,30 @@
-"""What a step does on the host, and a replay would not do: found by comparing the host before and after a step."""
+"""Side effects of a step that a replay would not repeat, and the line of the program that stopped a recording."""
 
 from __future__ import annotations
 
 import random
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..torch_private import version_of
-from .arguments import Arguments
+from ..torch_private import LIBRARY_FILES, version_of
+from .signature import Arguments
 from .trained import Trained
 
+_SEED = 0x2D99787926D46932  # a seed that no program sets
 _watching: list[HostEffects] = []
-"""Those whose steps run."""
+"""Instances whose steps are running."""
 
 
 class HostEffects:
-    """Made before a step; `found` says afterwards what it has done."""
+    """Compares the state of the host before a step (`__init__`) and after it (`found`)."""
 
     def __init__(self, trained: Trained, arguments: Arguments):
         self._trained, self._arguments = trained, arguments
@@ -35,32 +38,30 @@ class HostEffects:
         _watching.append(self)
 
     def stop(self) -> None:
-        """To be called when the step has ended, in whichever way."""
+        """Call this when the step has ended, also if it raised."""
         _watching.remove(self)
 
     def found(self) -> str:
-        """In words, or empty."""
+        """Return the reason why the step cannot be recorded, or an empty string."""
         if self._strangers:
             names = ", ".join(self._strangers)
             return f"it, or another thread meanwhile, steps an optimizer ({names}) that was not passed to capture"
         if self._arguments.versions() != self._versions:
             return "it writes to its arguments, and a replay would write to its own copies of them"
         if self._learning_rates() != self._rates:
-            return (
-                "it sets learning rates (by scheduler.step(), for example), which a replay does not. Do that after it"
-            )
+            return "it sets learning rates (for example, scheduler.step()), which a replay does not. Do that after it"
         if self._stages or self._trained.stages():
-            return "it begins or ends between scaler.unscale_() and scaler.update(). Do both in it, or none"
+            return "it begins or ends between scaler.unscale_() and scaler.update(). Call both in the step, or neither"
         if self._trained.signature(()) != self._signature:
             return (
                 "it changes train or eval mode, requires_grad, or settings of units or optimizers, which a replay does "
-                "not. Do that outside of it"
+                "not. Do that outside the step"
             )
         if left := self._trained.unit_left_unsharded():
             return left
         if self._trained.awaited() > self._awaited:
-            return "it runs a forward of the model whose backward it does not run. Use torch.no_grad() for that forward"
-        if not self._tensors.are_in(self._trained.tensors()):  # new ones may come: a first step makes state
+            return "it runs a forward of the model without its backward. Use torch.no_grad() for that forward"
+        if not self._tensors.are_in(self._trained.tensors()):  # there may be more: a first step creates state
             return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():
             if self._counters.get((name, key), value) != value:
@@ -74,31 +75,33 @@ class HostEffects:
             )
             if not same
         ]
+        if not used:
+            return ""
         return (
             f"it, or another thread meanwhile, draws random numbers on the host, from {' and '.join(used)}; a replay "
-            "would repeat those of the step"
-        ) * bool(used)
+            "would repeat the same numbers"
+        )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps."""
         if not any(optimizer is each for each in self._trained.optimizers):
             self._strangers[type(optimizer).__name__] = None
 
-    def _learning_rates(self) -> list[Any]:
-        """As objects, and how often they were written."""
+    def _learning_rates(self) -> list[tuple[int, int]]:
+        """Identities of the learning rates, and version counters of those that are tensors."""
         rates = [group.get("lr") for optimizer in self._trained.optimizers for group in optimizer.param_groups]
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
-        """Numbers and CPU tensors that optimizers have, by the optimizer's name and the key or attribute."""
+        """Numbers and CPU tensors of optimizers, by the optimizer's name and the key or attribute."""
         found: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for optimizer in self._trained.optimizers:
             name, device = type(optimizer).__name__, self._trained.device
             for key, value in vars(optimizer).items():
                 if type(value) in (int, float) or isinstance(value, torch.Tensor):
                     found[name, key] += _on_host(value, device)
-            for owner, entry in optimizer.state.items():
-                entries: dict[Any, Any] = entry if isinstance(entry, dict) else {_name_of(owner): entry}
+            state: dict[Any, Any] = optimizer.state  # keys are parameters, or names that the optimizer chose
+            for owner, entry in state.items():
+                entries = entry if isinstance(entry, dict) else {owner if isinstance(owner, str) else "state": entry}
                 for key, value in entries.items():
                     found[name, str(key)] += _on_host(value, device)
         return found
@@ -106,7 +109,7 @@ class HostEffects:
 
 @cache
 def _watch_optimizers() -> None:
-    """Once, for good: hooks that come and go would be changes to other captured steps, in other threads."""
+    """Register the hook once, for good: to other captured steps, a hook that comes and goes would be a change."""
     register_optimizer_step_pre_hook(_note_step)
 
 
@@ -115,13 +118,8 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         each.note_step(optimizer)
 
 
-def _name_of(owner: Any) -> str:
-    """Of a key of `optimizer.state`: a parameter, or a name that the optimizer chose."""
-    return owner if isinstance(owner, str) else "state"
-
-
 def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
-    """Numbers, and how often CPU tensors were written, also inside of containers."""
+    """Numbers, and version counters of CPU tensors, also inside containers."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, torch.Tensor):
@@ -133,9 +131,40 @@ def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
 
 
 def _numpy_state() -> Any:
-    """Comparable; None if the program does not use numpy."""
+    """Return the state of numpy's generator in a comparable form, or None if the program does not use numpy."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     name, keys, *rest = numpy.random.get_state()
     return name, keys.tobytes(), *rest
+
+
+@contextmanager
+def refusing_seeds(trained: Trained) -> Iterator[None]:
+    """Make a recording raise if the step sets the seed or the random state of the device; a replay would not set it.
+
+    CUDA refuses a seed that differs from the current one, and ignores an equal one, so this context sets a seed that
+    no program uses.
+    """
+    device = trained.device
+    if device is None or device.type != "cuda" or trained.has_dropout_of_cudnn():
+        yield
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.get_state()
+    generator.manual_seed(_SEED)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def describe(error: BaseException) -> str:
+    """Return the innermost line of the program that raised `error`, and its message."""
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARY_FILES)]
+    if not own:
+        return said
+    return f"{own[-1].filename}:{own[-1].lineno}, {own[-1].line!r}, cannot be recorded ({said})"

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from unshard.captured_step.arguments import Arguments
-from unshard.captured_step.optimizer_settings import OptimizerSettings
-from unshard.captured_step.same_objects import SameObjects
-from unshard.captured_step.signatures import Signature
+from unshard.captured_step.optimizers import OptimizerSettings
+from unshard.captured_step.signature import Arguments, SameObjects, Signature
 
 
 def test_the_same_objects() -> None:

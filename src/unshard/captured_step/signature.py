@@ -1,0 +1,221 @@
+"""What two calls compare to share a recording: lists of objects, arguments, and signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import chain
+from numbers import Number
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..torch_private import spec_of, tree_flatten, tree_unflatten, version_of
+
+_CONSTANTS = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, Number),
+)
+"""Types of immutable arguments, which calls compare by value."""
+
+_PLAIN = frozenset((torch.Tensor, bool, int, float, str, NoneType))
+"""Types of most arguments that are not containers."""
+
+
+class SameObjects:
+    """A list of objects, equal to a list of the same objects in the same order. It holds them, so ids are not reused.
+
+    `==` of the objects is not used: tensors with equal values are different objects, and programs may override it.
+    Every call compares such lists with the previous call, so the loops run in C.
+    """
+
+    def __init__(self, objects: list[Any]):
+        self.objects = objects
+
+    def followed_by(self, objects: list[Any]) -> SameObjects:
+        """Return self if it has these objects, else a new list."""
+        mine = self.objects
+        return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else SameObjects(objects)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObjects) and self.followed_by(other.objects) is self
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [each for each in self.objects if isinstance(each, torch.Tensor)]
+
+    def are_in(self, other: SameObjects) -> bool:
+        return set(map(id, self.objects)) <= set(map(id, other.objects))
+
+
+def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    """The values of all dicts in one list, in order."""
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+class Arguments:
+    """The arguments of one call, flattened."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._args, self._kwargs = args, kwargs
+        self._structure: Any
+        """A `TreeSpec`; if there are no containers, which take time to flatten, the keys of `kwargs`."""
+        if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
+            self.leaves, self._structure = [*args, *kwargs.values()], tuple(kwargs)
+        else:
+            self.leaves, self._structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def signature(self) -> Any:
+        """Equal for calls that can share a recording. Tensors count by their metadata."""
+        return self._structure, tuple(map(_described, self.leaves))
+
+    def obstacle(self, device: torch.device, is_part: Callable[[Any], bool]) -> str:
+        """Return the reason why a recording on `device` cannot take these arguments, or an empty string.
+
+        `is_part` tells objects whose changes are noticed anyway: models and optimizers of the step.
+        """
+        for leaf in self.leaves:
+            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not is_part(leaf):
+                return (
+                    f"an argument is a {type(leaf).__name__}, and a replay would not see changes in it. Pass tensors "
+                    "and numbers"
+                )
+        for tensor in self.tensors:
+            if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_inference():
+                return "an argument is a nested, sparse or inference tensor"
+            if tensor.device.type != device.type:
+                return (
+                    f"an argument of shape {tuple(tensor.shape)} is a tensor on {str(tensor.device)!r}. Move it to "
+                    f"{str(device)!r} before the call"
+                )
+            if tensor.requires_grad:
+                return (
+                    f"an argument of shape {tuple(tensor.shape)} requires a gradient, which a replay would give to "
+                    "its own copy"
+                )
+        return ""
+
+    def versions(self) -> list[int]:
+        """Version counters of the tensors, which grow with every write."""
+        return list(map(version_of, self.tensors))
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        return step(*self._args, **self._kwargs)
+
+    def static(self) -> StaticArguments:
+        return StaticArguments(self.leaves, self._structure)
+
+
+class StaticArguments:
+    """Copies of the tensors of a call at fixed addresses. Replays read these."""
+
+    def __init__(self, leaves: Sequence[Any], structure: Any):
+        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # Not the copies themselves: the step may make them require gradients, and then they cannot be written.
+        self._tensors = [copy.detach() for copy in copies if isinstance(copy, torch.Tensor)]
+        self._args: Sequence[Any]
+        self._kwargs: dict[str, Any]
+        if isinstance(structure, tuple):
+            positional = len(copies) - len(structure)
+            self._args, self._kwargs = copies[:positional], dict(zip(structure, copies[positional:], strict=True))
+        else:
+            self._args, self._kwargs = tree_unflatten(copies, structure)
+
+    def run(self, step: Callable[..., Any]) -> Any:
+        return step(*self._args, **self._kwargs)
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        for mine, theirs in zip(self._tensors, tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    spec = (id(spec_of(leaf).mesh), spec_of(leaf).placements) if isinstance(leaf, DTensor) else None
+    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, spec
+
+
+class TrainedSignature(NamedTuple):
+    """State of models, optimizers and scaler that selects a recording. Warnings show the field names."""
+
+    train_or_eval_mode_of_modules: tuple[bool, ...]
+    requires_grad_of_parameters: tuple[bool, ...]
+    options_of_units: tuple[Any, ...]
+    gradients_before_the_call: tuple[Any, ...]
+    settings_of_param_groups: tuple[tuple[tuple[str, Any], ...], ...]
+    settings_of_the_scaler: tuple[Any, ...]
+    state_of_the_scaler_since_its_last_update: tuple[Any, ...]
+    grad_mode: bool
+    autocast: bool
+    autocast_dtype: Any
+    deterministic_algorithms: bool
+    default_dtype: Any
+
+
+class Signature:
+    """Calls with equal signatures can share a recording. The hash of its hundreds of values is computed once."""
+
+    def __init__(self, arguments: Any, trained: TrainedSignature):
+        self.arguments, self.trained = arguments, trained
+        self._hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self is other or (self.arguments == other.arguments and self.trained == other.trained)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.arguments, self.trained))
+        return self._hash
+
+
+def changed_rates(one: Signature, other: Signature) -> list[int]:
+    """Indices of the optimizer groups whose learning rates differ; empty if anything else differs, too."""
+    mine, theirs = (each.trained.settings_of_param_groups for each in (one, other))
+    rest = (each.trained._replace(settings_of_param_groups=()) for each in (one, other))
+    if one.arguments != other.arguments or next(rest) != next(rest) or len(mine) != len(theirs):
+        return []
+    changed = [number for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
+    return changed if all(_without_rate(mine[each]) == _without_rate(theirs[each]) for each in changed) else []
+
+
+def _without_rate(settings: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in settings if name != "lr"]
+
+
+def difference(one: Signature, other: Signature) -> str:
+    """Describe the first difference."""
+    if one.arguments != other.arguments:
+        (_, mine), (_, theirs) = one.arguments, other.arguments
+        pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
+        if pairs:
+            return f"an argument: {_shown(pairs[0][0])} and {_shown(pairs[0][1])}"
+        return "the number of arguments" if len(mine) != len(theirs) else "the names or the nesting of arguments"
+    for name, mine, theirs in zip(TrainedSignature._fields, one.trained, other.trained, strict=True):
+        if mine == theirs:
+            continue
+        if name != "settings_of_param_groups":
+            return name.replace("_", " ")
+        groups = zip(mine, theirs, strict=False)
+        keys = [a[0] for group, its in groups for a, b in zip(group, its, strict=False) if a != b]
+        if "lr" in keys:
+            return (
+                "'lr' of a param group, which this optimizer reads on the host. It reads it on the device with "
+                "fused=True; sharded parameters also need unshard.optim.flat"
+            )
+        return f"{', '.join(map(repr, keys))} of a param group" if keys else "the number of param groups"
+    return "nothing"
+
+
+def _shown(described: tuple[Any, ...]) -> str:
+    """Format an argument as `_described` returns it: type and value, or the metadata of a tensor."""
+    if len(described) == 2:
+        return f"{described[1]!r:.80}"
+    return f"a tensor of shape {tuple(described[1])} and {described[3]}"
