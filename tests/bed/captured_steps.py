@@ -119,7 +119,7 @@ def train(
     steps: int,
     device: str,
 ) -> list[torch.Tensor]:
-    """What the steps return, and this rank's parameters at the end. Captured ones are recorded after three calls."""
+    """Results of the steps, and this rank's parameters at the end. Captured steps are recorded after three calls."""
     optimizer = make_optimizer(model)
     scaler = make_scaler(init_scale=2.0**20 if device == "cuda" else 2.0**10, growth_interval=4)
     step = make_step(model, optimizer, scaler)

@@ -1,7 +1,7 @@
 """Recordings without a GPU: "record" runs a step and undoes its effect on tensors, "replay" runs the step again.
 
-So a CPU shows when steps are recorded, replayed and dropped, and what replays leave of gradients. A replay forgets what
-Python did in it, as a CUDA graph would.
+So tests on a CPU see when steps are recorded, replayed and dropped, and which gradients replays leave. A replay
+forgets what Python did in it, as a CUDA graph would.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SimulatedGraph:
 
 
 def _refuse_ordinary_memory(trained: Any) -> None:
-    """Of gradients or of all-gathers: a graph would write there, and others get it as soon as it is given back."""
+    """No gradient or all-gather may own such memory: a graph would write there after others got it."""
     for group in (group for unit in trained.units for group in unit.param_groups):
         for unsharded in group._by_precision.values():
             assert not unsharded.plan.staging.held, group.unit_name

@@ -49,7 +49,7 @@ class Odd:
 
 
 def after(change: Callable[[Training], Any], **options: Any) -> list[str]:
-    """What the call after a change does."""
+    """Run a step after a change; return what happened in that call."""
     with simulated_recorder() as happened:
         training = Training(**options)
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""What a step does on the host is noticed; what it returns, and what it is passed."""
+"""Side effects on the host prevent recordings; returned containers and arguments."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_counters_of_optimizers(count: Callable[[Any], int]) -> None:
 
 
 def test_gradients_between_calls() -> None:
-    """Of parameters that are not sharded they lie where the program put them."""
+    """For parameters that are not sharded, the program chooses the memory of gradients."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

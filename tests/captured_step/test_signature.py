@@ -1,4 +1,4 @@
-"""What every call of a captured step compares with the call before."""
+"""Every call of a captured step compares objects, settings and arguments with the previous call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces PyTorch's FSDP, in modules that were imported before as well, and the errors for missing names."""
+"""Replacements of PyTorch's FSDP, also in modules that were imported before, and errors for missing names."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Outcome:
-    """What a run of a training program left in its folder."""
+    """The files that a run of a training program left in its folder."""
 
     def __init__(self, out: Path):
         told = json.loads((out / "losses.json").read_text())
@@ -284,7 +284,7 @@ def test_what_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_are_spawned(tmp_path: Path) -> None:
-    """They import the main module anew, and get ours as well."""
+    """They import the main module again, with the drop-in installed."""
     program = tmp_path / "program.py"
     program.write_text(
         "import torch.multiprocessing as mp\n"

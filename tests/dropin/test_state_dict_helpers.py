@@ -59,7 +59,7 @@ for KIND in ("call", "originals", "flat"):
     step(model, optimizer)
     step(other, others)
     same(other.state_dict(), model.state_dict())
-    for broadcast in (False, True):  # a checkpoint that lacks something leaves it as it is
+    for broadcast in (False, True):  # names that are missing in the checkpoint do not change
         partial = {name: torch.full_like(value, 3.0) for name, value in expected.items() if name != "1.0.weight"}
         now = model.state_dict()
         options = StateDictOptions(full_state_dict=True, strict=False, broadcast_from_rank0=broadcast)

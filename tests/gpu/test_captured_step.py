@@ -273,7 +273,7 @@ def test_changes_reach_replays(between: Callable[[Trainer], None]) -> None:
 
 @world(1, 2, backend="nccl")
 def test_a_step_that_looks_at_its_loss() -> None:
-    """It runs as it is, with its line in the warning; random numbers work afterwards."""
+    """It runs eagerly, with its line in the warning; random numbers work afterwards."""
     results = []
     for captured in (False, True):
         torch.manual_seed(3)
@@ -302,7 +302,7 @@ def test_a_step_that_looks_at_its_loss() -> None:
 
 @world(2, 4, backend="nccl")
 def test_a_rank_that_cannot_record() -> None:
-    """All ranks run the step as it is."""
+    """All ranks run the step eagerly."""
     results = []
     for captured in (False, True):
         torch.manual_seed(3)
@@ -446,7 +446,7 @@ def test_memory_of_many_signatures_is_bounded() -> None:
 
 @world(2, backend="nccl")
 def test_the_job_ends_with_recordings_alive() -> None:
-    """NCCL would wait for them for ever."""
+    """NCCL would wait for them forever."""
     trainer = Trainer(captured=True)
     trainer.run(5)
     assert trainer.step.recordings == 1

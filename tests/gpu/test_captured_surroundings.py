@@ -1,4 +1,4 @@
-"""What surrounds a captured step: autocast, random state, buffers, memory of parameters, other captured steps."""
+"""Captured steps with autocast, random state, buffers, replaced memory, and inside other captured steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(is_sharded: bool) -> nn.Module:
 
 
 def same_with_capture(run: Callable[[Callable[..., Any]], list[torch.Tensor]]) -> None:
-    """`run` gets what captures a step, and for comparison what leaves it as it is."""
+    """Call `run` with a function that captures a step, and with one that returns it unchanged; compare."""
     expected, found = run(lambda step, *unused: step), run(capture)
     assert len(expected) > 2
     assert_equal(expected, found)
@@ -63,7 +63,7 @@ def trained(
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @world(1, 2, backend="nccl")
 def test_forward_mode_in_a_step() -> None:
-    """The loss has a tangent in it, and is differentiated; casts lie between it and the parameters."""
+    """The loss contains a tangent and is differentiated, through casts of the parameters."""
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -110,7 +110,7 @@ def locals_of_live(model: nn.Module) -> list[torch.Tensor]:
 
 @world(2, backend="nccl")
 def test_micro_batches_in_one_autocast() -> None:
-    """The first one gets another shape, so that it runs as it is while the others are replayed."""
+    """The first one gets another shape, so that it runs eagerly while the others are replayed."""
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         model = build(is_sharded=True)
@@ -180,7 +180,7 @@ def set_state() -> None:
 @pytest.mark.parametrize("change", [seed, fork, set_state], ids=lambda each: each.__name__)
 @world(1, 2, backend="nccl")
 def test_a_step_that_sets_the_random_state(change: Callable[[], None]) -> None:
-    """It runs as it is, also if it sets the seed that the program has set."""
+    """It runs eagerly, even if it sets the seed that the program has set."""
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         model = build(is_sharded=True)
@@ -217,7 +217,7 @@ class Recurrent(nn.Module):
 
 @world(1, backend="nccl")
 def test_dropout_of_cudnn() -> None:
-    """Its state, which depends on the seed, must not be made anew in a recording."""
+    """Its state depends on the seed and must not be rebuilt in a recording."""
 
     def run(captured: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -403,7 +403,7 @@ def test_a_step_that_goes_on_after_the_error() -> None:
 
 
 class Scaled(Stack):
-    """With a number that lies on the CPU, as one that was registered after `.cuda()`."""
+    """The buffer is a number on the CPU, as if it was registered after `.cuda()`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.factor

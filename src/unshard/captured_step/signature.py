@@ -1,4 +1,4 @@
-"""What two calls compare to share a recording: lists of objects, arguments, and signatures."""
+"""Comparison of calls that may share a recording: lists of objects, arguments, and signatures."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class GradientSnapshot:
     foreign: tuple[int, ...] = ()
     """Ids of the parameters whose `.grad` the program has set."""
     shown: bool = False
-    """Whether unreduced sums are visible as `.grad`."""
+    """True if unreduced sums are visible as `.grad`."""
 
     @staticmethod
     def of(group: ParamGroup) -> GradientSnapshot:
@@ -74,7 +74,7 @@ class GradientSnapshot:
 
     @property
     def repeatable(self) -> bool:
-        """Whether `restore` can bring these gradients back."""
+        """True if `restore` can bring these gradients back."""
         return not self.foreign and not self.shown
 
     def fits(self, group: ParamGroup) -> bool:

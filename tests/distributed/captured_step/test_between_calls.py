@@ -1,4 +1,4 @@
-"""What programs and the host do between two calls of a captured step; recordings are simulated on the CPU."""
+"""Changes by the program between two calls of a captured step; recordings are simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_other_memory_before_a_recording_that_fails() -> None:
 @pytest.mark.parametrize("takes_over", ["the call", "a forward before it"])
 @world(1, 2, 3, slow=(3,))
 def test_other_memory_and_recordings(takes_over: str) -> None:
-    """Units make their shards anew, and what gradients are reduced with: the recording refers to memory of both."""
+    """Units rebuild shards and reduction buffers; the recording refers to memory of both."""
     model, reference = wrapped(), wrapped()
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ def test_memory_of_gradients_that_an_eager_step_left() -> None:
 
 @world(1, 2)
 def test_memory_of_gradients_after_a_recording_that_failed() -> None:
-    """It lies in the memory of the recording, where the zeros of its gaps were never written."""
+    """It is in the memory of the recording, where the zeros of its gaps were never written."""
     with simulated_recorder() as happened, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: Any = sharded()
