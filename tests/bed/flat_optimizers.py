@@ -114,10 +114,10 @@ def assert_clean() -> None:
     gc.collect()
     alive = gc.get_objects()
     for each in (each for each in alive if isinstance(each, ShardedParams)):
-        inside = torch.zeros_like(each.shard._flat, dtype=torch.bool)
+        inside = torch.zeros_like(each.shard.memory, dtype=torch.bool)
         for index, begin in each.shard.ranges():
             inside[begin : begin + each.shard.locals[index].nbytes] = True
-        assert not each.shard._flat[~inside].any()
+        assert not each.shard.memory[~inside].any()
     for shard in (each for each in alive if isinstance(each, ShardedGrad)):
         if shard.buffer.held:
             assert all(not gap.any() for gap in shard.buffer._gaps)

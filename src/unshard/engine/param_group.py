@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.interface import Label, Transport, Work
 from ..comm.order.waiting import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
-from ..torch_private import current_graph_task, foreach_copy, storage_use_count
-from . import observer, step_recording
+from ..torch_private import current_graph_task, storage_use_count
+from . import observer
 from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan, Slicing
@@ -178,47 +178,24 @@ class ParamGroup:
 
     def all_gather(self, from_slices: bool) -> None:
         """Issue the all-gather, from the shard or from the slices kept since forward. Only at rest, or sliced."""
-        if from_slices:
-            self._all_gather_slices()
-            return
-        sharded = self.sharded
-        if current_graph_task() == -1:
-            if LISTENERS:
-                finish_steps()
-            if not sharded.is_bound():
+        if from_slices and self._unsharded is not None and self._unsharded.slices is not None:
+            plan, label = self._unsharded.slices.plan, self._slices_label
+        else:
+            sharded = self.sharded
+            if current_graph_task() == -1:
+                if LISTENERS:
+                    finish_steps()
+                if not sharded.is_bound():
+                    self.rebind_params()
+            elif not sharded.is_registered():
+                # In backward the values must be those of forward: only replaced parameter objects are taken over.
                 self.rebind_params()
-        elif not sharded.is_registered():
-            # In backward the values must be those of forward: only replaced parameter objects are taken over.
-            self.rebind_params()
-        unsharded = self._unsharded
-        if unsharded is None or not sharded.placed:
-            unsharded = self._make_unsharded()
-        plan = unsharded.plan
+            unsharded = self._unsharded
+            if unsharded is None or not sharded.placed:
+                unsharded = self._make_unsharded()
+            plan, label = unsharded.plan, self._label
         try:
-            if not plan.plain:
-                work = unsharded.start_special(self._label)
-            elif step_recording.active and plan.streams is not None:
-                work = plan.start_on(plan.streams, self._label)
-            else:
-                plan.take()
-                if plan.cast_to:
-                    foreach_copy(plan.cast_to, plan.cast_from)
-                work = self.shards.all_gather(plan.outputs, plan.inputs, label=self._label)
-        except OrderError:
-            self._release(plan)
-            raise
-        self._in_flight = plan, work
-        if observer.current is not None:
-            observer.current.all_gathering(self.params, plan.members, plan.inputs)
-
-    def _all_gather_slices(self) -> None:
-        unsharded = self._unsharded
-        if unsharded is None or unsharded.slices is None:
-            self.all_gather(from_slices=False)  # not sliced after forward
-            return
-        plan = unsharded.slices.plan
-        try:
-            self._in_flight = plan, plan.start(self._slices_label)
+            self._in_flight = plan, plan.start(label)
         except OrderError:
             self._release(plan)
             raise
@@ -437,7 +414,7 @@ class ParamGroup:
         for param, group, theirs in found:
             mesh = getattr(param.sharded, "device_mesh", None)
             refuse_different_units(group, theirs, reader, param.name, param.policy, self.sharded.kind, mesh)
-        self.sharded.drop([param for param, *_ in found], reader)
+        self.sharded.drop([param for param, *_ in found], reader.name, reader.root is not None)
         for param, group, theirs in found:
             for each in (param.sharded, param.origin()):
                 if each is not None:

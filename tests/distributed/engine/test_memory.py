@@ -72,7 +72,7 @@ def note_memory() -> Iterator[None]:
 
 def held() -> int:
     """Bytes in all buffers and master shards alive."""
-    storages = [each.storage if isinstance(each, Buffer) else each._flat.untyped_storage() for each in ALIVE]
+    storages = [each.storage if isinstance(each, Buffer) else each.memory.untyped_storage() for each in ALIVE]
     return sum(storage.nbytes() for storage in storages)
 
 

@@ -427,7 +427,7 @@ def test_padding_and_gaps_stay_zero() -> None:
     for module in (model, model[2]):
         unit = fully_shard.state(module).unit
         checked += _assert_zero_outside(
-            unit.param_groups[0].sharded.shard._flat, [param.local for param in unit.params]
+            unit.param_groups[0].sharded.shard.memory, [param.local for param in unit.params]
         )
         for reduction in unit.param_groups[0].gradients.reductions.values():
             for shard in (shard for shard in reduction.grads if shard.attached):

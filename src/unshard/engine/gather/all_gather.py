@@ -1,4 +1,4 @@
-"""The plan of an all-gather: what is cast, sent and copied out; and slices, which a second plan gathers from."""
+"""All-gathers: the plan of what is cast, sent and copied out, and the slices that a second plan gathers from."""
 
 from __future__ import annotations
 
@@ -20,25 +20,33 @@ from ...torch_private import foreach_copy, local_of, make_dtensor, no_transforms
 from .. import step_recording
 from ..dtype_rules import Segments, sent_dtype
 from ..params.buffers import Buffer, ShardLayout, UnshardedBuffer
-from ..params.offload import HostCopy, IssuedOnSideStream, Upload
+from ..params.offload import IssuedOnSideStream, Upload
 from ..params.param import ManagedParam
 from ..side_stream import GatherStreams, gather_streams
+from .extension import Extensions
 
 
 class AllGatherPlan:
-    """From a shard into the unsharded buffer. `outputs` and `inputs` are what the collective takes.
+    """Gathers a shard into the unsharded buffer. Every tensor that this takes is made once, by the constructor.
 
     Large parameters are gathered straight into the unsharded buffer. Packed ones are gathered into `staging`, which is
-    emptied as soon as they are copied out. Where the dtype changes, the cast writes into this rank's own piece of the
-    output and the all-gather works in place, so that no second copy of the shard exists.
-
-    The param group runs a `plain` plan itself: take the buffers, cast, all-gather, and later `copy_out`.
+    freed as soon as they are copied out. If the dtype changes, the cast writes into this rank's piece of the output and
+    the all-gather runs in place, so no second copy of the shard exists.
     """
 
     def __init__(
-        self, shard: ShardLayout, buffer: UnshardedBuffer, transport: Transport, host_copy: HostCopy | None = None
+        self,
+        shard: ShardLayout,
+        buffer: UnshardedBuffer,
+        transport: Transport,
+        upload: Upload | None = None,
+        extensions: Extensions | None = None,
+        side_streams: bool = True,
     ):
-        """`host_copy`: how an offloaded shard is reached."""
+        """`upload` copies an offloaded shard to the device. `extensions` are gathered with the shard.
+
+        `side_streams`: recorded steps may gather on side streams.
+        """
         self._transport, self._shard, self.buffer = transport, shard, buffer
         traits, itemsizes = transport.traits, shard.segments.itemsizes("compute")
         packed = [region for region in shard.regions if region.packed]
@@ -50,8 +58,8 @@ class AllGatherPlan:
         self.cast_to: list[torch.Tensor] = []
         self.members = [region.members for region in shard.regions]
         """The parameters in each input."""
-        # An offloaded shard is copied into the output's place, and so is one that the transport takes from there only.
-        in_place = host_copy is not None or traits.in_place_only
+        # An offloaded shard is uploaded into this rank's piece of the output. Some transports read only that piece.
+        in_place = upload is not None or traits.in_place_only
         buffer.take()
         ranges = iter(staged.ranges)
         for number, region in enumerate(shard.regions):
@@ -59,47 +67,72 @@ class AllGatherPlan:
                 self._add(number, region, self.staging, next(ranges), in_place)
             else:
                 self._add(number, region, buffer, self._place_in_buffer(region), in_place)
-        self._leave_out_what_is_there()
+        self._skip_casts_in_place()
         self._packed = list(zip(packed, staged.ranges, strict=True))
         self.copies = [self._copy_out(region, at) for region, at in self._packed]
         self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
-        """Whether the unsharded buffer has no memory before `copy_out`. On the host it has: memory is not short there,
-        and a backward that reads it too early can be refused; reading an empty storage ends the process."""
+        """True if the unsharded buffer gets memory only in `copy_out`. Not on the host, where memory is not short: a
+        backward that reads the buffer too early can be refused, but reading an empty storage would end the process."""
         self._copies_without_tables: list[Callable[[], object]] | None = None
         self._copied_out = False
-        """Whether a side stream copies the packed parameters out."""
-        self.streams = gather_streams(buffer.device) if traits.gathers_on_any_stream else None
+        """True if a side stream copies the packed parameters out."""
+        any_stream = traits.gathers_on_any_stream and extensions is None  # the code of extensions allocates memory
+        self._streams = gather_streams(buffer.device) if side_streams and any_stream and self.outputs else None
         """Where recorded steps cast, gather and copy out; None: on the compute stream."""
-        self._upload = None if host_copy is None else Upload(shard, self.cast_from, buffer.device, host_copy)
-        self.plain = self._upload is None and bool(self.outputs)
-        """Whether nothing but casts comes before the collective."""
+        self._upload, self._upload_issues, self._extensions = upload, any_stream, extensions
+        self._special = upload is not None or extensions is not None or not self.outputs
+        """True if more than casts comes before the collective, or there is nothing to gather."""
+        self._uploaded = [] if upload is None else upload.views(self.cast_from)
         self.staging.release()
         buffer.release()
 
     def start(self, label: Label) -> Work:
-        """Issue the all-gather. Until `copy_out` nobody may touch the buffers."""
-        if not self.outputs:
-            return self.start_with(Done, self._transport.traits.gathers_on_any_stream)
-        issue = partial(self._transport.all_gather, self.outputs, self.inputs, label=label)
-        return self.start_with(issue, self._transport.traits.gathers_on_any_stream)
+        """Fill the inputs and issue the all-gather. Until `copy_out`, nobody may touch the buffers.
 
-    def start_on(self, streams: GatherStreams, label: Label) -> Work:
-        """As the param group does for a plain plan, but on side streams: while other units compute. Costs host time.
-
-        It comes after what the compute stream has queued so far, which may have had the memory before.
+        All all-gathers of units are issued here.
         """
-        self.take()
-        if self.copies:
+        # Memory is taken on the compute stream, which also frees it. Side streams wait for that stream before they
+        # write, because it may still be reading what had the memory before.
+        if not self._takes_late:
             self.buffer.take()
-        issued = IssuedOnSideStream()
+        if self.copies:
+            self.staging.take()
+        if self._special or step_recording.active:
+            return self._start_special(label)
+        if self.cast_to:
+            foreach_copy(self.cast_to, self.cast_from)
+        return self._transport.all_gather(self.outputs, self.inputs, label=label)
 
-        def issue() -> None:
+    def _start_special(self, label: Label) -> Work:
+        """The same for an offloaded shard, gather protocols, nothing to gather, and recorded steps."""
+        sender = self._extensions or (self._transport if self.outputs else None)
+        issue = Done if sender is None else partial(sender.all_gather, self.outputs, self.inputs, label=label)
+        if self._upload is not None:
+            if self._upload_issues:
+                return self._upload.start(self.cast_to, self._uploaded, issue)
+            self._upload.start(self.cast_to, self._uploaded).wait()
+        elif step_recording.active and self._streams is not None:
+            return self._start_recorded(self._streams, issue)
+        elif self.cast_to:
+            foreach_copy(self.cast_to, self.cast_from)
+        return issue()
+
+    def _start_recorded(self, streams: GatherStreams, issue: Callable[[], Work]) -> Work:
+        """In a recorded step, use side streams, so that a replay gathers while other units compute.
+
+        Costs host time, which a replay does not have. The gather stream starts after everything that the compute stream
+        has queued so far.
+        """
+        if self.copies:
+            self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
+
+        def cast_and_issue() -> Work:
             self._cast_one_by_one()
-            work = self._transport.all_gather(self.outputs, self.inputs, label=label)
-            issued.work = streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
+            work = issue()
+            # The copy-out stream waits for the gather stream, which in turn need not wait for the copies.
+            return streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
 
-        issued.event = streams.gather.queue(issue)
-        return issued
+        return IssuedOnSideStream(streams.gather, cast_and_issue)
 
     def _cast_one_by_one(self) -> None:
         """Takes less time on the device than the kernel for lists, and more on the host."""
@@ -113,29 +146,8 @@ class AllGatherPlan:
             copy()
         self._copied_out = True
 
-    def take(self) -> None:
-        """Have the memory that the collective writes into."""
-        if not self._takes_late:
-            self.buffer.take()
-        if self.copies:
-            self.staging.take()
-
-    def start_with(self, issue: Callable[[], Work], on_side_stream: bool) -> Work:
-        """Fill the inputs, then `issue` the collective.
-
-        `on_side_stream`: it may be issued from the stream that copies an offloaded shard to the device.
-        """
-        self.take()
-        if self._upload is not None:
-            if on_side_stream:
-                return self._upload.start(self.cast_to, issue)
-            self._upload.start(self.cast_to).wait()
-        elif self.cast_to:
-            foreach_copy(self.cast_to, self.cast_from)
-        return issue()
-
     def copy_out(self) -> None:
-        """After the collective: copy packed parameters to their places."""
+        """Copy packed parameters to their places, after the collective."""
         if not self._copied_out:
             self.buffer.take()
             for copy in self._recorded_copies() if step_recording.active else self.copies:
@@ -143,12 +155,13 @@ class AllGatherPlan:
         self.forget()
 
     def forget(self) -> None:
-        """Of an all-gather that is copied out, or was recorded and never ran."""
+        """Free the staging memory, after `copy_out` or if the all-gather was recorded and never ran."""
         self._copied_out = False
         self.staging.release()
 
     def _recorded_copies(self) -> list[Callable[[], object]]:
-        """Piece by piece: a kernel that takes all pieces at once reads where they are from host memory."""
+        """Copies piece by piece. A kernel for all pieces reads their addresses from host memory, which a replay reads
+        again when it holds something else."""
         if self._copies_without_tables is None:
             self._copies_without_tables = [self._copy_out_pieces(region, at) for region, at in self._packed]
         return self._copies_without_tables
@@ -159,14 +172,14 @@ class AllGatherPlan:
             self._upload.start_early()
 
     def forget_upload(self) -> None:
-        """What was copied early is out of date."""
+        """Discard an early copy, which is out of date."""
         if self._upload is not None:
             self._upload.forget()
 
-    # -- making it ------------------------------------------------------------------------------------------
+    # -- construction ---------------------------------------------------------------------------------------
 
-    def _leave_out_what_is_there(self) -> None:
-        """Nothing is copied where the unsharded buffer is the shard itself."""
+    def _skip_casts_in_place(self) -> None:
+        """Drop the copies of a tensor onto itself, if the unsharded buffer is the shard."""
         pairs = zip(self.cast_to, self.cast_from, strict=True)
         needed = [(to, source) for to, source in pairs if to.data_ptr() != source.data_ptr()]
         self.cast_to, self.cast_from = [to for to, _ in needed], [source for _, source in needed]
@@ -178,7 +191,7 @@ class AllGatherPlan:
         return RegionRange(offset, run.numel * itemsize, self._transport.world, (0,))
 
     def _add(self, number: int, region: Region, buffer: Buffer, at: RegionRange, in_place: bool) -> None:
-        """Input and output of one region, and the casts into this rank's piece where the input is not the shard."""
+        """Add the input and output of a region, and the casts into this rank's piece if the input is not the shard."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
         self.outputs.append(buffer.tensor(carrier, at.offset, (at.piece * at.copies // carrier.itemsize,)))
@@ -194,20 +207,19 @@ class AllGatherPlan:
         ]
 
     def _copy_out(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """What copies a packed region's columns to the parameters they become."""
+        """Return the function that copies a packed region's columns to their parameters."""
         needs_copy = any(self._shard.shardings[index].needs_copy for index in region.members)
         if needs_copy or not self._without_gaps(region, at):
             return self._copy_out_pieces(region, at)
         return self._copy_out_columns(region, at)
 
     def _sharding(self, index: int) -> RowSharding:
-        """How a parameter of a packed region is cut."""
         sharding = self._shard.shardings[index]
         assert isinstance(sharding, RowSharding)
         return sharding
 
     def _without_gaps(self, region: Region, at: RegionRange) -> bool:
-        """Whether the runs leave no gaps. They do where wide elements come after narrow ones."""
+        """Return True if no gaps are between the runs. Wide elements after narrow ones need gaps."""
         ends = [
             start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
             for run, start in zip(region.runs, at.runs, strict=True)
@@ -215,7 +227,7 @@ class AllGatherPlan:
         return list(at.runs) == [0, *ends[:-1]]
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Piece by piece, where parameters are cut along another dimension than the first, or lie with gaps."""
+        """Copy piece by piece: needed for parameters sharded along a dim other than 0, and for runs with gaps."""
         sources, targets = [], []
         for run, start in zip(region.runs, at.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
@@ -234,7 +246,7 @@ class AllGatherPlan:
         return partial(foreach_copy, targets, sources)
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """In the elements of the region or, for several dtypes, in bytes; one call."""
+        """Copy in one call, in elements of the region's dtype, or in bytes if it has several dtypes."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
         sizes, targets = [], []
@@ -248,54 +260,45 @@ class AllGatherPlan:
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype they share, or bytes."""
+    """Return the dtype that all share, or uint8."""
     kinds = set(map(sent_dtype, dtypes))
     return kinds.pop() if len(kinds) == 1 else torch.uint8
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """The smaller group: how its ranks are reached, and the mesh (copies, slices) on which the slices are DTensors."""
+    """The smaller process group that keeps slices: its transport, and the mesh (copies, slices) of their DTensors."""
 
     transport: Transport
     mesh: DeviceMesh
 
 
-class Slice(ShardLayout):
-    """A shard in the compute dtypes whose memory comes and goes."""
-
-    def __init__(self, shardings: list[RowSharding], segments: Segments, transport: Transport, device: torch.device):
-        super().__init__(shardings, segments, transport, range(len(shardings)))
-        self.buffer = Buffer(self.buffer_layout.nbytes, device)
-        self._flat = self.buffer.tensor(torch.uint8, 0, (self.buffer.nbytes,))
-
-
 class Slices:
-    """Keeps 1/k of the unit on each of k ranks, from which backward gathers it again.
+    """Keeps 1/k of the unsharded parameters on each of k ranks after forward; backward gathers from these slices.
 
-    The modules hold slices as DTensors to look at, not to write: the next forward gathers from the shard.
+    Modules hold the slices as DTensors, which programs may read but not write: the next forward gathers from the shard.
     """
 
     def __init__(self, params: Sequence[ManagedParam], shard: ShardLayout, buffer: UnshardedBuffer, slicing: Slicing):
         transport = slicing.transport
         shardings = [RowSharding(sharding.shape, transport.world) for sharding in shard.shardings]
         dtypes = [shard.segments.dtypes(index).compute for index in range(len(shardings))]
-        slice_shard = Slice(
-            shardings, Segments(dtypes, [MixedPrecisionPolicy()] * len(dtypes)), transport, buffer.device
-        )
-        self._buffer = slice_shard.buffer
-        self.plan = AllGatherPlan(slice_shard, buffer, transport)
-        begins = dict(slice_shard.ranges())
+        segments = Segments(dtypes, [MixedPrecisionPolicy()] * len(dtypes))
+        layout = ShardLayout(shardings, segments, transport, range(len(shardings)))
+        self._buffer = Buffer(layout.buffer_layout.nbytes, buffer.device)
+        layout.memory = self._buffer.tensor(torch.uint8, 0, (self._buffer.nbytes,))
+        # Recorded steps gather slices on the compute stream, too: `release` frees them as soon as that stream has
+        # waited for the all-gather.
+        self.plan = AllGatherPlan(layout, buffer, transport, side_streams=False)
+        begins = dict(layout.ranges())
         self._locals: list[torch.Tensor] = []
         self._pieces: list[torch.Tensor] = []
         buffer.take()
         for index, param in enumerate(params):
             assert param.unsharded_view is not None
-            self._pieces.append(param.unsharded_view.narrow(0, *shardings[index].rows(slice_shard.rank)))
-            local = torch.empty(
-                shardings[index].local_shape(slice_shard.rank), dtype=dtypes[index], device=buffer.device
-            )
-            # Made at offset 0 and only then put in its place, as gradients are: see `ShardedGrad`.
+            self._pieces.append(param.unsharded_view.narrow(0, *shardings[index].rows(layout.rank)))
+            local = torch.empty(shardings[index].local_shape(layout.rank), dtype=dtypes[index], device=buffer.device)
+            # Made at offset 0 and moved to its place afterwards, as gradients are: see `ShardedGrad`.
             placements = (Replicate(), ShardPlacement(0))
             dtensor = make_dtensor(local, slicing.mesh, placements, torch.Size(shardings[index].shape))
             param.sliced = nn.Parameter(dtensor, requires_grad=False)

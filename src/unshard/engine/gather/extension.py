@@ -1,12 +1,13 @@
-"""Tensor subclasses with their own gather protocol: the shard says what is gathered and how it is unsharded.
+"""Parameters with their own gather protocol: tensor subclasses that say what is gathered and how it is unsharded.
 
-A shard takes part if it has both methods:
+A parameter uses the protocol if its shard has both methods:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (unsharded tensor, tensors to free)
 
-The older form of the first takes only the mesh. From the second all-gather on `out` is the first's result,
-to be filled in place. The result may have the padding of uneven shards: its first rows are the parameter.
+`fsdp_pre_all_gather` may also take the mesh alone (the older form). The first call of `fsdp_post_all_gather` returns
+the unsharded tensor; later calls get it as `out` and fill it in place. It may have the padding of uneven shards behind
+the parameter's rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(shard: torch.Tensor, name: str) -> bool:
-    """Whether a parameter's shard brings its own gather protocol."""
+    """Return True if a parameter's shard has its own gather protocol."""
     pre, post = hasattr(shard, PRE), hasattr(shard, POST)
     if pre != post:
         have, lack = (PRE, POST) if pre else (POST, PRE)
@@ -40,7 +41,7 @@ def is_extended(shard: torch.Tensor, name: str) -> bool:
 
 
 def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
-    """Raise for a subclass that has no memory of its own but inner tensors, and no gather protocol."""
+    """Raise for a subclass that keeps its memory in inner tensors and has no gather protocol."""
     if hasattr(type(parameter), "__tensor_flatten__") and not is_extended(parameter, name):
         raise UnsupportedError(
             f"Parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with inner tensors and without "
@@ -49,7 +50,7 @@ def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
 
 
 class Extension:
-    """One such parameter. What it gathers lies in memory that comes and goes under tensors that stay the same."""
+    """A parameter with its own gather protocol. Its gathered tensors are made once; their memory comes and goes."""
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class Extension:
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
 
     def prepare(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What to gather: flat outputs and inputs."""
+        """Return the flat outputs and inputs of the all-gather."""
         shard = local_of(self.param.sharded)
         pre = getattr(shard, PRE)
         if shard.device != self._device:
-            # The methods may be patched onto the tensor itself; what `.to` returns has lost them.
+            # The methods may be patched onto the tensor object, and `.to` returns another object.
             moved = shard.to(self._device, non_blocking=True)
             pre = getattr(moved, PRE, None) or pre.__func__.__get__(moved)
         arguments = self._arguments(pre)
@@ -113,7 +114,7 @@ class Extension:
         self._gathered = tuple(gathered)
 
     def finish(self) -> None:
-        """Make the unsharded parameter of what was gathered."""
+        """Make the unsharded parameter from the gathered tensors."""
         post = getattr(local_of(self.param.sharded), POST)
         if self._unsharded is None:
             padded, inner = post(self._gathered, self._metadata, self._dtype)
@@ -130,12 +131,12 @@ class Extension:
         assert self.parameter is not None
         out: torch.Tensor = self.parameter if self.param.tp_spec is None else local_of(self.parameter)
         if out.shape != self._unsharded.shape:
-            out = self._unsharded  # the parameter is the first rows of it
-        with preserve_version_counter(out):
+            out = self._unsharded  # with padding; the parameter is a view of its first rows
+        with preserve_version_counter(out):  # else autograd would refuse graphs that saved the parameter
             post(self._gathered, self._metadata, self._dtype, out=out)
 
     def _without_padding(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """The parameter's rows of what the second method returned, which may have the padding of uneven shards."""
+        """Return the rows of the parameter, without the padding of uneven shards."""
         shape = torch.Size(self.param.sharding.shape)
         if unsharded.shape == shape:
             return unsharded
@@ -148,7 +149,7 @@ class Extension:
         return unsharded[: shape[0]]
 
     def _own(self, inner: Sequence[torch.Tensor]) -> None:
-        """Memory of the unsharded tensor that is not the all-gather's own output."""
+        """Empty and refill the memory of the unsharded tensor from now on, except the outputs of the all-gather."""
         outputs = {storage_key(buffer.storage) for buffer in self._buffers}
         storages = {storage_key(each.untyped_storage()): each.untyped_storage() for each in inner}
         self._inner = [(each, each.nbytes()) for key, each in storages.items() if key not in outputs]
@@ -162,49 +163,43 @@ class Extension:
 
 
 class Extensions:
-    """All such parameters of a part, gathered together with the rest where the transport can group."""
+    """All parameters of a param group with a gather protocol, gathered with the others if the transport can group."""
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
-        self._kept: list[Any] = []
+        self._kept: list[torch.Tensor] = []
+        """Inputs of the all-gather in flight, which nobody else may hold."""
 
     def enter(self) -> None:
-        """Let the params refer to these parameters; those not made yet follow when they are."""
+        """Let the params refer to these parameters. `Extension.finish` sets those that do not exist yet."""
         for member in self._members:
             member.param.unsharded = member.parameter
 
     def parameters(self) -> list[tuple[ManagedParam, nn.Parameter]]:
         return [(member.param, member.parameter) for member in self._members if member.parameter is not None]
 
-    def start(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None) -> Work:
-        """Issue the gather of `outputs` from `inputs` and of these parameters."""
-        mine_out: list[torch.Tensor] = []
-        mine_in: list[torch.Tensor] = []
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, label: Label | None) -> Work:
+        """As `Transport.all_gather`, for `outputs` and these parameters."""
+        own_outputs: list[torch.Tensor] = []
+        own_inputs: list[torch.Tensor] = []
+        transport = self._transport
         with torch.no_grad():
             for member in self._members:
                 out, into = member.prepare()
-                mine_out += out
-                mine_in += into
-            if self._transport.traits.gathers_groups:
-                self._place_own(mine_out, mine_in)
-                return self._transport.all_gather(outputs + mine_out, inputs + mine_in, label=label)
-            works = [self._transport.all_gather(outputs, inputs, label=label)] if outputs else []
-            return Works([*works, self._gather_bytes(mine_out, mine_in, None if outputs else label)])
-
-    def _place_own(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """A transport that sends nothing reads this rank's piece from its place in the output."""
-        if self._transport.traits.in_place_only:
-            for output, piece in zip(outputs, inputs, strict=True):
-                output.view(self._transport.world, -1)[self._transport.rank].copy_(piece)
-        self._kept = inputs
-
-    def _gather_bytes(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], label: Label | None) -> Work:
-        """One collective of bytes, copied out when it is waited for."""
-        rows = [each.view(torch.uint8) for each in inputs]
-        piece = torch.cat(rows)
-        gathered = piece.new_empty(piece.numel() * self._transport.world)
-        work = self._transport.all_gather([gathered], [piece], label=label)
-        return _Unpack(work, gathered.view(self._transport.world, -1), piece, outputs)
+                own_outputs += out
+                own_inputs += into
+            if transport.traits.gathers_groups:
+                if transport.traits.in_place_only:
+                    for output, piece in zip(own_outputs, own_inputs, strict=True):
+                        output.view(transport.world, -1)[transport.rank].copy_(piece)
+                self._kept = own_inputs
+                return transport.all_gather(outputs + own_outputs, inputs + own_inputs, label=label)
+            works = [transport.all_gather(outputs, inputs, label=label)] if outputs else []
+            # All of them in one tensor of bytes, which is copied out when it is waited for.
+            piece = torch.cat([each.view(torch.uint8) for each in own_inputs])
+            gathered = piece.new_empty(piece.numel() * transport.world)
+            work = transport.all_gather([gathered], [piece], label=None if outputs else label)
+            return Works([*works, _Unpack(work, gathered.view(transport.world, -1), piece, own_outputs)])
 
     def finish(self) -> None:
         self._kept = []
@@ -219,13 +214,14 @@ class Extensions:
 
 
 class _Unpack:
-    """A gather of bytes whose columns are copied to where they belong."""
+    """An all-gather of bytes, whose columns are copied to their outputs after the wait."""
 
     def __init__(self, work: Work, gathered: torch.Tensor, piece: torch.Tensor, outputs: list[torch.Tensor]):
-        self._work, self._unsharded, self._piece, self._outputs = work, gathered, piece, outputs
+        self._work, self._gathered, self._outputs = work, gathered, outputs
+        self._piece = piece  # the collective reads it until the wait
 
     def wait(self) -> None:
         self._work.wait()
-        world = self._unsharded.shape[0]
+        world = self._gathered.shape[0]
         tables = [output.view(torch.uint8).view(world, -1) for output in self._outputs]
-        torch.split_with_sizes_copy(self._unsharded, [table.shape[1] for table in tables], dim=1, out=tables)
+        torch.split_with_sizes_copy(self._gathered, [table.shape[1] for table in tables], dim=1, out=tables)

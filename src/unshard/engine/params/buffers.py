@@ -1,4 +1,4 @@
-"""Memory of a param group: the shard, which stays, and buffers whose memory comes and goes under tensors made once."""
+"""Memory of a param group: the shard, which stays allocated, and buffers that are freed and refilled in every step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..dtype_rules import Segments, sent_dtype
 
 EMPTIED: set[int] = set()
-"""Keys of the storages whose memory comes and goes. Reading a tensor over an empty one ends the process."""
+"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty one ends the process."""
 
 
 def will_empty(owner: object, storages: Iterable[torch.UntypedStorage]) -> None:
-    """Add `storages`, which `owner` empties and refills, to `EMPTIED` for as long as `owner` exists."""
+    """Add the storages that `owner` empties and refills to `EMPTIED`, for the lifetime of `owner`."""
     keys = [storage_key(each) for each in storages]
     EMPTIED.update(keys)
     weakref.finalize(owner, EMPTIED.difference_update, keys).atexit = False
 
 
 class Buffer:
-    """A storage that can be emptied and refilled while the tensors over it stay the same objects.
+    """A storage that is emptied and refilled while the tensors over it stay the same objects.
 
-    Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing.
+    Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing. Memory belongs to
+    the stream that is current at `take`. `release` does not wait: call it once the last use is queued on that stream,
+    or the stream waits for it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None, memory: torch.Tensor | None = None):
-        """`memory`: bytes that stay instead."""
+        """`memory`: bytes to use instead, which are never freed."""
         self.nbytes = nbytes
         self.device = device
         self._stays = memory is not None
@@ -47,7 +49,7 @@ class Buffer:
         self._pool = pool
 
     def take(self) -> None:
-        """Have memory, with undefined contents if there was none."""
+        """Allocate the memory unless it is held. Its contents are undefined then."""
         if not self._held:
             if self._pool is None:
                 self.storage.resize_(self.nbytes)
@@ -57,18 +59,18 @@ class Buffer:
             self._held = True
 
     def release(self) -> None:
-        """Give the memory back. Only when no collective on it is in flight."""
+        """Free the memory. Only if no collective on it is in flight."""
         if self._held and not self._stays:
             self.storage.resize_(0)
             self._held = False
 
     @property
     def stays(self) -> bool:
-        """Whether the memory is never given back."""
+        """True if the memory is never freed."""
         return self._stays
 
     def stay(self) -> None:
-        """Have the memory there is now for good: recorded steps read and write it there."""
+        """Never free the memory from now on: recorded steps read and write it at its present address."""
         self.take()
         self._stays = True
 
@@ -79,10 +81,10 @@ class Buffer:
     def tensor(
         self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor at a byte offset, by default contiguous; to be called while memory is held.
+        """Return a tensor at a byte offset, contiguous by default. Only while memory is held.
 
-        Made with `set_`, not by slicing, so that it has a version counter of its own: a gather into the buffer
-        must not look to autograd like a change of the parameters it saved.
+        Made with `set_` instead of slicing, so it has its own version counter: an all-gather into the buffer must not
+        look like a write to parameters that autograd saved.
         """
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(
@@ -93,7 +95,7 @@ class Buffer:
 def pieces(
     buffer: Buffer, buffer_layout: BufferLayout, regions: Sequence[Region], segments: Segments, role: str
 ) -> list[torch.Tensor]:
-    """One flat tensor per region of one segment: what a collective carries. Complex numbers are pairs of reals."""
+    """Return the tensors of a collective, one per region. Complex numbers are sent as pairs of reals."""
     tensors = []
     for region, at in zip(regions, buffer_layout.ranges, strict=True):
         dtype = sent_dtype(getattr(segments.kinds[region.runs[0].segment], role))
@@ -106,10 +108,13 @@ _SPARE = 16  # bytes behind a shard on the host, so that its last parameter can 
 
 
 class ShardLayout:
-    """The regions a gather sends and where each parameter's piece lies in them.
+    """The regions that an all-gather sends, and the place of each parameter in them.
 
-    `members` are the parameters it holds; others take part in the numbering only. A subclass says what memory it is.
+    `members` are the parameters in these regions; others take part in the numbering only.
     """
+
+    memory: torch.Tensor
+    """All bytes, which the owner of the layout allocates."""
 
     def __init__(
         self,
@@ -134,10 +139,9 @@ class ShardLayout:
         self.buffer_layout = lay_out(
             self.regions, segments.itemsizes("original"), copies=1, piece_alignment=transport.traits.piece_alignment
         )
-        self._flat = torch.empty(0)
 
     def run_tensors(self, region: int) -> list[torch.Tensor]:
-        """A region's runs as flat tensors of their original dtypes."""
+        """Return a region's runs as flat tensors of their original dtypes."""
         at, runs = self.buffer_layout.ranges[region], self.regions[region].runs
         return [
             self.flat(self.segments.kinds[run.segment].original, at.offset + start, run.numel)
@@ -145,16 +149,16 @@ class ShardLayout:
         ]
 
     def piece_bytes(self, region: int) -> torch.Tensor:
-        """A region's piece, padding included, as bytes."""
+        """Return a region's piece as bytes, with padding."""
         at = self.buffer_layout.ranges[region]
         return self.flat(torch.uint8, at.offset, at.piece)
 
     def flat(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """Some of it as a flat tensor; `offset` in bytes."""
-        return self._flat[offset : offset + numel * dtype.itemsize].view(dtype)
+        """Return a range as a flat tensor; `offset` is in bytes."""
+        return self.memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Each parameter in the order in which they lie, and the byte where it begins."""
+        """Yield each parameter and its first byte, in the order of memory."""
         for region, at in zip(self.regions, self.buffer_layout.ranges, strict=True):
             for run, start in zip(region.runs, at.runs, strict=True):
                 itemsize = self.segments.kinds[run.segment].original.itemsize
@@ -163,10 +167,10 @@ class ShardLayout:
 
 
 class Shard(ShardLayout):
-    """Storage, and each parameter's local tensor.
+    """This rank's part of a param group in the original dtypes, one flat tensor that stays allocated.
 
-    Local tensors lie on storage slices at offset 0: a DTensor over a tensor with a storage offset can be neither
-    saved nor deep-copied, and a slice saves only the parameter's own bytes. On meta there is no storage.
+    Each local tensor is at offset 0 of a slice of the storage: a DTensor over a tensor with a storage offset can be
+    neither saved nor deep-copied, and a slice saves only the parameter's own bytes. On meta there is no storage.
     """
 
     def __init__(
@@ -182,34 +186,28 @@ class Shard(ShardLayout):
         """`device`: where `memory` allocates, or meta."""
         super().__init__(shardings, segments, transport, members, layout)
         self.device = device
-        # Zeros: padding is read by flat optimizers and must never hold anything else. Memory that stays, not a
-        # Buffer: slices of an emptied storage would dangle.
+        # Zeroed, because flat optimizers read the padding. Not a `Buffer`: slices of an emptied storage would dangle.
         if device == META:
-            self._flat = torch.empty(0, dtype=torch.uint8, device=META)
+            self.memory = torch.empty(0, dtype=torch.uint8, device=META)
         else:
             nbytes = self.buffer_layout.nbytes
             spare = _SPARE if layout is ROW_LAYOUT and device.type == "cpu" else 0
-            self._flat = memory(nbytes + spare)[:nbytes]
+            self.memory = memory(nbytes + spare)[:nbytes]
         self.locals = self._make_locals()
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """All of it, as bytes."""
-        return self._flat
-
     def widen(self, local: torch.Tensor) -> None:
-        """Give a local tensor that modules hold under several names a slice with one more element.
+        """Give a local tensor that modules hold under several names a storage slice with one more element.
 
-        Writers of torch.distributed.checkpoint copy a tensor from the host only if it does not fill its storage, and
-        safetensors refuses to write the same memory under two names.
+        torch.distributed.checkpoint copies a host tensor only if it does not fill its storage, and safetensors refuses
+        to write the same memory under two names.
         """
-        begin = local.data_ptr() - self._flat.data_ptr()
+        begin = local.data_ptr() - self.memory.data_ptr()
         if local.numel() and self.device.type == "cpu" and local.untyped_storage().nbytes() == local.nbytes:
-            storage = self._flat.untyped_storage()[begin : begin + local.nbytes + local.element_size()]
+            storage = self.memory.untyped_storage()[begin : begin + local.nbytes + local.element_size()]
             local.set_(storage, 0, local.shape, local.stride())
 
     def stored(self) -> Shard:
-        """This shard as one that is gathered in the dtypes it has."""
+        """Return this shard for an all-gather without casts."""
         same = copy.copy(self)
         same.segments = self.segments.stored()
         return same
@@ -227,7 +225,7 @@ class Shard(ShardLayout):
         ]
         if self.device == META:
             return tensors
-        storage = self._flat.untyped_storage()
+        storage = self.memory.untyped_storage()
         for index, begin in self.ranges():
             shape, itemsize = self.shardings[index].local_shape(self.rank), tensors[index].element_size()
             if prod(shape):
@@ -238,7 +236,7 @@ class Shard(ShardLayout):
 
 
 class UnshardedBuffer(Buffer):
-    """Every parameter of a param group in one piece, in regions padded to the pieces of the shard."""
+    """The memory of all unsharded parameters of a param group, in regions padded to the pieces of the shard."""
 
     def __init__(
         self,
@@ -259,15 +257,15 @@ class UnshardedBuffer(Buffer):
         }
 
     def parameter(self, shard: ShardLayout, index: int) -> torch.Tensor:
-        """A parameter's place; to be called while memory is held."""
+        """Return the place of a parameter. Only while memory is held."""
         sharding, dtype = shard.shardings[index], shard.segments.dtypes(index).compute
         return self.tensor(dtype, self.offsets.get(index, 0), sharding.shape, sharding.stride)
 
 
 class ShardBuffer(Buffer):
-    """A buffer of this rank's pieces: one per region, padding included; `bodies` are the same without padding.
+    """This rank's pieces of a collective, one per region, with padding. `bodies` are the pieces without padding.
 
-    `flats` are segments, gaps included. Padding and gaps are zero: flat code reads them.
+    `flats` are whole segments. Padding and gaps are zero, because flat optimizers and all-reduces read them.
     """
 
     def __init__(
@@ -280,7 +278,7 @@ class ShardBuffer(Buffer):
         pool: Pool | None = None,
         memory: Callable[[int], torch.Tensor] | None = None,
     ):
-        """`memory` gives bytes that stay."""
+        """`memory` allocates bytes that stay allocated."""
         self.buffer_layout = lay_out(regions, segments.itemsizes(role), 1, piece_alignment)
         nbytes = self.buffer_layout.nbytes
         super().__init__(nbytes, device, pool, None if memory is None else memory(nbytes))
@@ -310,7 +308,7 @@ class ShardBuffer(Buffer):
         return [self.tensor(dtype, first, ((end - first) // dtype.itemsize,)) for dtype, first, end in extents.values()]
 
     def _unwritten(self) -> list[torch.Tensor]:
-        """The bytes behind each body, up to the next region."""
+        """Return the bytes behind each body, up to the next region."""
         ranges = self.buffer_layout.ranges
         ends = [at.offset for at in ranges[1:]] + [self.buffer_layout.nbytes]
         sizes = [body.numel() * body.element_size() for body in self.bodies]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from .param import ManagedParam, ParamLocation
 from .quantized import give_attributes
 from .sharded import ShardedParams
 from .swap import ParamSwap
-
-if TYPE_CHECKING:
-    from ..unit import Unit
 
 
 class FlatShardedParams(ShardedParams):
@@ -109,15 +106,15 @@ class FlatShardedParams(ShardedParams):
         """What modules have of `param` at rest."""
         return self._placeholders.get(param, param.sharded)
 
-    def drop(self, params: list[ManagedParam], reader: Unit) -> None:
-        if len(params) < len(self.params) or reader.root is not None:
-            why = "after the first forward" if reader.root is not None else "and the unit has other parameters, too"
+    def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
+        if len(params) < len(self.params) or started:
+            why = "after the first forward" if started else "and the unit has other parameters, too"
             raise ArgumentError(
-                f"Parameter {params[0].name!r} of unit {reader.name!r} was tied to another unit's parameter after it "
+                f"Parameter {params[0].name!r} of unit {unit!r} was tied to another unit's parameter after it "
                 f"was wrapped, {why}: it is part of a flat parameter, from which it cannot be removed. Tie parameters "
                 "before wrapping, or wrap the module that has this one by itself and tie before the first forward."
             )
-        super().drop(params, reader)
+        super().drop(params, unit, started)
         for location in self.flat.locations:
             location.parameters.pop(location.name, None)
 

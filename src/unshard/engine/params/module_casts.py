@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import nn
 from ...policies import DtypeOverride, MixedPrecisionPolicy
 from ...torch_private import BATCH_NORM, own_buffers, own_parameters, version_of
 from ..dtype_rules import Precision, cast_floats
-from ..unit import Unit
 from .param import ManagedParam
 
 _log = logging.getLogger("unshard")
@@ -168,24 +167,21 @@ def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecis
         )
 
 
-class HasUnit(Protocol):
-    unit: Unit
-
-
 class CastBoundary:
     """What enters such a module is cast to its precision, what leaves it to that of its surroundings."""
 
-    def __init__(self, holder: HasUnit, policy: MixedPrecisionPolicy):
-        self._holder, self._policy = holder, policy  # not the unit itself: a copied model has another one
+    def __init__(self, state: Any, policy: MixedPrecisionPolicy):
+        """`state`: the hooks of the unit. Not the unit itself, because a deep copy of the model has another one."""
+        self._state, self._policy = state, policy
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._policy.cast_forward_inputs and self._holder.unit.precision is Precision.POLICY:
+        if self._policy.cast_forward_inputs and self._state.unit.precision is Precision.POLICY:
             return cast_floats((args, kwargs), self._policy.param_dtype)
         return None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return (
-            cast_floats(output, self._policy.output_dtype) if self._holder.unit.precision is Precision.POLICY else None
+            cast_floats(output, self._policy.output_dtype) if self._state.unit.precision is Precision.POLICY else None
         )
 
 
@@ -194,7 +190,7 @@ def cast_boundaries(
 ) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
     """The outermost modules below `tops` all of whose parameters have one override of `policy`, and that override."""
     if not policy.overrides or len({param.policy for param in params}) == 1:
-        return []  # nothing is overridden, or everything: see `own_door`
+        return []  # nothing is overridden, or everything: see `boundary_policy`
     surroundings = _surroundings(params, policy)
     own = {(id(location.parameters), location.name): param.policy for param in params for location in param.locations}
     found: dict[nn.Module, MixedPrecisionPolicy] = {}

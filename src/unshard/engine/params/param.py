@@ -26,7 +26,10 @@ class ParamLocation:
 
     module: weakref.ref[nn.Module]
     parameters: dict[str, Any]
+    """`_parameters` of the module, or its `__dict__` if the parameter is not registered."""
     name: str
+    registered: bool = True
+    """False if the module finds the parameter under the name without registering it: a piece of a flat one."""
 
     @property
     def plain(self) -> bool:
@@ -39,18 +42,10 @@ class ParamLocation:
 
     def put(self, parameter: nn.Parameter) -> None:
         module = self.module()
-        if self.plain or module is None:
-            self.parameters[self.name] = parameter
-        else:
+        if module is not None and not self.plain and self.registered:
             setattr(module, self.name, parameter)
-
-
-class UnregisteredLocation(ParamLocation):
-    """A name under which a module finds its parameter, although it does not register it: a piece of a flat one."""
-
-    def put(self, parameter: nn.Parameter) -> None:
+            return
         self.parameters[self.name] = parameter
-        module = self.module()
         if module is not None and not self.plain:
             set_rnn_weight(module, self.name, parameter)
 
@@ -60,7 +55,7 @@ def location_of(module: nn.Module, name: str) -> ParamLocation:
 
 
 def unregistered_location_of(module: nn.Module, name: str) -> ParamLocation:
-    return UnregisteredLocation(weakref.ref(module), module.__dict__, name)
+    return ParamLocation(weakref.ref(module), module.__dict__, name, registered=False)
 
 
 @dataclass(eq=False)

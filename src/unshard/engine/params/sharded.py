@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation, mark_replaced, steps_of_this_rank
 from .quantized import give_attributes
 from .swap import ParamSwap
-
-if TYPE_CHECKING:
-    from ..unit import Unit
 
 
 class ShardedParams:
@@ -111,8 +108,8 @@ class ShardedParams:
         """Whether `parameter` is what modules have of `param` at rest, or had before it was sharded."""
         return param.sharded is parameter or param.origin() is parameter
 
-    def drop(self, params: list[ManagedParam], reader: Unit) -> None:
-        """Forget params of the unit `reader` that it uses of other units from now on; `rebind` follows."""
+    def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
+        """Forget params of `unit` that other units own from now on; `rebind` follows. `started`: it has run forward."""
         self.params = [param for param in self.params if param not in params]
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm.interface import Label, Transport, Work
+from ...comm.interface import Transport
 from ...errors import StateError, UnsupportedError
 from ...torch_private import as_dtensor, no_transforms, set_local_tensor, version_of
 from ..dtype_rules import Precision
 from ..gather.all_gather import AllGatherPlan, Slices, Slicing
 from ..gather.extension import Extension, Extensions
 from .buffers import Shard, UnshardedBuffer
-from .offload import HostCopy, Samples
+from .offload import Upload
 from .param import ManagedParam, mark_unsharded
 from .quantized import give_attributes
 from .sharded import ShardedParams
@@ -44,21 +44,20 @@ class UnshardedParams:
         with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             self.is_shard = _can_use_shard(shard, self._members, device)
-            """Whether the shard is the unsharded buffer itself, and nothing is gathered."""
+            """True if the shard is the unsharded buffer itself, and nothing is gathered."""
             self.buffer = self._make_buffer(shard)
-            self.plan = self._make_plan(shard)
-            self.buffer.take()
-            self._made = [self._make(shard, index) for index in self._members]
-            self.buffer.release()
             self._extensions: Extensions | None = None
             if extended:
                 made = [self._extension(shard, index, mesh, device, precision) for index in extended]
                 self._extensions = Extensions(made, transport)
-                self.plan.plain = False
+            self.plan = self._make_plan(shard)
+            self.buffer.take()
+            self._made = [self._make(shard, index) for index in self._members]
+            self.buffer.release()
             self.enter()
             self.slices = None if slicing is None else Slices(self._params, shard, self.buffer, slicing)
         self.plain = self._extensions is None and self.slices is None
-        """Whether nothing but the buffer has to be filled and emptied."""
+        """True if there is nothing to fill and empty besides the buffer."""
 
     def use_new_shard(self) -> None:
         """All-gather from another shard of the same layout. Graphs hold the unsharded parameters, which stay."""
@@ -78,8 +77,8 @@ class UnshardedParams:
 
     def _make_plan(self, shard: Shard) -> AllGatherPlan:
         streams, writes = self._sharded.offload.copy_streams, self._sharded.writes
-        host_copy = None if streams is None else HostCopy(streams.up, writes, Samples(shard.locals))
-        return AllGatherPlan(shard, self.buffer, self._transport, host_copy)
+        upload = None if streams is None else Upload(shard, self._device, streams.up, writes)
+        return AllGatherPlan(shard, self.buffer, self._transport, upload, self._extensions)
 
     def _make(self, shard: Shard, index: int) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
         param = self._params[index]
@@ -119,25 +118,17 @@ class UnshardedParams:
         extensions = [] if self._extensions is None else self._extensions.parameters()
         return [(param, parameter) for param, _, parameter in self._made] + extensions
 
-    # -- what comes on top of a plain all-gather ------------------------------------------------------------
-
-    def start_special(self, label: Label) -> Work:
-        """Issue the all-gather of an offloaded shard, of gather protocols, or of nothing."""
-        extensions, plan = self._extensions, self.plan
-        if extensions is None:
-            return plan.start(label)
-        # Not on a side stream: users' code allocates.
-        return plan.start_with(lambda: extensions.start(plan.outputs, plan.inputs, label), on_side_stream=False)
+    # -- gather protocols and slices ------------------------------------------------------------------------
 
     def finish_special(self) -> None:
-        """After the all-gather."""
+        """Unshard parameters with a gather protocol and free slices, after the all-gather."""
         if self._extensions is not None:
             self._extensions.finish()
         if self.slices is not None:
             self.slices.release()
 
     def release_special(self) -> None:
-        """Empty everything besides the unsharded buffer."""
+        """Free everything besides the unsharded buffer."""
         if self._extensions is not None:
             self._extensions.release()
         if self.slices is not None:

@@ -148,10 +148,6 @@ class ShardedGrad:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
 
-    def serves(self, params: Sequence[ManagedParam]) -> bool:
-        """Whether these are gradients of some of `params`."""
-        return any(param in params for param in self._params)
-
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
 
