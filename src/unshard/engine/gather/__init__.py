@@ -1,1 +1,1 @@
-"""From the shard to the unsharded parameters."""
+"""All-gathers: from the shard to the unsharded parameters."""

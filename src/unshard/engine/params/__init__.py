@@ -1,1 +1,1 @@
-"""Parameters of a unit: shards, unsharded buffers, the swap on modules, dtypes, offload."""
+"""Parameters of a unit: shards, unsharded parameters, the swap on modules, casts, offload."""

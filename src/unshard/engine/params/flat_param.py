@@ -1,4 +1,4 @@
-"""The flat parameter of a unit, and what its modules hold in the place of the original ones."""
+"""The flat parameter of a unit, and the placeholders that modules hold instead of the original parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .swap import ParamSwap
 
 
 class PlaceholderParam(torch.Tensor):
-    """Shape, dtype and device of the parameter. Computing with it raises an error that says what to do.
+    """Has the shape, dtype and device of a sharded parameter; computing with it raises a helpful error.
 
-    The emptied unsharded parameter would do, but reading it ends the process. Where no function of torch is called, its
-    numbers are NaN.
+    Modules cannot hold the emptied unsharded parameter instead, because reading that ends the process. Code that reads
+    the memory of a placeholder without calling torch finds NaN.
     """
 
     _param: weakref.ref[ManagedParam]
@@ -43,14 +43,14 @@ class PlaceholderParam(torch.Tensor):
         return result
 
     def data_ptr(self) -> int:
-        """Nowhere. Recurrent layers move weights with addresses into one chunk."""
+        """Return 0, because recurrent layers would move weights that have an address into one allocation."""
         return 0
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlaceholderParam(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
-# What may be asked of a placeholder; properties are read by `__get__`.
+# Allowed functions; properties are read with `__get__`.
 _ALLOWED = {
     *("__get__", "__set__", "__delete__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "stride"),
     *("storage_offset", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned"),
@@ -62,22 +62,22 @@ def placeholder_for(param: ManagedParam, dtype: torch.dtype, device: torch.devic
     scalar = torch.zeros((), dtype=dtype, device=device)
     numbers = (scalar.fill_(torch.nan) if dtype.is_floating_point else scalar).expand(param.sharding.shape)
     placeholder = numbers.as_subclass(PlaceholderParam)
-    placeholder._param = weakref.ref(param)  # weak: the param knows the module that holds the placeholder
+    placeholder._param = weakref.ref(param)  # weak: the param refers to the dict that holds the placeholder
     return placeholder
 
 
 @dataclass(eq=False)
 class FlatParam:
-    """All parameters of a unit as one, of one dimension: this rank's piece at rest, all elements while it computes.
+    """All parameters of a unit as one 1-D parameter: this rank's shard at rest, all elements while the unit computes.
 
-    Registered on a module in place of the original ones, or nowhere with `use_orig_params`.
+    Registered on a module instead of the original parameters, or nowhere with `use_orig_params`.
     """
 
     locations: list[ParamLocation]
     sharded: nn.Parameter
     local: torch.Tensor
     length: int
-    """Elements of the unit, without padding at the end."""
+    """Number of elements, without padding at the end."""
     name: str = "_flat_param"
     unsharded: torch.Tensor | None = None
     padded: torch.Tensor | None = None
@@ -85,10 +85,10 @@ class FlatParam:
     _of: Any = None
     _shows_unsharded: bool = False
     _assigned: torch.Tensor | None = None
-    """What a program assigned to `sharded.data`; the next forward takes it."""
+    """A tensor that a program assigned to `sharded.data`; the next forward adopts it."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
-        """`view` is any parameter's place in the unsharded buffer, which has memory now."""
+        """Show the unsharded buffer, which holds memory now; `view` is the place of any parameter in it."""
         if self._of is not view:
             with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
@@ -97,7 +97,8 @@ class FlatParam:
             self._of = view
         assert self.unsharded is not None
         if not self._shows_unsharded and self.sharded.data_ptr() != self.local.data_ptr():
-            self._assigned = self.sharded.data  # between forward and backward, which needs the values of forward
+            # Assigned between forward and backward; this backward needs the values of its forward.
+            self._assigned = self.sharded.data
         self.sharded.data = self.unsharded
         self._shows_unsharded = True
 
@@ -108,9 +109,9 @@ class FlatParam:
 
 
 class FlatParamSwap(ParamSwap):
-    """The same for a flat unit, whose one parameter shows the unsharded buffer meanwhile.
+    """Also lets the flat parameter show the unsharded buffer.
 
-    With `placeholders` the modules do not hold their own parameters at rest, but these.
+    `placeholders`: what modules hold at rest instead of their parameters, if anything.
     """
 
     def __init__(self, params: Iterable[ManagedParam], flat: Any, placeholders: Mapping[ManagedParam, torch.Tensor]):

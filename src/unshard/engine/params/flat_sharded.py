@@ -1,4 +1,4 @@
-"""The sharded parameters of a flat unit: all parameters one after the other, cut into equal pieces."""
+"""The sharded parameters of a flat unit: all parameters in a row, cut into equal shards."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .swap import ParamSwap
 
 
 class FlatShardedParams(ShardedParams):
-    """Plain tensors instead of DTensors: one flat parameter, or the original ones as rows of their elements.
+    """Plain tensors instead of DTensors: one flat parameter, or the original ones as 1-D tensors of their elements.
 
-    The params come with their rank's elements in `local`.
+    The params come with this rank's elements in `local`.
     """
 
     layout: ClassVar[UnitLayout] = FLAT_LAYOUT
@@ -61,7 +61,7 @@ class FlatShardedParams(ShardedParams):
     def kind_of(originals: bool) -> str:
         return f"FullyShardedDataParallel with use_orig_params={originals}"
 
-    # -- where parameters lie --------------------------------------------------------------------------------------
+    # -- binding parameters to the shard ---------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
         placeholders: Any = self._placeholders.values()
@@ -80,13 +80,13 @@ class FlatShardedParams(ShardedParams):
         return [location for each in self._resting for location in each.locations]
 
     def is_bound(self) -> bool:
-        """Whether every parameter is the object, and lies at the address, that it was given."""
+        """Return True if every module has its parameter, and every parameter its address in the shard."""
         if not self.is_registered():
             return False
         return all(each.sharded.data_ptr() == address for *_, each, address in self._places)
 
     def is_registered(self) -> bool:
-        """Whether every parameter is the object that it was, wherever it lies."""
+        """Return True if every module has its parameter, at whatever address."""
         return all(parameters.get(name) is each.sharded for parameters, name, each, _ in self._places)
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
@@ -103,7 +103,7 @@ class FlatShardedParams(ShardedParams):
         return parameter is param.origin() or parameter is self._at_rest(param)
 
     def _at_rest(self, param: ManagedParam) -> Any:
-        """What modules have of `param` at rest."""
+        """Return what modules have for `param` at rest."""
         return self._placeholders.get(param, param.sharded)
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
@@ -119,10 +119,10 @@ class FlatShardedParams(ShardedParams):
             location.parameters.pop(location.name, None)
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Take over parameters that were given other memory from outside, into a new shard; true if its layout changed.
+        """Adopt parameters that a program gave other memory, in a new shard; return True if its layout changed.
 
-        The program may keep what the old one holds, if it swaps averaged weights in and out by `.data = tensor`, or
-        have exchanged two parameters.
+        Not in the old shard: the program may have exchanged two parameters, or may keep the old memory, as code that
+        swaps averaged weights in and out with `.data = tensor` does.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
@@ -140,14 +140,14 @@ class FlatShardedParams(ShardedParams):
             return False
 
     def undo_assigned_data(self) -> list[str]:
-        """It is adopted: a plain tensor lies where its data does."""
+        """Undo nothing: `rebind` adopts the data of plain tensors."""
         return []
 
     def find_extended(self) -> bool:
         return False
 
     def reduce_in(self, dtype: torch.dtype) -> None:
-        """Reduce gradients in `dtype` from now on, whatever the policy says; nothing of the layout depends on it."""
+        """Reduce gradients in `dtype` from now on, whatever the policy says. The layout does not depend on it."""
         for param in self.params:
             param.policy = replace(param.policy, reduce_dtype=dtype)
         with torch.no_grad(), torch.inference_mode(False):
@@ -156,7 +156,7 @@ class FlatShardedParams(ShardedParams):
 
     @property
     def has_elements(self) -> bool:
-        """Whether this rank's piece is more than padding."""
+        """True if this rank's shard is more than padding."""
         return any(local.numel() for local in self.shard.locals)
 
     def _dtypes(self) -> list[torch.dtype]:
@@ -180,7 +180,7 @@ class FlatShardedParams(ShardedParams):
         )
 
     def _bind(self, shard: Shard) -> None:
-        """Copy what lies outside the shard into it. Parameters on another device are left."""
+        """Copy parameters outside the shard into it, except those on another device."""
         kinds, shard_numel = shard.segments.kinds[0], self.params[0].sharding.shard_numel  # type: ignore[union-attr]
         piece = shard.flat(kinds.original, 0, shard_numel)
         if not self._bound:
@@ -207,7 +207,7 @@ class FlatShardedParams(ShardedParams):
         ]
 
     def _begin(self, shard: Shard, piece: torch.Tensor) -> None:
-        """The values that the params came with, and the parameters over them."""
+        """Copy the initial values and make the sharded parameters views of the shard."""
         self._bound = True
         self.flat.sharded.data = piece
         for param, inside in zip(self.params, shard.locals, strict=True):
@@ -218,7 +218,7 @@ class FlatShardedParams(ShardedParams):
             else:
                 param.sharded = self.flat.sharded
 
-    # -- what others ask ------------------------------------------------------------------------------------
+    # -- gradients and writes -------------------------------------------------------------------------------
 
     def make_swap(self) -> ParamSwap:
         return FlatParamSwap(self.params, self.flat, self._placeholders)
@@ -228,7 +228,7 @@ class FlatShardedParams(ShardedParams):
         return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """All of them: the unit is cut as a whole, so ranks may even use different parameters."""
+        """Return all parameters: the unit is sharded as a whole, so ranks may even use different parameters."""
         for index, gradient in gradients.items():
             if gradient.requires_grad:
                 raise StateError(
@@ -238,7 +238,7 @@ class FlatShardedParams(ShardedParams):
         return self._all if gradients else ()
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """As `.grad`, in the shape of unsharded parameters: so users see them, and clear them with the others."""
+        """Show them as `.grad`, in the shape of the unsharded parameters, so that users can read and clear them."""
         shown: list[tuple[tuple[int, ...], ManagedParam | FlatParam, torch.Tensor, torch.Tensor | None]] = []
         if self.originals:
             shown = [
@@ -251,7 +251,7 @@ class FlatShardedParams(ShardedParams):
             parameter = holder.sharded
             self._shown.append((indices, holder, each, parameter.grad))
             if like is not None:
-                parameter.data = like  # a gradient of another shape than the parameter's is refused
+                parameter.data = like  # torch refuses a gradient of another shape
                 parameter.grad = None
                 parameter.grad = each
                 parameter.data = holder.local
@@ -265,19 +265,19 @@ class FlatShardedParams(ShardedParams):
             index for indices, holder, each, _ in self._shown if holder.sharded.grad is not each for index in indices
         ]
         for _, holder, each, before in self._shown:
-            # What was reduced before is added to, unless the user cleared everything.
+            # Put the reduced gradients back, unless the user cleared everything.
             holder.sharded.grad = before if holder.sharded.grad is each else None
         self._shown = []
         return cleared
 
     def writes(self) -> tuple[int, int]:
-        # Other memory is not counted: a rank without elements of the parameter could not see it, and gather alone.
+        # New addresses do not count: ranks without elements of the parameter would not notice, and others gather alone.
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:
         return param.sharded.requires_grad  # a rank without elements of the parameter has no gradient
 
-    def _own_part(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
+    def _own_elements(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
         sharding = param.sharding
         assert isinstance(sharding, FlatSharding)
         if sharding.world == 1:
@@ -297,15 +297,15 @@ class FlatShardedParams(ShardedParams):
             flat.local.copy_(flat.padded[rank * flat.local.numel() : (rank + 1) * flat.local.numel()])
         return True
 
-    # -- refusals -------------------------------------------------------------------------------------------
+    # -- errors ---------------------------------------------------------------------------------------------
 
     def refuse_misplaced(self, unit: str) -> None:
         wrong = [each for each in self._resting if each.sharded.device != self.offload.device]
         listed = ", ".join(f"{each.name} on {each.sharded.device}" for each in wrong)
         raise ParameterError(
             f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, found: "
-            f"{listed}. Parameters that are offloaded stay on the host; otherwise move the module, or pass device_id, "
-            "before it is wrapped."
+            f"{listed}. Offloaded parameters stay on the host; otherwise move the module, or pass device_id, before "
+            "it is wrapped."
         )
 
     def _refuse_several_dtypes(self, unit: str) -> None:
@@ -330,13 +330,13 @@ class FlatShardedParams(ShardedParams):
 
 
 def _allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let `.grad` have another dtype than the parameter."""
+    """Allow a `.grad` in another dtype than the parameter's."""
     if getattr(parameter, "grad_dtype", dtype) != dtype:
         parameter.grad_dtype = dtype
 
 
 def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:
-    """Let a parameter that was given other memory lie in the shard again, with the values it has."""
+    """Move a parameter that was given other memory back into the shard, with its present values."""
     if parameter.device == inside.device and parameter.data_ptr() != inside.data_ptr():
         inside.copy_(parameter.detach())
         parameter.data = inside

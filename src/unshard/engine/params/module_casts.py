@@ -23,13 +23,13 @@ _log = logging.getLogger("unshard")
 
 @dataclass
 class Entry:
-    """One buffer: where it is registered, and its cast copy while the stored one does not change."""
+    """One buffer: where it is registered, and its cast copy, which is valid until the stored buffer changes."""
 
     buffers: dict[str, Any]
     name: str
     path: str
     written_unseen: bool
-    """Batch norm writes its statistics without a trace that autograd would keep."""
+    """True for the statistics of batch norm, which it writes without changing version counters."""
     stored: torch.Tensor | None = None
     cast: torch.Tensor | None = None
     version: int | None = None
@@ -38,13 +38,13 @@ class Entry:
 
 
 class ModuleBuffers:
-    """Shows forward the buffers in the policy's dtype. What is stored, saved and loaded keeps its own.
+    """Casts the buffers of a unit's modules (rotary tables, running statistics) to the policy's dtype during forward.
 
-    A buffer that forward writes to (running statistics) is written back when forward is over.
+    Stored, saved and loaded buffers keep their dtype. What forward writes is copied back when forward ends.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str):
-        """`named`: the unit's modules with the prefix of their names; `title` says whose they are."""
+        """`named`: the unit's modules with the prefix of their names. `title`: the unit, in messages."""
         named = list(named)
         self._named = [(prefix, weakref.ref(module)) for prefix, module in named]
         self._policy, self._dtype, self._title = policy, policy.buffer_dtype, title
@@ -57,16 +57,16 @@ class ModuleBuffers:
         self._shown: list[bool] = []
 
     def of_copies(self, copies: Callable[[nn.Module], nn.Module]) -> ModuleBuffers:
-        """The same for a copied model."""
+        """Return the same for a copied model."""
         alive = [(prefix, module) for prefix, ref in self._named if (module := ref()) is not None]
         return ModuleBuffers([(prefix, copies(module)) for prefix, module in alive], self._policy, self._title)
 
     def covers(self, module: nn.Module, name: str) -> bool:
-        """Whether forward sees this buffer in the policy's dtype."""
+        """Return True if forward sees this buffer in the policy's dtype."""
         return any(entry.buffers is own_buffers(module) and entry.name == name for entry in self._entries)
 
     def enter(self, cast: bool) -> None:
-        """Forward begins. Forwards may be nested; the outermost one casts."""
+        """Call this when forward begins. In nested forwards, the outermost one casts."""
         if cast and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
@@ -74,22 +74,22 @@ class ModuleBuffers:
         self._shown.append(cast)
 
     def leave(self) -> None:
-        """Forward is over, or was left by an exception."""
+        """Call this when forward ends or raises."""
         if self._shown.pop() and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
                     self._restore(entry)
 
     def forget_casts(self) -> None:
-        """Cast anew in the next forward: what is stored may change, or may have changed, unseen. Not in a forward."""
+        """Cast again in the next forward: stored buffers may change unnoticed. Not during a forward."""
         for entry in self._entries:
             entry.stored = entry.cast = None
 
     def _warn_of_writes(self, entry: Entry, stored: torch.Tensor) -> None:
         if self._dtype is not None and self._dtype.itemsize < stored.dtype.itemsize:
             _warn(
-                f"Forward of {self._title} writes to buffer {entry.path!r}, which it sees in {self._dtype}: what is "
-                "too small for its digits is lost. Name it in MixedPrecisionPolicy.keep_buffers."
+                f"Forward of {self._title} writes to buffer {entry.path!r}, which it sees in {self._dtype}: small "
+                "changes are rounded away. Name the buffer in MixedPrecisionPolicy.keep_buffers."
             )
 
     def _show(self, entry: Entry) -> None:
@@ -110,7 +110,7 @@ class ModuleBuffers:
         now = entry.buffers.get(entry.name)
         if stored is None or cast is None or now is None:
             return
-        if now is not cast or cast.shape != stored.shape:  # forward registered, or made of it, another tensor
+        if now is not cast or cast.shape != stored.shape:  # forward registered or resized it
             entry.buffers[entry.name] = now.to(stored.dtype) if now.is_floating_point() else now
             entry.cast = None
             return
@@ -120,18 +120,18 @@ class ModuleBuffers:
             self._warn_of_writes(entry, stored)
         if written or entry.written_unseen:
             with torch.inference_mode(stored.is_inference()):
-                # Elements that were not written keep their digits.
+                # Elements that forward did not write keep their full precision.
                 stored.copy_(torch.where(cast == stored.to(cast.dtype), stored, cast.to(stored.dtype)))
             entry.version = _version(stored)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """None for tensors made in inference mode: nobody counts what is written to them."""
+    """Return the version counter; None for tensors made in inference mode, which have none."""
     return None if tensor.is_inference() else version_of(tensor)
 
 
 def _warn(message: str) -> None:
-    """Once for all blocks alike, and on one rank."""
+    """Warn on one rank, once for all units with the same text."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _warn_once(message)
 
@@ -142,7 +142,7 @@ def _warn_once(message: str) -> None:
 
 
 def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str) -> None:
-    """Say which buffers lose digits: a position table that does is a model that does not learn positions."""
+    """Name the buffers that `buffer_dtype` rounds: a model with a rounded position table does not learn positions."""
     dtype, named = policy.buffer_dtype, list(named)
     rounded = [
         prefix + name
@@ -156,19 +156,19 @@ def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecis
     ]
     if rounded:
         _warn(
-            f"buffer_dtype={dtype} rounds {', '.join(rounded)} of {title}; name those that must keep their digits in "
-            "MixedPrecisionPolicy.keep_buffers."
+            f"buffer_dtype={dtype} rounds {', '.join(rounded)} of {title}. Name those that must keep their precision "
+            "in MixedPrecisionPolicy.keep_buffers."
         )
     norms = [prefix.rstrip(".") or title for prefix, module in named if isinstance(module, BATCH_NORM)]
     if norms:
         _warn(
-            f"buffer_dtype={dtype} lets the statistics of {', '.join(norms)} add up in that dtype, and small changes "
-            'vanish. Compute these norms as they are stored: overrides={"<name>.*": torch.float32}.'
+            f"buffer_dtype={dtype} accumulates the statistics of {', '.join(norms)} in that dtype, and small changes "
+            'vanish. Keep these norms in their stored dtype: overrides={"<name>.*": torch.float32}.'
         )
 
 
 class CastBoundary:
-    """What enters such a module is cast to its precision, what leaves it to that of its surroundings."""
+    """Casts inputs of a module with an override to its dtype, and outputs to the dtype of the modules around it."""
 
     def __init__(self, state: Any, policy: MixedPrecisionPolicy):
         """`state`: the hooks of the unit. Not the unit itself, because a deep copy of the model has another one."""
@@ -188,7 +188,7 @@ class CastBoundary:
 def cast_boundaries(
     tops: Sequence[nn.Module], params: Sequence[ManagedParam], policy: MixedPrecisionPolicy
 ) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
-    """The outermost modules below `tops` all of whose parameters have one override of `policy`, and that override."""
+    """Return the outermost modules below `tops` whose parameters all have the same override, with that override."""
     if not policy.overrides or len({param.policy for param in params}) == 1:
         return []  # nothing is overridden, or everything: see `boundary_policy`
     surroundings = _surroundings(params, policy)
@@ -201,7 +201,7 @@ def cast_boundaries(
 
 
 def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """What casts inputs and outputs of the unit's own modules: the override, if all parameters of the unit have one."""
+    """Return the policy for inputs and outputs of the unit: the override, if all its parameters have the same one."""
     policies = {param.policy for param in params}
     if len(policies) != 1 or policy in policies:
         return policy
@@ -215,7 +215,7 @@ def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy
 
 
 def _surroundings(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What the rest of the unit computes in, if that is one dtype."""
+    """Return the dtype that the rest of the unit computes in, if it is one."""
     if policy.param_dtype is not None:
         return policy.param_dtype
     stored = {param.sharded.dtype for param in params if param.policy is policy and param.sharded.is_floating_point()}

@@ -1,4 +1,4 @@
-"""A managed parameter, where modules register it, and counts of writes to it."""
+"""A managed parameter, where modules register it, and what is known about former parameters and optimizer steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...torch_private import DTensorSpec, own_parameters, set_rnn_weight, versio
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """One name under which a module registers a parameter. Holds no strong reference to the module."""
+    """One name under which a module has a parameter. Refers to the module weakly."""
 
     module: weakref.ref[nn.Module]
     parameters: dict[str, Any]
@@ -33,10 +33,7 @@ class ParamLocation:
 
     @property
     def plain(self) -> bool:
-        """Whether writing into the dict of parameters is enough.
-
-        Recurrent layers keep their weights in a list as well and update it in `__setattr__`.
-        """
+        """True if writing to `parameters` is enough. Recurrent layers also update a list, in `__setattr__`."""
         module = self.module()
         return module is None or type(module).__setattr__ is nn.Module.__setattr__
 
@@ -60,92 +57,92 @@ def unregistered_location_of(module: nn.Module, name: str) -> ParamLocation:
 
 @dataclass(eq=False)
 class ManagedParam:
-    """One parameter of a unit: its names, how it is cut, and what the modules hold of it."""
+    """One parameter of a unit: its locations, how it is sharded, and the parameters that modules hold in its place."""
 
     name: str
     locations: list[ParamLocation]
     sharding: RowSharding | FlatSharding
     origin: weakref.ref[nn.Parameter]
-    """What it was before it was sharded; tells whether two units were given the same parameter."""
+    """The parameter before it was sharded; shows whether two units were given the same one."""
     sharded: nn.Parameter
-    """What the modules hold at rest."""
+    """The parameter that modules hold at rest."""
     local: torch.Tensor
-    """The piece of the shard that `sharded` was last given. If it holds another tensor, a program has replaced it."""
+    """The local tensor in the shard that `sharded` was given. If it holds another one, a program has replaced it."""
     policy: MixedPrecisionPolicy
     tp_spec: DTensorSpec | None = None
-    """How the unsharded parameter is distributed over other ranks (tensor parallelism), if it is."""
+    """How the unsharded parameter is distributed over other ranks (tensor parallelism), if at all."""
     partial_dims: frozenset[int] = frozenset()
-    """Dimensions of that distribution over which the reduction itself sums: the gradient may come unsummed there."""
+    """Mesh dimensions of `tp_spec` that the reduction sums over: gradients may be partial there."""
     unsharded: nn.Parameter | None = None
-    """What the modules hold while they compute."""
+    """The parameter that modules hold while they compute."""
     sliced: nn.Parameter | None = None
-    """What they hold between forward and backward under an integer `reshard_after_forward`."""
+    """The parameter that modules hold between forward and backward with an integer `reshard_after_forward`."""
     unsharded_view: torch.Tensor | None = None
     """The place of `unsharded` in the unsharded buffer."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """What a subclass of nn.Parameter added to `origin`, for `sharded` and `unsharded`."""
+    """Attributes that a subclass of nn.Parameter added to `origin`; `sharded` and `unsharded` get them, too."""
 
     @property
     def packed(self) -> bool:
-        """Whether the elements are not numbers, whatever the dtype says; see `is_packed`."""
+        """True if the elements are not numbers, whatever the dtype; see `is_packed`."""
         return self.attributes.get("quant_state") is not None
 
     @property
     def lies_elsewhere(self) -> bool:
-        """Whether `unsharded` was given other memory than its place."""
+        """True if `unsharded` was given memory outside the unsharded buffer."""
         unsharded, place = self.unsharded, self.unsharded_view
         return unsharded is not None and place is not None and unsharded.data_ptr() != place.data_ptr()
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a program has registered another parameter in its place."""
+        """True if a program has registered another parameter in its place."""
         known = (self.sharded, self.unsharded, self.sliced)
         return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
 
 
-# What is known of parameters is kept beside them: an attribute would be copied and pickled with the parameter. Only
-# for parameters that no module has at rest, because torch does not convert DTensors that have weak references.
+# Tables instead of attributes, which would be copied and pickled with the parameter. Only for parameters that no module
+# has at rest: torch does not convert DTensors that have weak references.
 _former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _dropped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Replacements:
-    """How many sharded parameters programs have replaced by others, so that optimizers are looked at again."""
+    """Counts the sharded parameters that programs have replaced. Optimizers are checked again when it changes."""
 
     seen = 0
 
 
 def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
-    """Let a sharded parameter that a program has replaced by another be known as one: optimizers may still have it."""
+    """Remember a sharded parameter that a program has replaced: optimizers may still have it."""
     _former[parameter] = name
     _former.pop(by, None)  # put back
     Replacements.seen += 1
 
 
 def former_name(parameter: Any) -> str | None:
-    """The name, in its unit, of a sharded parameter that was replaced; None if it was not."""
+    """Return the name of a sharded parameter that was replaced; None for others."""
     return _former.get(parameter)
 
 
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
-    """Let an unsharded parameter be known as one: an optimizer must not be built of it."""
+    """Remember an unsharded parameter: an optimizer must not be given it."""
     _unsharded[parameter] = name
 
 
 def unsharded_name(parameter: Any) -> str | None:
-    """The name of an unsharded parameter; None if it is not one."""
+    """Return the name of an unsharded parameter; None for others."""
     return _unsharded.get(parameter)
 
 
 def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
-    """Let a sharded parameter be known as one that no module has any more: it was tied to another unit's."""
+    """Remember a sharded parameter that no module has any more, because it was tied to another unit's."""
     _dropped[parameter] = name, owner
     Replacements.seen += 1
 
 
 def dropped_name(parameter: Any) -> tuple[str, str] | None:
-    """The name of a dropped parameter, and of the one in its place; None if it is not one."""
+    """Return the names of a dropped parameter and of the one in its place; None for others."""
     return _dropped.get(parameter)
 
 
@@ -155,7 +152,7 @@ _gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Steps:
-    """Counts the steps of optimizers on one rank, for all units that were made there.
+    """Counts the optimizer steps of one rank, for all units that were built there.
 
     Autograd counts writes through a DTensor and through its local tensor, but not the `_foreach` and fused operations
     of optimizers on DTensors. A hook on every optimizer's step counts those.
@@ -165,15 +162,15 @@ class Steps:
         self.taken = 0
 
     def count_writes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Changes when any of `tensors` may have been written.
+        """Return a value that changes when any of `tensors` may have been written.
 
-        Optimizers skip frozen parameters without gradients, so a frozen unit stays valid after their steps.
+        Optimizers skip frozen parameters without gradients, so their steps do not count as writes to a frozen unit.
         """
         stepped = any(map(_requires_grad, tensors)) or any(map(is_not, map(_gradient, tensors), repeat(None)))
         return self.taken if stepped else -1, sum(map(version_of, tensors))
 
 
-# By default process group: ranks may be threads of this process, and each must gather again after its own steps only.
+# By default process group: ranks may be threads of this process, and each must gather again only after its own steps.
 _steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
 _steps_without_group = Steps()
 

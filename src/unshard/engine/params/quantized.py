@@ -1,8 +1,8 @@
-"""Parameters of quantised layers: subclasses of nn.Parameter that keep scales and other facts in attributes.
+"""Parameters of quantised layers: subclasses of nn.Parameter that keep scales and the like in attributes.
 
-bitsandbytes has two: `Params4bit` (attribute `quant_state`; the memory is packed, whatever its dtype says) and
-`Int8Params` (`SCB`, and `CB`, which is the memory of the parameter itself). The layers read these attributes of the
-parameter they hold, when they compute and when they are saved. So sharded and unsharded parameters have them as well.
+bitsandbytes has two: `Params4bit` (attribute `quant_state`; the elements are packed, whatever the dtype) and
+`Int8Params` (`SCB`, and `CB`, which is the memory of the parameter itself). Layers read these attributes from the
+parameter that they hold, in forward and in state dicts, so sharded and unsharded parameters need them, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _QUANT_STATE = "quant_state"
 
 
 class _OwnMemory:
-    """Stands for a tensor that is the parameter's own memory."""
+    """Stands for a tensor over the parameter's own memory."""
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Attributes and properties that the class of a parameter adds to those of nn.Parameter."""
+    """Return the attributes and properties that a subclass of nn.Parameter adds."""
     kind = type(parameter)
     if kind is nn.Parameter or isinstance(parameter, DTensor) or not issubclass(kind, nn.Parameter):
         return {}
@@ -33,7 +33,7 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     for base in kind.__mro__[: kind.__mro__.index(nn.Parameter)]:
         for name, each in vars(base).items():
             if isinstance(each, property) and not hasattr(nn.Parameter, name):
-                # torch looks up a name of a state dict ("weight.absmax") part by part, with getattr.
+                # torch resolves a state dict key such as "weight.absmax" with getattr.
                 with suppress(AttributeError):
                     found.setdefault(name, getattr(parameter, name))
     return {name: _OwnMemory if _is_memory_of(parameter, value) else value for name, value in found.items()}
@@ -46,9 +46,9 @@ def _is_memory_of(parameter: nn.Parameter, value: Any) -> bool:
 
 
 def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory: torch.Tensor | None) -> None:
-    """Let the sharded or unsharded parameter have the attributes of the one it was made from, unless it has them.
+    """Set the attributes on a sharded or unsharded parameter, except those that it has.
 
-    `memory`: what takes the place of the parameter's own memory.
+    `memory`: the value of attributes that are the parameter's own memory.
     """
     for name, value in attributes.items():
         if vars(parameter).get(name) is None:
@@ -56,14 +56,14 @@ def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory:
 
 
 def is_packed(parameter: Any) -> bool:
-    """Whether the elements are no numbers, although their dtype may be one of numbers: they must not be cast."""
+    """Return True if the elements are packed bits, whatever the dtype. They must not be cast."""
     return getattr(parameter, _QUANT_STATE, None) is not None
 
 
 def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Load the scales of packed parameters from entries such as `weight.absmax`, and remove these from `state_dict`.
 
-    Torch would call them unexpected: the layers save them, and have no method to load them.
+    torch would report the entries as unexpected: the layers save them but have no method to load them.
     """
     marked = [key for key in state_dict if key.startswith(prefix) and f".{_QUANT_STATE}." in key]
     entries: dict[str, dict[str, Any]] = {key.partition(f".{_QUANT_STATE}.")[0]: {} for key in marked}
@@ -76,7 +76,7 @@ def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str
     modules = {clean_tensor_name(f"{path}."): each for path, each in module.named_modules()}
     for key, scales in entries.items():
         path, _, name = key.removeprefix(prefix).rpartition(".")
-        parameter = getattr(modules.get(path + "."), name, None)  # of a flat unit it is not registered
+        parameter = getattr(modules.get(path + "."), name, None)  # not registered in a flat unit
         if is_packed(parameter):
             set_quant_state(parameter, scales, key)
             for suffix in scales:
@@ -84,7 +84,7 @@ def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def set_quant_state(parameter: Any, entries: dict[str, Any], name: str) -> None:
-    """Change the scales of a packed parameter, which its layer and its sharded and unsharded parameters share."""
+    """Change the scales of a packed parameter, which its layer and its sharded and unsharded parameter share."""
     state = getattr(parameter, _QUANT_STATE)
     try:
         loaded = type(state).from_dict(dict(entries), device=state.absmax.device)
@@ -102,7 +102,7 @@ def _assign(state: Any, loaded: Any) -> None:
         if isinstance(mine, type(state)) and isinstance(value, type(state)):
             _assign(mine, value)
         elif isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and _alike(mine, value):
-            mine.copy_(value)  # parameters have the same tensor as an attribute
+            mine.copy_(value)  # in place: parameters have the same tensor as an attribute
         else:
             setattr(state, name, value)
 

@@ -1,4 +1,4 @@
-"""The sharded parameters of a param group over its shard, and what programs do to them from outside."""
+"""The sharded parameters of a param group: views of its shard, also after a program replaced or moved them."""
 
 from __future__ import annotations
 
@@ -41,61 +41,61 @@ class ShardedParams:
 
     layout: ClassVar[UnitLayout] = ROW_LAYOUT
     kind = "fully_shard"
-    """What users call to shard parameters so."""
+    """The API that shards parameters this way, in messages."""
 
     def __init__(self, params: list[ManagedParam], transport: Transport, offload: OffloadPlan):
         self.params = params
         self.offload = offload
         self.placed = False
-        """Whether every parameter lies in the shard, so that it can be gathered."""
+        """True if every parameter is in the shard, so that it can be gathered."""
         self._warned_of_hooks = False
         self.extended: set[int] = set()
-        """Parameters that bring their own gather protocol, and so keep the memory they came with."""
+        """Parameters with their own gather protocol, which keep their memory outside the shard."""
         self._transport = transport
         self.steps = steps_of_this_rank()
         self.shard = self._lay_out()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those at rest."""
+        """Return the parameters that programs see at rest."""
         return [param.sharded for param in self.params]
 
     def origins(self) -> list[nn.Parameter]:
-        """Those they were made from, as far as they live."""
+        """Return the parameters before sharding that still exist."""
         return [origin for param in self.params if (origin := param.origin()) is not None]
 
     @property
     def flat_parameter(self) -> nn.Parameter | None:
-        """The one parameter that programs see instead of the original ones, if any."""
+        """The flat parameter that programs see instead of the original ones, if any."""
         return None
 
     @property
     def rank(self) -> int:
-        """Among those that shard."""
+        """This rank in the process group that shards."""
         return self._transport.rank
 
     @property
     def one_parameter_each(self) -> bool:
-        """Whether every param has a sharded parameter of its own."""
+        """True if every param has its own sharded parameter."""
         return True
 
     @property
     def locations(self) -> list[ParamLocation]:
-        """Where parameters are registered at rest."""
+        """The places where parameters are registered at rest."""
         return [location for param in self.params for location in param.locations]
 
     def is_bound(self) -> bool:
-        """Whether every parameter is the object, and holds the tensor, that it was given."""
-        # Loops in C: asked before every all-gather.
+        """Return True if every module has its parameter, and every parameter its local tensor in the shard."""
+        # Loops in C: called before every all-gather.
         if not all(map(is_, map(dict.get, self._dicts, self._names), self._given)):
             return False
         return all(map(is_, map(local_of, self._given), self._locals))
 
     def is_registered(self) -> bool:
-        """Whether every parameter is the object that it was, whatever it holds."""
+        """Return True if every module has its parameter, whatever tensor that holds."""
         return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
-        """The params in whose place a program has registered another parameter, and that parameter."""
+        """Return the params in whose place a program has registered another parameter, with that parameter."""
         found = []
         for param in self.params:
             registered = [location.parameters.get(location.name) for location in param.locations]
@@ -105,7 +105,7 @@ class ShardedParams:
         return found
 
     def shows(self, param: ManagedParam, parameter: Any) -> bool:
-        """Whether `parameter` is what modules have of `param` at rest, or had before it was sharded."""
+        """Return True if `parameter` is what modules have for `param` at rest, or had before it was sharded."""
         return param.sharded is parameter or param.origin() is parameter
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
@@ -113,13 +113,11 @@ class ShardedParams:
         self.params = [param for param in self.params if param not in params]
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Take over parameters that were given other storage from outside; true if the layout changed.
-
-        `fewer`: some params were dropped.
+        """Adopt parameters that a program gave other storage; return True if the layout changed.
 
         `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
-        all-gather would send the old weights. The values are copied into the shard and the local tensors rebound,
-        keeping the parameter objects. Another dtype needs another layout.
+        all-gather would send the old weights. So the values are copied into the shard and the local tensors rebound;
+        the parameter objects stay. Another dtype needs another layout. `fewer`: some params were dropped.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for param in self.params:
@@ -134,9 +132,9 @@ class ShardedParams:
             return True
 
     def _merge_tied(self) -> bool:
-        """One param for parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
+        """Merge the params of parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
 
-        Two params would rebind the one parameter in turns, and each time drop the gradients kept so far.
+        Two params would rebind the parameter in turns, and drop the gradients each time.
         """
         kept: dict[int, ManagedParam] = {}
         for param in self.params:
@@ -149,7 +147,7 @@ class ShardedParams:
         return merged
 
     def find_extended(self) -> bool:
-        """Look for gather protocols that were patched onto shards since; true if the layout changed."""
+        """Look for gather protocols that were patched onto shards since; return True if the layout changed."""
         if self._find_extended() == self.extended:
             return False
         with torch.no_grad(), torch.inference_mode(False):
@@ -193,51 +191,51 @@ class ShardedParams:
             self.shard = self._lay_out()
 
     def make_swap(self) -> ParamSwap:
-        """What swaps the parameters on the modules."""
+        """Return the object that swaps parameters on modules."""
         return ParamSwap(self.params)
 
     def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
-        """What gives reduced gradients to the sharded parameters."""
+        """Return the object that gives reduced gradients to the sharded parameters."""
         return ShardedGrad(shard, regions, self.params, transport, self.offload)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """The parameters that are reduced where these have gradients."""
+        """Return the parameters to reduce if these have gradients."""
         return tuple(gradients)
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Let users see gradients that were not synchronised; these are nobody's but the engine's."""
+        """Show users gradients that were not synchronised. Only flat units do."""
 
     @property
     def shows_unreduced(self) -> bool:
         return False
 
     def hide_unreduced(self) -> list[int]:
-        """Undo that; the parameters whose sums a user cleared."""
+        """Undo `show_unreduced`; return the parameters whose sums a user cleared."""
         return []
 
     def writes(self) -> tuple[int, int]:
-        """Changes with every write to a parameter at rest, through the DTensor or through its local tensor."""
+        """Return a value that changes with every write to a sharded parameter or its local tensor."""
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:
-        """Whether an optimizer that has the parameter would write it now; the same on every rank."""
+        """Return True if an optimizer with this parameter would write it now; the same on every rank."""
         return param.sharded.grad is not None
 
     def copy_unsharded(self, param: ManagedParam) -> bool:
-        """Copy this rank's part of an unsharded parameter into the shard; False if the dtypes differ."""
+        """Copy this rank's elements of an unsharded parameter into the shard; return False if the dtypes differ."""
         source = param.unsharded if param.tp_spec is None else param.unsharded_view
         if source is None or param.unsharded_view is None or source.dtype != param.local.dtype:
             return False
-        param.local.copy_(self._own_part(param, source))
+        param.local.copy_(self._own_elements(param, source))
         return True
 
-    def _own_part(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
+    def _own_elements(self, param: ManagedParam, unsharded: torch.Tensor) -> torch.Tensor:
         sharding = param.sharding
         assert isinstance(sharding, RowSharding)
         return unsharded.narrow(sharding.dim, *sharding.rows(self._transport.rank))
 
     def copy_flat(self) -> bool:
-        """The same for all of them, if programs see one flat parameter."""
+        """Do the same for the flat parameter, if programs see one."""
         return False
 
     def _lay_out(self) -> Shard:
@@ -253,17 +251,17 @@ class ShardedParams:
 
     @staticmethod
     def _move_out(local: torch.Tensor) -> None:
-        """Give a tensor that methods were patched onto memory outside the shard, keeping the object."""
+        """Give a tensor that methods were patched onto memory outside the shard; the object stays."""
         if type(local) is torch.Tensor and not local.is_meta and local.numel():
             local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
-        """Meta while nothing is materialised, so that a large model costs nothing yet."""
+        """Return meta until parameters are materialised, so that a large model costs nothing before."""
         on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
         return META if on_meta else self.offload.device
 
     def _bind(self, shard: Shard) -> None:
-        """Copy what lies outside the shard into it. Parameters on meta or on another device are left."""
+        """Copy parameters outside the shard into it, except those on meta or another device."""
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             outside = local_of(param.sharded)
             if index not in self.extended and outside is not inside and outside.device == inside.device:
@@ -278,23 +276,22 @@ class ShardedParams:
         self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
 
     def bind_locations(self) -> None:
-        """To be called when params have other locations."""
+        """Call this after the locations of params changed."""
         names = [(location.parameters, location.name, param) for param in self.params for location in param.locations]
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
 
     @torch.no_grad()
     def widen_tied(self) -> None:
-        """To be called before state dicts are made."""
+        """Call this before state dicts are made: see `Shard.widen`."""
         for param, local in zip(self.params, self.shard.locals, strict=True):
             if len(param.locations) > 1 and param.local is local:
                 self.shard.widen(local)
 
     def undo_assigned_data(self) -> list[str]:
-        """Undo `parameter.data = tensor`; the names of those that it was done to.
+        """Undo `parameter.data = tensor`; return the names of these parameters.
 
-        A sharded parameter, a DTensor, takes only the storage, which it does not use, and not the local tensor. An
-        unsharded one would hold memory that no all-gather writes to.
+        A DTensor then has another storage, which it does not use, and the same local tensor.
         """
         names = []
         for index, (param, storage) in enumerate(zip(self.params, self._storages, strict=True)):
@@ -306,7 +303,7 @@ class ShardedParams:
         return names
 
     def warn_of_hooks(self, unit: str) -> None:
-        """Of `parameter.register_hook`, which autograd never calls: the graph has the unsharded parameter."""
+        """Warn of `parameter.register_hook`: autograd never calls it, because graphs have the unsharded parameter."""
         names = [param.name for param in self.params if has_gradient_hooks(param.sharded)]
         if names and not self._warned_of_hooks:
             self._warned_of_hooks = True
@@ -318,9 +315,9 @@ class ShardedParams:
             )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
-        """Take over the parameter object that is registered now, under all of its names."""
+        """Adopt the parameter that is registered now, in all locations."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
-        # `functional_call` puts an unsharded one back, if that was shown when it began and the unit is resharded since.
+        # `functional_call` restores an unsharded parameter, if modules held that when the call began.
         own = (param.sharded, param.unsharded)
         current = next((p for p in registered if all(p is not each for each in own)), param.sharded)
         if current is not param.sharded and inside_functional_call():

@@ -1,4 +1,4 @@
-"""Swaps what the modules hold: sharded parameters at rest, unsharded ones while they compute."""
+"""Swaps the parameters that modules hold: sharded ones at rest, unsharded ones while they compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")  # 
 
 
 class ParamSwap:
-    """By assignment into the modules' dicts, from lists made once."""
+    """Assigns into the `_parameters` of modules, from lists that are made once."""
 
     def __init__(self, params: Iterable[ManagedParam]):
         self._params = list(params)
@@ -31,16 +31,16 @@ class ParamSwap:
         self.refresh()
 
     def refresh(self) -> None:
-        """To be called when the params were given other parameters."""
+        """Call this after the params were given other parameters."""
         unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
         self.unsharded = unsharded if len(unsharded) == len(self._params) else []
-        """The unsharded parameter of every param, once all have one."""
+        """The unsharded parameters of all params, once all have one; else empty."""
         self._at_rest = [param.sharded for param in self._params]
         self._unsharded_values = [param.unsharded for param in self._plain]
         self._sharded_values: Sequence[Any] = [param.sharded for param in self._plain]
 
     def show_unsharded(self, follow_requires_grad: bool = False) -> None:
-        """`follow_requires_grad`: users freeze and unfreeze the parameters they see at rest."""
+        """`follow_requires_grad`: copy it from the sharded parameters, which users freeze and unfreeze."""
         if follow_requires_grad and any(
             map(is_not, map(_requires_grad, self.unsharded), map(_requires_grad, self._at_rest))
         ):
@@ -76,11 +76,11 @@ class ParamSwap:
 
 
 class CudnnWeights:
-    """Memory in which recurrent layers keep their unsharded parameters.
+    """The memory to which recurrent layers move their unsharded parameters on a GPU.
 
-    On a GPU such a layer moves weights it has not seen before into one chunk, in cuDNN's order. Later all-gathers would
-    fill memory that nobody reads, and the layer would silently compute with the weights of the first step. So what is
-    gathered is copied into the chunk, and the chunk is emptied with the unsharded buffer.
+    Such a layer moves weights that it has not seen before into one allocation, in cuDNN's order. Later all-gathers
+    would fill memory that nobody reads, and the layer would silently compute with the weights of the first step. So
+    `fill` copies the gathered values there, and `empty` frees that memory with the unsharded buffer.
     """
 
     def __init__(self, params: Iterable[ManagedParam]):
@@ -107,6 +107,6 @@ class CudnnWeights:
             storage.resize_(0)
 
     def _moved(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Unsharded parameters that no longer lie at their places; only while the unsharded buffer is held."""
+        """Return the unsharded parameters outside the unsharded buffer. Only while that holds memory."""
         pairs = [(param.unsharded, param.unsharded_view) for param in self._params]
         return [(p, v) for p, v in pairs if p is not None and v is not None and p.data_ptr() != v.data_ptr()]

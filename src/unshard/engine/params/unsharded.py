@@ -1,4 +1,4 @@
-"""The unsharded parameters of a param group in one precision: buffer, all-gather, and writes by programs."""
+"""The unsharded parameters of a param group: their buffer and all-gather, and what programs write to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from .sharded import ShardedParams
 
 
 class UnshardedParams:
-    """Made at the first all-gather. The params refer to its parameters while its precision is the group's."""
+    """The unsharded parameters in one precision, made at the first all-gather.
+
+    The params refer to these parameters while the param group uses this precision.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class UnshardedParams:
         """True if there is nothing to fill and empty besides the buffer."""
 
     def use_new_shard(self) -> None:
-        """All-gather from another shard of the same layout. Graphs hold the unsharded parameters, which stay."""
+        """All-gather from another shard of the same layout. The unsharded parameters stay, because graphs hold them."""
         with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             if self.is_shard:
@@ -90,7 +93,7 @@ class UnshardedParams:
     def _moved(
         self, shard: Shard, index: int, made: tuple[ManagedParam, torch.Tensor, nn.Parameter]
     ) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
-        """The same parameter at its place in the new buffer. What graphs have saved of it stays in the old one."""
+        """Move a parameter to its place in the new buffer. Tensors that graphs saved stay in the old one."""
         param, _, parameter = made
         view = self.buffer.parameter(shard, index)
         if param.tp_spec is None:
@@ -136,7 +139,7 @@ class UnshardedParams:
 
 
 def _can_use_shard(shard: Shard, members: list[int], device: torch.device) -> bool:
-    """Whether one rank has the whole unit, laid out as the unsharded buffer is, in the dtypes of compute."""
+    """Return True if this rank has the whole unit, in the layout of the unsharded buffer and in the compute dtypes."""
     alone = not members or shard.shardings[0].world == 1
     cast = any(kind.compute != kind.original for kind in shard.segments.kinds)
     return alone and not cast and shard.layout.same_unsharded and shard.device == device
@@ -155,16 +158,16 @@ def _check(params: list[ManagedParam], extended: list[int], slicing: Slicing | N
         )
 
 
-# No Python functions: evaluations that keep their units look at every parameter.
+# No Python functions: called for every parameter in evaluations that keep their units.
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
 
 class ShownParams:
-    """Compares the parameters that modules hold with what they were when the program could first touch them."""
+    """Finds out what a program did to unsharded parameters or slices while modules hold them outside a step."""
 
     def __init__(self, sharded: ShardedParams, is_shard: bool, sliced: bool):
-        """`is_shard`: the unsharded parameters lie in the shard. `sliced`: modules hold slices instead."""
+        """`is_shard`: the shard is the unsharded buffer. `sliced`: modules hold slices."""
         self._sharded, self._is_shard, self._sliced = sharded, is_shard, sliced
         shown = [(param, param.sliced if sliced else param.unsharded) for param in sharded.params]
         self._params = [(param, each) for param, each in shown if each is not None and not each.is_inference()]
@@ -174,7 +177,7 @@ class ShownParams:
 
     @property
     def touched(self) -> bool:
-        """True if the program has written, frozen or unfrozen any of them."""
+        """True if the program has written, moved, frozen or unfrozen any of them."""
         return self._now() != self._before
 
     def _now(self) -> tuple[list[int], list[bool], list[int]]:
@@ -182,9 +185,9 @@ class ShownParams:
         return list(map(version_of, tensors)), list(map(_requires_grad, tensors)), list(map(_address, tensors))
 
     def follow(self) -> list[str]:
-        """Freeze what the program has frozen and copy what it has written into the shard.
+        """Apply changes of `requires_grad` to the sharded parameters, and copy writes into the shard.
 
-        Returns the names of written parameters that cannot be copied: slices, and copies in another dtype.
+        Return the names of written parameters that cannot be copied: slices, and parameters in another dtype.
         """
         now = self._now()
         if now == self._before:
@@ -216,7 +219,7 @@ class ShownParams:
 
     @staticmethod
     def _move_back(param: ManagedParam, shown: torch.Tensor) -> bool:
-        """Put a parameter that was given other memory back into its place: no all-gather would reach it there."""
+        """Move a parameter that was given other memory back to its place, which all-gathers write to."""
         place = param.unsharded_view
         if place is None:
             return False

@@ -1,1 +1,1 @@
-"""From gradients to sharded gradients."""
+"""Reductions: from gradients to sharded gradients."""

@@ -1,4 +1,4 @@
-"""The gradients of a param group: taken from autograd, kept or reduced, given to the sharded parameters."""
+"""The gradients of a param group: taken from autograd, accumulated or reduced, and given to the parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad"
 
 
 class GroupGradients:
-    """Says which parameters are reduced together, and what becomes of gradients that are not."""
+    """Takes gradients from autograd, decides which are reduced together, and keeps those that are not reduced yet."""
 
     def __init__(
         self,
@@ -48,21 +48,21 @@ class GroupGradients:
         self._device = device
         self._number, self._unit_name = number, unit_name
         self.reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
-        """By the set of parameters. Another dict when all are made anew: recorded steps refer to their memory."""
-        # These outlive the reductions: a rank may change its layout when others do not.
+        """By set of parameters. Replaced, not cleared, when all are rebuilt: recorded steps refer to their memory."""
+        # Labels outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
         self.unreduced: UnreducedGradients | None = None
         self._in_flight: list[ReductionInFlight] = []
         self._unsharded: list[nn.Parameter] = []
         self._all: tuple[int, ...] = ()
         self._special: list[int] = []
-        """Parameters whose gradients are not reduced as they come: tensor parallel ones, and those without elements."""
+        """Parameters whose gradients need work before a reduction: tensor-parallel ones, and those without elements."""
         self.others: list[tuple[int, nn.Parameter]] = []
-        """Unsharded parameters of a precision that is not in use: a graph of an earlier forward may leave gradients."""
+        """Unsharded parameters of the precision not in use: graphs of earlier forwards may leave gradients there."""
         self._varied = False
-        """Whether gradients may come in other dtypes than the policy's."""
+        """True if gradients may have other dtypes than the policy's."""
         self._as_stored = False
-        """Whether they are reduced in the stored dtypes, because the unit computes in those."""
+        """True if gradients are reduced in the stored dtypes, because the unit computes in those."""
 
     def __str__(self) -> str:
         return f"The gradient of unit {self._unit_name()!r} on rank {self._transport.rank}"
@@ -72,7 +72,7 @@ class GroupGradients:
         return self._sharded.params
 
     def watch(self, unsharded: list[nn.Parameter]) -> None:
-        """The unsharded parameters in use, one for each param: there autograd leaves gradients."""
+        """Take gradients from these unsharded parameters, one for each param, from now on."""
         self._unsharded, params = unsharded, self._params
         self._all = tuple(range(len(unsharded)))
         self._special = [i for i, param in enumerate(params) if param.tp_spec is not None or not param.sharding.numel]
@@ -90,19 +90,19 @@ class GroupGradients:
 
     @property
     def any_new(self) -> bool:
-        """Whether autograd left a gradient that was not taken yet."""
-        if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: asked in every step
+        """True if autograd left a gradient that was not taken yet."""
+        if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: called in every step
             return True
         return self._varied and any(parameter.grad is not None for _, parameter in self.others)
 
     def has_sums_to_reduce(self, options: Options) -> bool:
-        """Whether earlier backwards left sums that the end of this one has to reduce."""
+        """Return True if earlier backwards left sums that the end of this one must reduce."""
         kept = self.state is GradState.LOCAL and options.synchronise
         return kept or (self._has_partial and options.synchronise and options.all_reduce)
 
     @property
     def _has_partial(self) -> bool:
-        """Whether partial sums exist that no reduction in flight includes."""
+        """True if partial sums exist that no reduction in flight includes."""
         if self._replicas.world == 1:
             return False
         under_way = [each.reduction for each in self._in_flight]
@@ -111,9 +111,9 @@ class GroupGradients:
     # -- taking and reducing --------------------------------------------------------------------------------
 
     def reduce(self, options: Options, last: bool) -> None:
-        """Issue the reduction of what autograd left, or keep it for a later one.
+        """Issue the reduction of the gradients that autograd left, or keep these for a later reduction.
 
-        `last`: the backward is over, so sums kept by earlier backwards are reduced even if nothing was added.
+        `last`: backward is over, so sums of earlier backwards are reduced even if nothing was added.
         """
         gradients = list(map(gradient_of, self._unsharded))
         plain = not (self._special or self._varied or self._sharded.extended or self.state is GradState.LOCAL)
@@ -137,7 +137,7 @@ class GroupGradients:
             self._reduce_some(options, last)
 
     def _reduce_some(self, options: Options, last: bool) -> None:
-        """The same where gradients are missing, not synchronised, tensor-parallel, or of several precisions."""
+        """Do the same if gradients are missing, not synchronised, tensor-parallel, or in several precisions."""
         gradients = self._take()
         if options.reduce_unused and options.synchronise:
             self._add_unused(gradients)
@@ -166,13 +166,13 @@ class GroupGradients:
         self._clear_unreduced()
 
     def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
-        """Reduce over the replicas what earlier backwards reduced over the shards alone, of other parameters."""
+        """Reduce over the replicas what earlier backwards reduced only over the shards, for other parameters."""
         mine = members, self._as_stored
         others = [each for key, each in self.reductions.items() if key != mine and each.has_partial]
         self._in_flight += [each.resume(options) for each in others]
 
     def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
-        """The reduction for a set of parameters: usually all of them, fewer when some were not used."""
+        """Make the reduction for a set of parameters: usually all, or fewer if some were unused."""
         key = members, self._as_stored
         labels = self._labels.get(key)
         if labels is None:
@@ -192,14 +192,14 @@ class GroupGradients:
         return self._sharded.shard.stored() if self._as_stored else self._sharded.shard
 
     def _take(self) -> dict[int, torch.Tensor]:
-        """Gradients by parameter; those of the unsharded parameters are cleared."""
+        """Return the gradients by parameter, and clear them on the unsharded parameters."""
         found = enumerate(map(gradient_of, self._unsharded))
-        params = self._params  # of one that was frozen after forward, autograd drops the gradient
+        params = self._params  # parameters that were frozen after forward get no gradient
         gradients = {index: grad for index, grad in found if grad is not None and _is_trained(params[index])}
         for index in self._special:
             if index in gradients:
                 param = self._params[index]
-                if param.tp_spec is not None:  # also without elements here: it may be redistributed over other ranks
+                if param.tp_spec is not None:  # even without elements here: the redistribution is a collective
                     gradients[index] = local_gradient(gradients[index], param.tp_spec, param.partial_dims)
                 if not param.sharding.numel:
                     del gradients[index]
@@ -209,7 +209,7 @@ class GroupGradients:
         return gradients
 
     def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Add what graphs of the other precision left. All in the reduce dtype: to be packed they must have one."""
+        """Add gradients that graphs of the other precision left, all in the reduce dtype: packing needs one dtype."""
         for index, parameter in self.others:
             if (grad := parameter.grad) is not None and _is_trained(param := self._params[index]):
                 if param.tp_spec is not None:
@@ -227,10 +227,9 @@ class GroupGradients:
 
     @torch.no_grad()
     def _cast_to_one_dtype(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Gradients of equal dtypes in every segment, because they are packed together.
+        """Cast the gradients of every segment to one dtype, because they are packed together.
 
-        A gradient of a tensor with its own gather protocol travels as the others do; if it comes in the reduce dtype
-        the others take that one.
+        That is the compute dtype, or the reduce dtype if a parameter with a gather protocol has its gradient in it.
         """
         segments, extended = self._sharded.shard.segments, self._sharded.extended & gradients.keys()
         precise = {segments.of[i] for i in extended if gradients[i].dtype == segments.dtypes(i).reduce}
@@ -239,7 +238,7 @@ class GroupGradients:
             gradients[index] = gradient.to(kinds.reduce if segments.of[index] in precise else kinds.compute)
 
     def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Zeros for trainable parameters that this rank did not use and another one may have."""
+        """Add zeros for trainable parameters that this rank did not use, because another rank may have."""
         kept = self.unreduced.sums() if self.unreduced is not None else {}
         for index, param in enumerate(self._params):
             trained = param.unsharded is not None and param.unsharded.requires_grad and _is_trained(param)
@@ -263,20 +262,20 @@ class GroupGradients:
 
     def _clear_unreduced(self) -> None:
         if self.unreduced is not None and not self.unreduced.clear():
-            self.unreduced = None  # a user holds the sums
+            self.unreduced = None  # a user holds the sums, and owns them from now on
 
     def drop_unreduced(self) -> None:
-        """Drop what backwards without synchronisation have summed up."""
+        """Drop the sums of backwards without synchronisation."""
         if self.state in (GradState.LOCAL, GradState.PARTIAL):
             self.drop()
 
-    # -- what becomes of a reduction ------------------------------------------------------------------------
+    # -- reductions in flight -------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Wait for the collectives in flight and take the next step; true when nothing is left to do."""
+        """Wait for the operations in flight and start the next ones; return True when all gradients are delivered."""
         if self.state is not GradState.REDUCING:
             return True
-        if torch.is_grad_enabled():  # a backward that builds a graph; entering `no_grad` each time costs
+        if torch.is_grad_enabled():  # only if backward builds a graph: entering `no_grad` takes host time
             with torch.no_grad():
                 return self.advance()
         partial, under_way = False, []
@@ -293,23 +292,23 @@ class GroupGradients:
         return True
 
     def sharded_grads(self) -> list[ShardedGrad]:
-        """The gradients that parameters have."""
+        """Return the sharded gradients that parameters have as `.grad`."""
         return [grad for reduction in self.reductions.values() for grad in reduction.attached_grads()]
 
     def release_idle(self) -> None:
-        """Free the memory of gradients that `zero_grad` cleared."""
+        """Free the memory of gradients that `zero_grad` has cleared."""
         if self.state is not GradState.REDUCING:
             for reduction in self.reductions.values():
                 reduction.release_idle()
 
     def drop(self) -> None:
-        """Drop everything that is not in any `.grad` yet."""
+        """Drop everything that is not a `.grad` yet."""
         for each in self._in_flight:
             try:
-                with suppress(CollectiveError):  # it has ended, and its result is not wanted
+                with suppress(CollectiveError):  # the collective has ended, and nobody wants its result
                     each.reduction.drop(each)
             except OrderError:
-                # The collective is still in flight and will never end: its buffers are left to it.
+                # The collective stays in flight and may still write, so its buffers must never be freed or used again.
                 leak(each)
                 kept = self.reductions.items()
                 self.reductions = {key: reduction for key, reduction in kept if reduction is not each.reduction}
@@ -333,18 +332,18 @@ class GroupGradients:
         return [grad for reduction in self.reductions.values() for grad in reduction.grads]
 
     def forget_in_flight(self) -> None:
-        """Of reductions that were recorded and never ran. Nothing waits for them."""
+        """Forget reductions that were recorded and never ran, without waiting for them."""
         self._in_flight = []
 
     def forget_buffers(self) -> None:
-        """After the layout changed, or the gradients were converted, nothing made before fits."""
+        """Drop all buffers, because the layout changed or gradients were converted."""
         self.drop()
         self.reductions = {}
         self.unreduced = None
 
 
 def _described(unit_name: str, names: list[str], members: list[str]) -> str:
-    """Whose gradients are reduced, short, and different for different parameters."""
+    """Describe the reduced parameters briefly, and differently for different sets."""
     others = [name for name in names if name not in members]
     unit = f"the gradients of unit {unit_name!r}"
     if not others:
@@ -357,9 +356,9 @@ def _few(names: list[str]) -> str:
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec, summed: frozenset[int]) -> torch.Tensor:
-    """This rank's piece of the gradient of a tensor-parallel parameter, distributed as the parameter is.
+    """Return the local gradient of a tensor-parallel parameter, distributed as the parameter is.
 
-    Partial placements over the mesh dimensions in `summed` may stay: the reduction that follows sums over those ranks.
+    Partial placements over the mesh dimensions in `summed` stay: the reduction that follows sums over those ranks.
     """
     if not isinstance(gradient, DTensor):
         return gradient
@@ -368,12 +367,12 @@ def local_gradient(gradient: torch.Tensor, spec: DTensorSpec, summed: frozenset[
     if gradient.placements != wanted:
         gradient = gradient.redistribute(placements=wanted)
     local = gradient.to_local()
-    # Collectives inside autograd may hand over a tensor that is still in flight.
+    # Functional collectives return a tensor that may still be in flight.
     return local.wait() if hasattr(local, "wait") else local
 
 
 def _sort(gradients: dict[int, torch.Tensor]) -> None:
-    """The order of members must be the same on every rank."""
+    """Sort by parameter: the order of members must be the same on every rank."""
     ordered = sorted(gradients.items())
     gradients.clear()
     gradients.update(ordered)

@@ -1,4 +1,4 @@
-"""Reduces gradients: pack and cast, reduce-scatter, all-reduce over replicas, divide, cast to the sharded gradient."""
+"""Reduces gradients: pack, cast, reduce-scatter, all-reduce over replicas, divide, cast to the sharded gradient."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..side_stream import SideStream, StreamEvent, reduce_stream
 from .sharded_grad import ShardedGrad
 from .unreduced import Gradients, Packing
 
-# Reduced by averaging in the collective; any other dtype could overflow in the sum, so it is scaled by hand.
+# Collectives average in these dtypes. In any other one the sum could overflow, so it is divided before and after.
 AVERAGED = frozenset((torch.float32, torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a sum over the ranks becomes a mean: in the collectives, or by dividing before and after them."""
+    """How a sum over ranks becomes a mean: in the collectives, or by dividing before and after them."""
 
     scatter_average: bool
     all_reduce_average: bool
@@ -46,11 +46,11 @@ def division(
     force_sum: bool,
     in_halves: bool = False,
 ) -> Division:
-    """The division for gradients that are reduced over `shards` x `replicas` ranks.
+    """Return the division for gradients that are reduced over `shards` x `replicas` ranks.
 
-    `factor` replaces the number of ranks; `in_halves` divides by hand in every dtype. By hand the divisor is split in
-    two factors, near its square root, so that neither the summands vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2,
-    1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    `factor` replaces the number of ranks. `in_halves` divides before and after the sum in every dtype. The divisor is
+    then split in two factors near its square root, so that neither the summands vanish nor the sum overflows:
+    2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
     """
     total = factor or shards * replicas
     if reduce_dtypes <= AVERAGED and not in_halves:
@@ -58,7 +58,7 @@ def division(
             return Division(False, False, 1.0, total)
         if factor is None:
             return Division(True, True, 1.0, 1.0)
-        # Averaging over the shards is a division by their number; any other factor divides the result.
+        # An average over the shards divides by their number. Any other factor divides the result.
         return Division(True, False, 1.0, 1.0) if factor == shards else Division(False, False, 1.0, factor)
     before = 1
     while total % before == 0 and total / before > before:
@@ -67,7 +67,7 @@ def division(
 
 
 class Stage(Enum):
-    """What a reduction in flight waits for."""
+    """The operation that a reduction in flight waits for."""
 
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -75,7 +75,7 @@ class Stage(Enum):
 
 
 class Outcome(Enum):
-    """What became of a reduction."""
+    """The result of a call of `advance`."""
 
     IN_PROGRESS = "in progress"
     DELIVERED = "given to the parameters"
@@ -84,7 +84,7 @@ class Outcome(Enum):
 
 @dataclass
 class ReductionInFlight:
-    """A reduction in flight."""
+    """A reduction from its reduce-scatter until its gradients are delivered or kept."""
 
     reduction: Reduction
     grad: ShardedGrad
@@ -94,22 +94,23 @@ class ReductionInFlight:
     work: Work
     stage: Stage = Stage.REDUCE_SCATTER
     absent: Collection[ManagedParam] = ()
-    """Parameters that took part with zeros, because a flat unit is reduced as one; they get no `.grad`."""
+    """Parameters of a flat unit that had no gradient and were reduced as zeros. They get no `.grad`."""
     copied: StreamEvent | None = None
     """The end of the copy to the host."""
     packed_gradients: Gradients | None = None
-    """What a side stream may still read, in a recorded step."""
+    """Keeps gradients alive that a side stream may still read, in a recorded step."""
 
 
 class Reduction:
-    """How the gradients of one set of parameters are reduced. One exists per set that ever had gradients.
+    """Reduces the gradients of one set of parameters. One exists for each set that ever had gradients.
 
-    The reduce-scatter writes straight into the sharded gradient where dtype and device allow it, otherwise into
-    `_reduced`, from where one call casts or copies it. `partial` holds sums over the shards that still wait for their
+    The reduce-scatter writes straight into the sharded gradient if dtype and device allow it, otherwise into
+    `_reduced`, from which one call casts or copies. `partial` holds sums over the shards that still need their
     all-reduce over the replicas.
 
-    On a device the reduce-scatter input is memory of a side stream. It is freed as soon as the reduce-scatter is
-    queued, though the device needs it for longer, so that memory of the compute stream does not come on top of it.
+    On a device, a side stream owns the reduce-scatter input. The host frees it as soon as the reduce-scatter is queued:
+    only the same stream can reuse the memory, and queues behind the collective. Memory of the compute stream would stay
+    allocated until that stream has waited, on top of the next unit's gradients.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class Reduction:
         device: torch.device,
         labels: tuple[Label, Label],
     ):
-        """`labels` are those of the reduce-scatter and of the all-reduce."""
+        """`labels`: of the reduce-scatter and of the all-reduce."""
         segments, traits = shard.segments, shards.traits
-        # Where wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
+        # If wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if traits.reduces_groups and not exchanged else Grouping.BY_SEGMENT
-        # Packed by the sizes in the compute dtype, as in the all-gather: then the order is that of the shard, which
-        # flat optimizers rely on.
+        # Packed by the sizes in the compute dtype, as in the all-gather. So the order is that of the shard, which flat
+        # optimizers rely on.
         self._regions = shard.layout.collective_regions(shard.items, members, grouping, traits.packing)
         self._shard, self._sharded, self._params = shard, sharded, sharded.params
         self._transport, self._replicas = shards, replicas
@@ -150,11 +151,12 @@ class Reduction:
         self._reduced = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device, shards.pool)
         self.partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
         self.has_partial = False
-        """Whether there are partial sums."""
+        """True if there are partial sums."""
         self.grads: list[ShardedGrad] = []
-        """One, or more: `_idle_grad` says why."""
+        """One, or more: see `_idle_grad`."""
         self._side_stream = reduce_stream(device) if traits.waits_in_stream and not self._in_place else None
         if self._side_stream is not None:
+            # Recorded again in every step: at most one reduction of these parameters is in flight.
             self._computed, self._packed, self._reduce_scattered = (StreamEvent(device) for _ in range(3))
         self._divisors: tuple[object, ...] | None = None
         self._division = Division(True, True, 1.0, 1.0)
@@ -165,7 +167,7 @@ class Reduction:
         `last`: no other unit's backward follows.
         """
         flight, watcher = self._new_flight(options), observer.current
-        # At the end nothing overlaps, so memory of the compute stream is as good.
+        # At the end nothing overlaps, so the compute stream does as well. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
             self._start_on_side_stream(flight, gradients, self._side_stream)
             return flight
@@ -173,7 +175,7 @@ class Reduction:
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
         given = dict(gradients if isinstance(gradients, dict) else enumerate(gradients)) if watcher else {}
-        gradients.clear()  # before the result takes memory
+        gradients.clear()  # frees them before the output takes memory
         flight.outputs.take()
         flight.work = self._transport.reduce_scatter(
             flight.outputs.pieces,
@@ -189,18 +191,25 @@ class Reduction:
         return flight
 
     def _start_on_side_stream(self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream) -> None:
+        """Pack and reduce on `stream`, while the compute stream goes on with the next unit's backward."""
         packing = self._packing
         assert packing is not None
+        # 1. The side stream packs after the compute stream has computed the gradients.
         self._computed.record()
         with stream.after(self._computed):
             self._input.take()
             self._pack(flight, packing, gradients)
             self._packed.record()
+        # 2. The compute stream owns the gradients. It waits until they are packed before they are freed: without the
+        # wait, the next kernel could get their memory and overwrite them. A recorded step keeps them alive until
+        # `advance` instead, so that the next unit's backward need not wait.
         if step_recording.active:
-            flight.packed_gradients = gradients.copy()  # the next unit's backward does not wait until they are packed
+            flight.packed_gradients = gradients.copy()
         else:
             self._packed.wait()
-        gradients.clear()  # frees them for the compute stream; the output below may reuse them
+        gradients.clear()
+        # 3. The compute stream owns the outputs, too, and may still use whatever had their memory before. So the
+        # reduce-scatter waits for a second event of the compute stream.
         flight.outputs.take()
         self._computed.record()
         with stream.after(self._computed):
@@ -210,8 +219,8 @@ class Reduction:
                 label=self._reduce_scatter_label,
                 average=flight.division.scatter_average,
             )
-            flight.work.wait()
-            self._input.release()
+            flight.work.wait()  # the side stream waits, not the host
+            self._input.release()  # the side stream owns it: whatever reuses the memory is queued behind the collective
             if self._copies_at_once(flight):
                 self._finish(flight)
             else:
@@ -228,7 +237,7 @@ class Reduction:
         return Packing(tensors, self._regions, self._shard, self._transport.world)
 
     def _packing_in(self, flight: ReductionInFlight) -> Packing:
-        """One rank: gradients are packed directly into the output."""
+        """Return the packing for one rank, which packs gradients directly into the output."""
         if not self._direct:
             self._packing = self._make_packing(self._reduced.pieces)
             return self._packing
@@ -239,15 +248,16 @@ class Reduction:
         return packing
 
     def _copies_at_once(self, flight: ReductionInFlight) -> bool:
-        """Whether the copy to the host can follow the sum at once; else it follows when the next unit has computed.
+        """Return True if the copy to the host can be queued right behind the reduce-scatter.
 
-        Not if anything comes in between, nor to ordinary memory: this thread would wait for the copy.
+        Otherwise `advance` queues it, after the next unit's backward: if an all-reduce or a hook comes first, or if the
+        memory is not pinned, because this thread would wait for the copy.
         """
         alone = self._replicas.world == 1 and flight.options.all_reduce_hook is None
         return alone and self._to_host is not None and flight.grad.pinned
 
     def resume(self, options: Options) -> ReductionInFlight:
-        """All-reduce the partial sums alone: the outputs start at zero, and `advance` adds them."""
+        """All-reduce only the partial sums: the outputs start at zero, and `advance` adds the sums."""
         flight = self._new_flight(options)
         flight.outputs.take()
         for flat in flight.outputs.flats:
@@ -264,8 +274,8 @@ class Reduction:
         return ReductionInFlight(self, grad, outputs, self._division, options, Done())
 
     def advance(self, flight: ReductionInFlight) -> Outcome:
-        """Wait for the collective in flight and take the next step."""
-        flight.work.wait()
+        """Wait for the operation in flight and start the next one."""
+        flight.work.wait()  # on a device only the compute stream waits
         flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
         if flight.stage is Stage.COPY_TO_HOST:
@@ -280,7 +290,7 @@ class Reduction:
         return self._finish(flight)
 
     def _finish(self, flight: ReductionInFlight) -> Outcome:
-        """The sum is there: divide it and copy it to where gradients rest."""
+        """Divide the sum and copy it to where gradients rest."""
         outputs, grad = flight.outputs, flight.grad
         if flight.division.after != 1.0:
             foreach_div(outputs.flats, flight.division.after)
@@ -294,7 +304,10 @@ class Reduction:
         return Outcome.DELIVERED
 
     def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Outcome:
-        """Queue the copy on a side stream; it overlaps with the next unit."""
+        """Queue the copy on the side stream for copies to the host; the next unit's backward overlaps with it.
+
+        `flight.outputs` may be freed only after the compute stream has waited for the copy: see `_deliver_on_host`.
+        """
         host, device = flight.grad.buffer, flight.outputs
         if self._cast:
             flight.copied = stream.copy(host.bodies, device.bodies)
@@ -306,7 +319,8 @@ class Reduction:
 
     def _deliver_on_host(self, flight: ReductionInFlight) -> Outcome:
         assert flight.copied is not None
-        flight.outputs.release()
+        flight.outputs.release()  # `advance` has made the compute stream, which owns it, wait for the copy
+        # The host has not waited: whoever reads the gradients before the end of backward must.
         flight.grad.wait_for_copy = flight.copied.synchronize
         flight.grad.deliver(flight.absent)
         return Outcome.DELIVERED
@@ -335,29 +349,29 @@ class Reduction:
         return Outcome.IN_PROGRESS
 
     def drop(self, flight: ReductionInFlight) -> None:
-        """Wait and forget the result."""
+        """Wait for the operation in flight and discard the result."""
         flight.work.wait()
         if flight.grad.idle:
             flight.grad.buffer.release()
 
     def release(self) -> None:
-        """Free all memory that no parameter's gradient lies in. Only if nothing is in flight."""
+        """Free all memory except that of gradients. Only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self.partial):
             buffer.release()
         self.has_partial = False
 
     def _idle_grad(self) -> ShardedGrad:
-        """One that is no parameter's `.grad` and that no user holds. There is one; accumulation needs a second."""
+        """Return a sharded gradient that is nobody's `.grad` and that no user holds. Accumulation needs a second."""
         for grad in self.grads:
             if grad.idle:
                 return grad
-        # Those that only users hold stay alive through the users' references.
+        # A user who holds an old `.grad` keeps its memory alive.
         self.grads = [grad for grad in self.grads if grad.attached]
         self.grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
         return self.grads[-1]
 
     def attached_grads(self) -> list[ShardedGrad]:
-        """Those that are `.grad` of parameters."""
+        """Return the sharded gradients that parameters have as `.grad`."""
         return [grad for grad in self.grads if grad.attached]
 
     def release_idle(self) -> None:

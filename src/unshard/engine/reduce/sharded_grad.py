@@ -1,4 +1,4 @@
-"""The sharded gradient: this rank's shard of the reduced gradient, its `.grad` objects, and who listens for them."""
+"""The sharded gradient: one flat tensor with the `.grad` objects of all parameters, and listeners for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..params.param import ManagedParam
 _made = itertools.count()
 _Views = TypeVar("_Views")
 
-# Called for every parameter in every step, hence no Python function.
+# No Python function: called for every parameter in every step.
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
@@ -47,17 +47,17 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class FlatGradient:
-    """Gradients side by side that are distributed alike, as one flat tensor; what lies between them is zero."""
+    """Adjacent gradients with the same distribution, as one flat tensor; gaps between them are zero."""
 
     tensor: torch.Tensor
     spec: DTensorSpec
 
 
 class ShardedGrad:
-    """A flat buffer in the original dtypes with one `.grad` object per parameter.
+    """This rank's reduced gradients: a flat buffer, and one `.grad` object per parameter, made once.
 
-    Their local tensors lie at offsets of one storage that can be emptied; the DTensors around them were
-    made at offset 0, where saving and copying work.
+    The local tensors are at offsets of one storage, which can be emptied. The DTensors around them were made at offset
+    0, because DTensors over tensors with a storage offset can be neither saved nor copied.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class ShardedGrad:
     ):
         segments = shard.segments
         self.number = next(_made)
-        """In the order of creation: sums over several of them are added in the same order in every run."""
+        """Order of creation: sums over several sharded gradients are added in this order, the same in every run."""
         self.offloaded = offload.offloaded
-        """Whether it rests on the host, and a device computes."""
+        """True if it rests on the host and a device computes."""
         self.wait_for_copy: Callable[[], None] = _nothing
-        """Waits for the copy to the host, if one is in flight."""
+        """Makes the host wait for the copy from the device, if one is in flight."""
         self.stepper: weakref.ref[object] | None = None
-        """What has stepped with these gradients already, before the optimizer's `step`."""
-        # On the host memory stays: taken anew it would be new to the process, page by page.
+        """The optimizer that has used these gradients before its `step`, if any."""
+        # Host memory is never freed: fresh pages would fault one by one, and pinning them is slow.
         memory = offload.memory if offload.offloaded else None
         self.buffer = ShardBuffer(
             regions, segments, "gradient", transport.traits.piece_alignment, offload.device, memory=memory
         )
         self.pinned = offload.offloaded and self.buffer.all_bytes.is_pinned()
-        """Whether the host need not wait for copies from the device."""
+        """True if copies from the device are asynchronous."""
         self._params: list[ManagedParam] = []
         self.grads: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
         self.begins: list[int] = []
-        """The byte where each gradient begins; they are in the order in which they lie."""
+        """The first byte of each gradient, in ascending order."""
         self._flats: dict[tuple[torch.dtype, int, tuple[int, ...]], torch.Tensor] = {}
         self._flat_gradients: list[FlatGradient] | None = None
         self._gaps: list[torch.Tensor] | None = None
@@ -118,14 +118,14 @@ class ShardedGrad:
         self.begins.append(offset)
 
     def _uses(self) -> int:
-        """Grows by one for whoever holds a grad, its local tensor or any view of either."""
+        """Count the references to the grads, their local tensors and the storage, which any view of them adds to."""
         held = sum(map(sys.getrefcount, self.grads)) + sum(map(sys.getrefcount, self.locals))
         return held + storage_use_count(self.buffer.storage)
 
     @property
     def attached(self) -> bool:
-        """Whether a grad is some parameter's `.grad`."""
-        return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: asked in every step
+        """True if a grad is some parameter's `.grad`."""
+        return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: called in every step
 
     def attached_members(self) -> tuple[int, ...]:
         """Indices of the grads that are the `.grad` of their parameters."""
@@ -140,9 +140,9 @@ class ShardedGrad:
 
     @property
     def idle(self) -> bool:
-        """Whether it may be written or emptied without anybody seeing: a user may still hold last step's `.grad`.
+        """True if nobody would notice that it is written or freed. A user may still hold the last step's `.grad`.
 
-        Once it is, it stays so until it is delivered: nobody can get hold of it.
+        Idle gradients stay idle until they are delivered, because nobody can get a reference before.
         """
         if not self._known_idle:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
@@ -152,21 +152,21 @@ class ShardedGrad:
         return self._parameters
 
     def belongs_to(self, parameters: Set[int]) -> bool:
-        """Whether every grad is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
+        """Return True if every grad is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
         for parameter, grad in zip(self._parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False
         return bool(self.grads)
 
     def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
-        """A range of it, made once, while there is memory."""
+        """Return a view, made once, while memory is held."""
         key = dtype, begin, shape
         if key not in self._flats:
             self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
         return self._flats[key]
 
     def viewing(self, make: Callable[[], _Views]) -> _Views:
-        """What `make` makes, which will keep views of this for as long as this lives: they are not a user's."""
+        """Return the result of `make`. Its views of this gradient belong to the engine and do not count as uses."""
         before = self._uses()
         views = make()
         self._idle_uses += self._uses() - before
@@ -178,7 +178,7 @@ class ShardedGrad:
         return self._flat_gradients
 
     def gaps(self) -> list[torch.Tensor]:
-        """All bytes that belong to no gradient. To be asked for while there is memory."""
+        """Return all bytes that belong to no gradient. Only while memory is held."""
         if self._gaps is None:
             self._gaps = self.viewing(self._find_gaps)
         return self._gaps
@@ -208,23 +208,23 @@ class ShardedGrad:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer that is still there has used the gradients already."""
+        """True if an optimizer that still exists has already used the gradients."""
         return self.stepper is not None and self.stepper() is not None
 
     def writes(self) -> int:
-        """Grows when the gradients are written through what parameters have as `.grad`, as far as torch counts that."""
+        """Return a number that grows when the gradients are written, as far as torch counts writes."""
         return sum(map(version_of, self.grads)) + sum(map(version_of, self.locals))
 
     def names(self) -> str:
-        """Whose gradients these are, in few words."""
+        """Return the names of the parameters, shortened for messages."""
         return listed(param.name for param in self._params)
 
     def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
-        """Become each parameter's `.grad`, or be added to the one it has; then call the user's hooks on it.
+        """Become each parameter's `.grad`, or add to the one it has; then call the post-accumulate hooks.
 
-        `absent` are parameters that had no gradient on this rank, where all of the unit is reduced all the same. If
-        they had one on another rank, the sum is not zero. `.grad` may be there before its numbers, until the backward
-        ends, unless somebody looks at them.
+        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero,
+        so that another rank had one. With offload, `.grad` is set while its copy to the host is still in flight. The
+        end of backward waits for the copy, and so does this method if anything reads the values here.
         """
         self._known_idle = False
         parameters, grads, locals_ = self._parameters, self.grads, self.locals
@@ -244,7 +244,7 @@ class ShardedGrad:
         else:
             deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
         if not any(map(is_, before, repeat(None))):
-            self.buffer.release()  # nothing of it was handed out
+            self.buffer.release()  # all were added to existing gradients
         if any(hooks):
             for parameter, own in zip(parameters, hooks, strict=True):
                 for hook in list((own or {}).values()):
@@ -254,7 +254,7 @@ class ShardedGrad:
 
 
 class FlatShardedGrad(ShardedGrad):
-    """Gradients as plain tensors: one of the flat parameter, or a row of elements for each parameter."""
+    """Gradients as plain tensors: one for the flat parameter, or a 1-D tensor for each parameter."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ def _add(
     grads: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    """Add to the gradients there are; become those that are missing."""
+    """Add to existing gradients, and set those that are missing."""
     existing, new = [], []
     for parameter, gradient, grad, local in zip(parameters, gradients, grads, locals_, strict=True):
         if gradient is None:
@@ -302,21 +302,21 @@ def _add(
 
 class Listener(Protocol):
     def gradients_ready(self, grads: Sequence[ShardedGrad]) -> None:
-        """These gradients are `.grad` now, and this backward adds nothing to them.
+        """Called during backward, in its thread, when gradients are set as `.grad` and complete.
 
-        Their copy to the host may be in flight: `ShardedGrad.wait_for_copy`. Called inside backward, in its thread.
+        Their copy to the host may be in flight: call `ShardedGrad.wait_for_copy` before reading them.
         """
 
     def finish_steps(self) -> None:
-        """A program is about to look at parameters."""
+        """Called before a program reads parameters."""
 
 
 LISTENERS: dict[int, weakref.ref[Listener]] = {}
-"""Usually empty, which every unit asks in every step."""
+"""Optimizers that step units during backward. Usually empty; every unit checks that in every step."""
 
 
 def listen(listener: Listener) -> None:
-    """For as long as it lives."""
+    """Call `listener` from now on, for its lifetime."""
     key = id(listener)
     LISTENERS[key] = weakref.ref(listener, lambda _: LISTENERS.pop(key, None))
 
@@ -330,6 +330,6 @@ def listeners() -> list[Listener]:
 
 
 def finish_steps() -> None:
-    """To be called before parameters are looked at outside a backward."""
+    """Call this before parameters are read outside backward."""
     for listener in listeners():
         listener.finish_steps()

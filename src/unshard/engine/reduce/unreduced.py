@@ -1,4 +1,4 @@
-"""Gradients before their reduction: packed into the reduce-scatter input, or summed up on this rank."""
+"""Gradients before their reduction: packed into the reduce-scatter input, or accumulated on this rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, Shard
 
 Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
-"""By number of the parameter; a list, if all of them have one."""
+"""By number of the parameter; a list if every parameter has one."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A packed region as a table of ranks by columns, the parameters in it, and zeros for its last columns."""
+    """A packed region as a table with a row per rank, its parameters, and zeros (`filler`) for its last columns."""
 
     table: torch.Tensor
     members: tuple[int, ...]
     filler: dict[torch.dtype, list[torch.Tensor]]
     needs_copy: dict[int, int]
-    """The dimension along which a parameter is cut, where it is not the first."""
+    """The dim along which parameters are sharded, if it is not 0."""
 
     def fill(self, gradients: Gradients) -> None:
         columns = [gradients[index] for index in self.members]
@@ -40,7 +40,7 @@ class Pack:
             chunk_cat_into(self.table, columns, self.table.shape[0])
 
     def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
-        """As `chunk_cat_into`, which reads the addresses of the gradients from host memory."""
+        """Replace `chunk_cat_into`, whose kernel reads addresses from host memory, which a replay cannot repeat."""
         world, start = self.table.shape[0], 0
         targets, sources, pads = [], [], []
         for column in columns:
@@ -62,13 +62,13 @@ class Pack:
             foreach_zero(pads)
 
     def _turned(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The ranks' pieces of a crossed parameter's gradient one after the other."""
+        """Return the gradient with the chunks of all ranks along dim 0."""
         dim = self.needs_copy.get(index)
         return gradient if dim is None else torch.cat(gradient.chunk(self.table.shape[0], dim))
 
 
 class ComplexPack(Pack):
-    """The same for complex gradients: the table, like the kernel that fills it, knows reals only."""
+    """The same for complex gradients, as pairs of reals: neither the table nor its kernel has complex numbers."""
 
     def fill(self, gradients: Gradients) -> None:
         columns = [self._turned(index, gradients[index]) for index in self.members]
@@ -77,7 +77,7 @@ class ComplexPack(Pack):
 
 
 class Packing:
-    """Places in `tensors`, one per region, for the gradients of their parameters. To be made while there is memory."""
+    """Copies gradients to their places in `tensors`, one per region. Made once, while these have memory."""
 
     def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
         self.tensors = tensors
@@ -90,12 +90,12 @@ class Packing:
             self._add_packed(region, tensor) if region.packed else self._add_row(region, self._numbers(region, tensor))
 
     def _numbers(self, region: Region, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of a collective as complex numbers, if its parameters are complex."""
+        """Return a tensor of a collective as complex numbers, if its parameters are complex."""
         is_complex = self._shard.segments.kinds[region.runs[0].segment].original.is_complex
         return torch.view_as_complex(tensor.view(-1, 2)) if is_complex else tensor
 
     def _add_row(self, region: Region, tensor: torch.Tensor) -> None:
-        """A parameter by itself, or several that are laid end to end."""
+        """Add one parameter, or several in a row."""
         end = 0
         for index, start in zip(region.runs[0].members, region.runs[0].starts, strict=True):
             sharding = self._shard.shardings[index]
@@ -118,14 +118,14 @@ class Packing:
         missing = table.shape[1] - run.numel * (2 if is_complex else 1)
         filler = {
             dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
-            for dtype in map(sent_dtype, (kind.compute, kind.reduce))  # kept sums come in the reduce dtype
+            for dtype in map(sent_dtype, (kind.compute, kind.reduce))  # accumulated sums are in the reduce dtype
         }
         shardings = self._shard.shardings
         needs_copy = {index: shardings[index].dim for index in run.members if shardings[index].needs_copy}
         self._packs.append((ComplexPack if is_complex else Pack)(table, run.members, filler, needs_copy))
 
     def fill(self, gradients: Gradients) -> list[int]:
-        """Copy, and cast where needed, `gradients` (by parameter) to their places; the parameters that have none."""
+        """Copy and cast `gradients` to their places; return the parameters without one, whose places are zeroed."""
         rows, members, absent = self._rows, self._members, []
         if self._pads:
             foreach_zero(self._pads)
@@ -142,7 +142,7 @@ class Packing:
 
 
 class UnreducedGradients:
-    """Sums of unreduced gradients, nearly always in the reduce dtype, one flat buffer per unit."""
+    """Sums of gradients that backwards did not synchronise, in one flat buffer; nearly always in the reduce dtype."""
 
     def __init__(self, shard: Shard, device: torch.device):
         itemsizes = shard.segments.itemsizes("kept")
@@ -180,7 +180,7 @@ class UnreducedGradients:
         return {index: self._views[index] for index in sorted(self.present)}
 
     def flat(self, length: int) -> torch.Tensor:
-        """The sums of a flat unit as one tensor, zero where there are none."""
+        """Return the sums of a flat unit as one tensor, with zeros for parameters without one."""
         if length not in self._flats:
             dtype = next(iter(self._views.values())).dtype
             self._flats[length] = self.buffer.tensor(dtype, 0, (length,))
@@ -196,7 +196,7 @@ class UnreducedGradients:
         self.present.difference_update(indices)
 
     def clear(self) -> bool:
-        """Drop everything; false if a user holds the memory."""
+        """Drop all sums; return False if a user holds the memory."""
         self.present.clear()
         if self.buffer.held and storage_use_count(self.buffer.storage) > self._uses:
             return False
