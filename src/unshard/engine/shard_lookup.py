@@ -206,7 +206,7 @@ def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
             )
         if shard.belongs_to(given):
             given.difference_update(map(id, shard.parameters()))
-            found.flat_gradients.extend(shard.flat_gradients())
-            found.gaps.extend(shard.gaps())
+            found.flat_gradients.extend(shard.flat_gradients)
+            found.gaps.extend(shard.gaps)
     found.others.extend(parameter for parameter in parameters if id(parameter) in given)
     return found

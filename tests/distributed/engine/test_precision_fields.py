@@ -249,7 +249,7 @@ def test_buffers_are_cast_for_forward_only() -> None:
     if dist.get_rank() == 0:
         rounded, norms = records
         assert "rounds scale of Rotary" in rounded and "keep_buffers" in rounded
-        assert "statistics of norm add up" in norms and "overrides" in norms
+        assert "accumulates the statistics of norm" in norms and "overrides" in norms
     assert dist.get_rank() == 0 or not records
     stored = model.scale
     for _ in range(2):

@@ -120,8 +120,8 @@ class AllGatherPlan:
     def _start_recorded(self, streams: GatherStreams, issue: Callable[[], Work]) -> Work:
         """In a recorded step, use side streams, so that a replay gathers while other units compute.
 
-        Costs host time, which a replay does not have. The gather stream starts after everything that the compute stream
-        has queued so far.
+        Takes more host time, which a replay does not spend. The gather stream starts after everything that the compute
+        stream has queued so far.
         """
         if self.copies:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes

@@ -19,10 +19,9 @@ from ..reduce.unreduced import UnreducedGradients
 from .buffers import Shard
 from .flat_param import FlatParam, FlatParamSwap, PlaceholderParam, placeholder_for
 from .offload import OffloadPlan
-from .param import ManagedParam, ParamLocation
+from .param import ManagedParam, ParamLocation, ParamSwap
 from .quantized import give_attributes
 from .sharded import ShardedParams
-from .swap import ParamSwap
 
 
 class FlatShardedParams(ShardedParams):
@@ -188,7 +187,8 @@ class FlatShardedParams(ShardedParams):
         elif self.originals:
             for param, inside in zip(self.params, shard.locals, strict=True):
                 _move_in(param.sharded, inside)
-            _move_to(self.flat.sharded, piece)
+            if self.flat.sharded.data_ptr() != piece.data_ptr() or self.flat.sharded.dtype != piece.dtype:
+                self.flat.sharded.data = piece
         else:
             _move_in(self.flat.sharded, piece)
         self.flat.local = piece
@@ -340,8 +340,3 @@ def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:
     if parameter.device == inside.device and parameter.data_ptr() != inside.data_ptr():
         inside.copy_(parameter.detach())
         parameter.data = inside
-
-
-def _move_to(parameter: nn.Parameter, place: torch.Tensor) -> None:
-    if parameter.data_ptr() != place.data_ptr() or parameter.dtype != place.dtype:
-        parameter.data = place

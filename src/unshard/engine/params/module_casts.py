@@ -1,4 +1,4 @@
-"""What modules of a unit see in other dtypes than they are stored in: buffers, and inputs of modules with overrides."""
+"""Casts during forward: buffers of a unit's modules, and inputs and outputs of modules with a precision override."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ def cast_boundaries(
     for top in tops:
         for child in top.children():
             _search(child, own, policy, found)
-    return [(module, _returning_to(surroundings, each)) for module, each in found.items()]
+    return [
+        (module, replace(each, output_dtype=surroundings) if isinstance(each, DtypeOverride) else each)
+        for module, each in found.items()
+    ]
 
 
 def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -220,10 +223,6 @@ def _surroundings(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) 
         return policy.param_dtype
     stored = {param.sharded.dtype for param in params if param.policy is policy and param.sharded.is_floating_point()}
     return stored.pop() if len(stored) == 1 else None
-
-
-def _returning_to(surroundings: torch.dtype | None, override: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    return replace(override, output_dtype=surroundings) if isinstance(override, DtypeOverride) else override
 
 
 def _search(

@@ -37,9 +37,10 @@ class OffloadPlan:
         try:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=True)
         except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
             warnings.warn(
                 f"{nbytes / 2**20:.1f} MiB of page-locked host memory for {what} could not be allocated "
-                f"({_first_line(error)}). Falling back to ordinary memory: copies to and from the device take several "
+                f"({reason}). Falling back to ordinary memory: copies to and from the device take several "
                 "times as long and do not overlap with compute. Raise the limit of locked memory (ulimit -l, the "
                 "container's memory), offload fewer units, or pass pin_memory=False to silence this warning.",
                 stacklevel=2,
@@ -65,10 +66,6 @@ def _warn_of_unpinned() -> None:
         "memory. Pass pin_memory=False to the offload policy to silence this warning.",
         stacklevel=stack_level_of_program(),
     )
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 class Upload:
@@ -105,7 +102,7 @@ class Upload:
 
     def _copy_early(self) -> None:
         self._early = self._writes(), [each.clone() for each in self._samples]
-        self._stream.queue(_nothing, first=self._copy)
+        self._stream.queue(lambda: None, first=self._copy)
 
     def forget(self) -> None:
         """Discard an early copy, which is out of date."""
@@ -144,10 +141,6 @@ class Upload:
     def _copy(self) -> None:
         self._buffer.take()
         self._target.copy_(self._source, non_blocking=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 class IssuedOnSideStream:

@@ -101,11 +101,11 @@ def _assign(state: Any, loaded: Any) -> None:
         mine = getattr(state, name, None)
         if isinstance(mine, type(state)) and isinstance(value, type(state)):
             _assign(mine, value)
-        elif isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and _alike(mine, value):
+        elif (
+            isinstance(mine, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and (mine.shape, mine.dtype) == (value.shape, value.dtype)
+        ):
             mine.copy_(value)  # in place: parameters have the same tensor as an attribute
         else:
             setattr(state, name, value)
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype

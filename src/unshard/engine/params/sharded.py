@@ -31,9 +31,8 @@ from ..reduce.sharded_grad import ShardedGrad
 from ..reduce.unreduced import UnreducedGradients
 from .buffers import META, Shard
 from .offload import OffloadPlan
-from .param import ManagedParam, ParamLocation, mark_replaced, steps_of_this_rank
+from .param import ManagedParam, ParamLocation, ParamSwap, mark_replaced, steps_of_this_rank
 from .quantized import give_attributes
-from .swap import ParamSwap
 
 
 class ShardedParams:

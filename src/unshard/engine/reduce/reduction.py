@@ -94,7 +94,7 @@ class ReductionInFlight:
     work: Work
     stage: Stage = Stage.REDUCE_SCATTER
     absent: Collection[ManagedParam] = ()
-    """Parameters of a flat unit that had no gradient and were reduced as zeros. They get no `.grad`."""
+    """Parameters of a flat unit that had no gradient and were reduced as zeros. See `ShardedGrad.deliver`."""
     copied: StreamEvent | None = None
     """The end of the copy to the host."""
     packed_gradients: Gradients | None = None
@@ -161,7 +161,7 @@ class Reduction:
         self._divisors: tuple[object, ...] | None = None
         self._division = Division(True, True, 1.0, 1.0)
 
-    def start(self, gradients: Gradients, options: Options, last: bool = False) -> ReductionInFlight:
+    def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack `gradients` (by number of the parameter), drop them and issue the reduce-scatter.
 
         `last`: no other unit's backward follows.
@@ -220,7 +220,7 @@ class Reduction:
                 average=flight.division.scatter_average,
             )
             flight.work.wait()  # the side stream waits, not the host
-            self._input.release()  # the side stream owns it: whatever reuses the memory is queued behind the collective
+            self._input.release()  # whatever reuses the memory is on this stream, behind the collective
             if self._copies_at_once(flight):
                 self._finish(flight)
             else:

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, repeat
 from math import prod
 from operator import attrgetter, is_, is_not
@@ -90,8 +91,6 @@ class ShardedGrad:
         self.begins: list[int] = []
         """The first byte of each gradient, in ascending order."""
         self._flats: dict[tuple[torch.dtype, int, tuple[int, ...]], torch.Tensor] = {}
-        self._flat_gradients: list[FlatGradient] | None = None
-        self._gaps: list[torch.Tensor] | None = None
         self.buffer.take()
         for region, at in zip(regions, self.buffer.buffer_layout.ranges, strict=True):
             run = region.runs[0]
@@ -172,16 +171,10 @@ class ShardedGrad:
         self._idle_uses += self._uses() - before
         return views
 
-    def flat_gradients(self) -> list[FlatGradient]:
-        if self._flat_gradients is None:
-            self._flat_gradients = self._find_flat_gradients()
-        return self._flat_gradients
-
+    @cached_property
     def gaps(self) -> list[torch.Tensor]:
-        """Return all bytes that belong to no gradient. Only while memory is held."""
-        if self._gaps is None:
-            self._gaps = self.viewing(self._find_gaps)
-        return self._gaps
+        """All bytes that belong to no gradient. First read it while memory is held."""
+        return self.viewing(self._find_gaps)
 
     def _find_gaps(self) -> list[torch.Tensor]:
         found, end = [], 0
@@ -191,7 +184,10 @@ class ShardedGrad:
             end = begin + (0 if local is None else local.numel() * local.element_size())
         return found
 
-    def _find_flat_gradients(self) -> list[FlatGradient]:
+    @cached_property
+    def flat_gradients(self) -> list[FlatGradient]:
+        """All gradients, in as few tensors as possible. First read it while memory is held."""
+
         def kind(each: tuple[int, torch.Tensor, ManagedParam]) -> tuple[torch.dtype, int, object]:
             spec = spec_of(each[2].sharded)
             return each[1].dtype, id(spec.mesh), spec.placements
