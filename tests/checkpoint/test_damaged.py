@@ -109,7 +109,7 @@ def test_missing_and_truncated_files(folder: Path) -> None:
     path = folder / "rank_00000.bin"
     data = path.read_bytes()
     path.write_bytes(data[:-100])
-    refused(folder, r"rank_00000\.bin has \d+ bytes, expected \d+\. It lacks bytes of optimizer/")
+    refused(folder, r"rank_00000\.bin has \d+ bytes, expected \d+\. Bytes of optimizer/")
     path.write_bytes(data + b"x")
     refused(folder, r"rank_00000\.bin has \d+ bytes, expected")
     path.unlink()
@@ -148,7 +148,7 @@ def test_checkpoints_of_other_models(folder: Path, tmp_path: Path) -> None:
         ):
             load(wider, strict)
     torch.testing.assert_close(wider.state_dict(), before, rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match=r"dtype float32, expected bfloat16"):
+    with pytest.raises(CheckpointError, match=r"dtype torch\.float32, expected torch\.bfloat16"):
         load(build()[0].bfloat16())
     more = nn.Sequential(*build()[0], nn.Linear(2, 2))
     with pytest.raises(
@@ -331,7 +331,7 @@ def test_a_pickle_is_not_read(folder: Path) -> None:
             return os.abort, ()
 
     torch.save({"x": Bomb()}, folder / MANIFEST)
-    refused(folder, "is not a whole manifest")
+    refused(folder, "is not a valid manifest")
     (folder / MANIFEST).write_text(json.dumps({"checksum": "pickle:00", "manifest": {}}) + "\n")
     refused(folder, "checksums of the unknown kind 'pickle'")
 

@@ -37,7 +37,7 @@ def test_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert found.equal and found.same == 7
     assert command(monkeypatch, tmp_path / "a", b) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "7 tensors are equal in all bytes.",
+        "7 tensors are bitwise equal.",
         "The checkpoints are equal.",
     ]
     assert command(monkeypatch, a) == 2

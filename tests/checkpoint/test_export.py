@@ -95,8 +95,8 @@ def test_dtype(dtype: Any, folder: Path, tmp_path: Path) -> None:
 
 def test_all_dtypes(tmp_path: Path) -> None:
     model = nn.Module()
-    for code, dtype in CODES.items():
-        model.register_buffer(code, torch.tensor([[0, 1, 0], [1, 1, 1]]).to(dtype))
+    for code, name in CODES.items():
+        model.register_buffer(code, torch.tensor([[0, 1, 0], [1, 1, 1]]).to(getattr(torch, name)))
     model.register_buffer("scalar", torch.tensor(3.5))
     model.register_buffer("empty", torch.empty(0, 3))
     folder = checkpoint.save(tmp_path / "checkpoints", model=model, step=1)
@@ -135,7 +135,7 @@ def test_existing_folders(folder: Path, tmp_path: Path) -> None:
     (out / "config.json").write_text("{}")
     (out / ".exporting_0123").write_text("of an export that was killed")
     before = sorted(os.listdir(out))
-    with pytest.raises(CheckpointError, match=r"holds files: .* overwrite"):
+    with pytest.raises(CheckpointError, match=r"is not empty: .* overwrite"):
         checkpoint.export(folder, out)
     assert sorted(os.listdir(out)) == before
     checkpoint.export(folder, out, overwrite=True)

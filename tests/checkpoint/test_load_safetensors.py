@@ -117,7 +117,7 @@ def test_tied_names(tmp_path: Path) -> None:
     package.save_file({"a.weight": value}, path, {"b.weight": "a.weight"})
     with torch.device("meta"):
         model = tied()
-    refused(path, r"b\.weight is tied to a\.weight: tie them in the model before", model.to_empty(device="cpu"))
+    refused(path, r"b\.weight is tied to a\.weight\. Tie them in the model first", model.to_empty(device="cpu"))
     model["b"].weight = model["a"].weight
     checkpoint.load_safetensors(model, path)
     assert torch.equal(model["b"].weight, value)
@@ -138,15 +138,15 @@ HOSTILE: list[tuple[Any, str]] = [
     (b"{" * 100_000, "malformed"),
     (b"\xff\xfe", "malformed"),
     (b'{"a": 1, "a": 2}', "the same key twice"),
-    ({"a": 3}, "does not have dtype, shape and data_offsets alone"),
-    ({"a": {**entry(), "more": 1}}, "does not have dtype"),
+    ({"a": 3}, "does not have exactly dtype, shape and data_offsets"),
+    ({"a": {**entry(), "more": 1}}, "does not have exactly dtype"),
     ({"a": entry(dtype="F31")}, "has the dtype 'F31'"),
     ({"a": entry(dtype=["F32"])}, "has the dtype"),
-    ({"a": entry(shape=[-2])}, "the shape or the offsets"),
-    ({"a": entry(shape=[2.0])}, "the shape or the offsets"),
-    ({"a": entry(shape=[True, 2])}, "the shape or the offsets"),
-    ({"a": entry(shape=[2**61])}, "the shape or the offsets"),
-    ({"a": entry(offsets=[0])}, "the shape or the offsets"),
+    ({"a": entry(shape=[-2])}, "invalid shape or invalid offsets"),
+    ({"a": entry(shape=[2.0])}, "invalid shape or invalid offsets"),
+    ({"a": entry(shape=[True, 2])}, "invalid shape or invalid offsets"),
+    ({"a": entry(shape=[2**61])}, "invalid shape or invalid offsets"),
+    ({"a": entry(offsets=[0])}, "invalid shape or invalid offsets"),
     ({"a": entry(offsets=[8, 0])}, "has the offsets"),
     ({"a": entry(shape=[2**40, 2**20])}, "has the offsets"),
     ({"a": entry(), "b": entry()}, "overlap, or have gaps"),

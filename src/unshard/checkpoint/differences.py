@@ -1,4 +1,4 @@
-"""How a checkpoint differs from what it is loaded into: one report for all ranks, before anything is changed."""
+"""Mismatches between a checkpoint and what it is loaded into: one report for all ranks, before anything changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import CheckpointError, listed
 
 
 class LoadedNames(NamedTuple):
-    """What was not loaded into a model."""
+    """Names that were not loaded into a model."""
 
     missing: list[str]
-    """Parameters and persistent buffers that nothing was there for, with `strict=False`."""
+    """Parameters and persistent buffers that the source lacks, with `strict=False`."""
     unexpected: list[str]
-    """Names that the model does not have, with `strict=False`."""
+    """Names that the model lacks, with `strict=False`."""
     non_persistent: list[str]
-    """Buffers of the model that no state dict and no file has, because they are not persistent."""
+    """Non-persistent buffers of the model, which no state dict or file contains."""
 
 
 _log = logging.getLogger("unshard")
@@ -27,20 +27,20 @@ _log = logging.getLogger("unshard")
 @dataclass
 class Differences:
     missing: dict[str, int] = field(default_factory=dict)
-    """Names that the checkpoint lacks, and bytes."""
+    """Names that the checkpoint lacks, and their bytes."""
     unexpected: dict[str, int] = field(default_factory=dict)
-    """Names in the checkpoint that nothing takes, and bytes."""
+    """Names that only the checkpoint has, and their bytes."""
     wrong: list[str] = field(default_factory=list)
-    """What cannot be loaded at all."""
+    """Mismatches that `strict=False` does not allow, in words."""
     without_state: dict[str, int] = field(default_factory=dict)
-    """Parameters whose optimizer has state for others only, and bytes. No reason to refuse: no loss may use them."""
+    """Parameters without optimizer state while others have some, and their bytes. No error: they may be unused."""
 
     @staticmethod
     def of_all_ranks(each_rank: list[Differences]) -> Differences:
-        """One report from those of all ranks."""
+        """Combine the reports of all ranks."""
         return Differences(
             missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
-            # What one rank does not take may be another's, in a pipeline.
+            # With pipeline parallelism, another rank may need the name.
             unexpected={
                 name: nbytes
                 for name, nbytes in each_rank[0].unexpected.items()
@@ -51,7 +51,7 @@ class Differences:
         )
 
     def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
-        """Raise if there is anything to report. `look`: what tells the reader more."""
+        """Raise if the checkpoint does not fit. `look`: advice to add to the error."""
         parts = []
         if strict and self.missing:
             parts.append(f"{_counted(self.missing)} missing in the {what}: {listed(self.missing)}.")
@@ -64,14 +64,14 @@ class Differences:
             raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
     def warn(self, where: Path) -> None:
-        """Say what is loaded otherwise than a reader may expect. To be called if nothing is refused."""
+        """Log what is not loaded. Call it after `refuse`."""
         for kind, names in (("missing in it", self.missing), ("of it unexpected here", self.unexpected)):
             if names:
-                _log.warning("%s is loaded in part: %s %s: %s.", where, _counted(names), kind, listed(names))
+                _log.warning("%s is partly loaded: %s %s: %s.", where, _counted(names), kind, listed(names))
         if self.without_state:
             _log.warning(
-                "%s: the optimizer has no state for %s: %s. They begin without. If the run that was saved has trained "
-                "them, it had lost their state.",
+                "%s: the optimizer has no state for %s: %s. They start without state. If the saved run trained them, "
+                "it lost their state.",
                 *(where, _counted(self.without_state, "parameter", "parameters"), listed(self.without_state)),
             )
 

@@ -1,4 +1,4 @@
-"""The model of a checkpoint as safetensors files, for other programs. Tensors are read and written piece by piece."""
+"""Export of a checkpoint's model to safetensors files. Tensors are read and written piece by piece."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentError, CheckpointError, listed
-from .files import StoredTensors, host_buffers, write_file
-from .folders import resolve, sync_folder
+from . import storage
+from .files import CheckpointFiles, host_buffers, write_file
+from .folders import resolve
 from .manifest import UNCAST, Manifest, best_algorithm
 from .plan import TensorEntry
-from .safetensors import CODE_OF, INDEX, METADATA, HeaderEntry, header_bytes
+from .safetensors import CODE_OF, INDEX, METADATA, header_bytes
 from .values import DTYPES
 
 _log = logging.getLogger("unshard")
@@ -26,15 +27,15 @@ _log = logging.getLogger("unshard")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 _HIDDEN = ".exporting_"
 _OWN = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}|{re.escape(_HIDDEN)}.*")
-"""The files that an export writes, and replaces."""
+"""Names of files that an export writes, and replaces."""
 
 
 class Exported(NamedTuple):
-    """A tensor on its way into a file."""
+    """A tensor to write: its name, its entry in the checkpoint, and its entry in the file."""
 
     name: str
     entry: TensorEntry
-    header: HeaderEntry
+    header: TensorEntry
 
 
 def export(
@@ -47,16 +48,16 @@ def export(
     tied_names: Iterable[str] = (),
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the model of a checkpoint to safetensors files; returns them.
+    """Write the model of a checkpoint to safetensors files; returns their paths.
 
-    `dtype`: that of all floating-point tensors; others, and those of quantised layers, stay as they are.
-    `max_file_size`: bytes, or a text such as "5GB"; a tensor that is larger gets a file of its own. `prefix`: put
-    before all names. A tied tensor is written once, under the first of its names in alphabetical order, or under the
-    one that is in `tied_names`. A folder that holds files is refused; `overwrite=True` replaces the files of an earlier
-    export. Needs neither a process group nor a GPU, and takes the memory of a few pieces of a tensor.
+    `dtype`: cast floating-point tensors to it, except those of quantized layers. `max_file_size`: bytes, or a string
+    such as "5GB"; a larger tensor gets its own file. `prefix`: precedes all names. A tied tensor is written once, under
+    its name in `tied_names`, or else the first of its names in alphabetical order. If the folder contains files, it
+    raises; `overwrite=True` replaces the files of an earlier export. Needs neither a process group nor a GPU, and only
+    the memory of a few pieces of a tensor.
     """
     limit, target = _bytes(max_file_size), Path(folder)
-    with StoredTensors(resolve(checkpoint)) as stored:
+    with CheckpointFiles(resolve(checkpoint)) as stored:
         names = _names(stored.manifest, prefix, tied_names)
         if stored.manifest.values.get("extra"):
             _log.warning("%s has extra state of modules, which safetensors files cannot hold.", stored.folder)
@@ -78,19 +79,17 @@ def _bytes(size: int | str) -> int:
     found = int(float(match[1]) * _UNITS[unit]) if match is not None and unit in _UNITS else 0
     if found < 1:
         raise ArgumentError(
-            f"max_file_size must be a number of bytes, or a text such as '5GB' or '500MiB', got {size!r}."
+            f"max_file_size must be a number of bytes, or a string such as '5GB' or '500MiB', got {size!r}."
         )
     return found
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and (
-        not isinstance(found, torch.dtype) or not found.is_floating_point or found not in CODE_OF
-    ):
-        known = [name for name, each in DTYPES.items() if each.is_floating_point and each in CODE_OF]
+def _dtype(dtype: torch.dtype | str | None) -> str | None:
+    known = [name for name, each in DTYPES.items() if each.is_floating_point and name in CODE_OF]
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in known:
         raise ArgumentError(f"dtype must be one of {', '.join(known)}, got {dtype!r}.")
-    return found
+    return None if dtype is None else name
 
 
 def _plain(key: str) -> str:
@@ -102,15 +101,15 @@ def _ties(manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, str]]
 
 
 def _names(manifest: Manifest, prefix: str, tied_names: Iterable[str]) -> dict[str, str]:
-    """The name in the files, by the name in the checkpoint."""
+    """Names in the files, by names in the checkpoint."""
     found = {key: prefix + _plain(key) for key in manifest.tensors if key.startswith("model/")}
     tied = {_plain(name): key for pair in _ties(manifest, found) for name in pair for key in pair[1:]}
     chosen: dict[str, str] = {}
     for name in tied_names:
         if name not in tied or chosen.setdefault(tied[name], name) != name:
             raise ArgumentError(
-                f"tied_names has {name!r}, which is not a tied tensor of the checkpoint, or one of two names of "
-                f"the same tensor. Tied are: {listed(tied, 8) or 'none'}."
+                f"tied_names has {name!r}, which is not a tied tensor of the checkpoint, or is the second name of the "
+                f"same tensor. Tied tensors: {listed(tied, 8) or 'none'}."
             )
         found[tied[name]] = prefix + name
     if METADATA in found.values():
@@ -118,20 +117,17 @@ def _names(manifest: Manifest, prefix: str, tied_names: Iterable[str]) -> dict[s
     return found
 
 
-def _exported(name: str, entry: TensorEntry, dtype: torch.dtype | None) -> Exported:
-    kept = DTYPES[entry.dtype]
-    written = dtype if dtype is not None and kept.is_floating_point else kept
+def _exported(name: str, entry: TensorEntry, dtype: str | None) -> Exported:
+    is_float = DTYPES[entry.dtype].is_floating_point
+    written = dtype if dtype is not None and is_float else entry.dtype
     if written not in CODE_OF:
-        raise CheckpointError(
-            f"{name!r} has the dtype {entry.dtype}, which safetensors files cannot hold. Pass a dtype to export."
-            if kept.is_floating_point
-            else f"{name!r} has the dtype {entry.dtype}, which safetensors files cannot hold."
-        )
-    return Exported(name, entry, HeaderEntry(written, entry.shape))
+        advice = " Pass a dtype to export." if is_float else ""
+        raise CheckpointError(f"{name!r} has the dtype {entry.dtype}, which safetensors files cannot hold.{advice}")
+    return Exported(name, entry, TensorEntry(written, entry.shape))
 
 
 def _files(tensors: list[Exported], limit: int) -> list[list[Exported]]:
-    """Which tensors are in which file, in alphabetical order, and so that no element is misaligned in its file."""
+    """Assign tensors to files in alphabetical order. In a file, larger elements come first, so that all are aligned."""
     files: list[list[Exported]] = [[]]
     size = 0
     for each in sorted(tensors):
@@ -140,27 +136,27 @@ def _files(tensors: list[Exported], limit: int) -> list[list[Exported]]:
             size = 0
         files[-1].append(each)
         size += each.header.nbytes
-    return [sorted(file, key=lambda each: (-each.header.dtype.itemsize, each.name)) for file in files]
+    return [sorted(file, key=lambda each: (-each.header.itemsize, each.name)) for file in files]
 
 
 class _Export:
-    def __init__(self, folder: Path, stored: StoredTensors, files: list[list[Exported]], aliases: dict[str, str]):
+    def __init__(self, folder: Path, stored: CheckpointFiles, files: list[list[Exported]], aliases: dict[str, str]):
         self._folder, self._stored, self._aliases = folder, stored, aliases
         count = len(files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         self._files = dict(zip(names if count > 1 else ["model.safetensors"], files, strict=True))
 
     def run(self, overwrite: bool) -> list[Path]:
-        """Files get their names after all of them are on the disk."""
+        """Write hidden files, and rename them when all are on the disk."""
         made = not self._folder.exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             present = os.listdir(self._folder)
         except OSError as error:
-            raise CheckpointError(f"{self._folder} cannot be made, or is not a folder ({error.strerror}).") from error
+            raise CheckpointError(f"{self._folder} cannot be created or is not a folder ({error.strerror}).") from error
         if present and not overwrite:
             raise CheckpointError(
-                f"{self._folder} holds files: {listed(sorted(present))}. Choose a new folder, or pass overwrite "
+                f"{self._folder} is not empty: {listed(sorted(present))}. Choose a new folder, or pass overwrite "
                 "(--overwrite) to replace the files of an earlier export."
             )
         hidden = {name: self._folder / f"{_HIDDEN}{os.urandom(8).hex()}" for name in (*self._files, INDEX)}
@@ -174,30 +170,30 @@ class _Export:
             for path in hidden.values():
                 path.unlink(missing_ok=True)
             if made:
-                with suppress(OSError):  # not empty: it holds files of someone else
+                with suppress(OSError):  # not empty: another program has written files
                     self._folder.rmdir()
             raise
         return [self._folder / name for name in self._files]
 
     def _publish(self, hidden: dict[str, Path]) -> None:
-        # The old index goes first and the new one comes last: no index ever names files of two exports.
+        # Delete the old index first and add the new one last, so that no index names files of two exports.
         (self._folder / INDEX).unlink(missing_ok=True)
         for name in os.listdir(self._folder):
             if _OWN.fullmatch(name) and name not in hidden and self._folder / name not in hidden.values():
                 (self._folder / name).unlink()
         for name, path in hidden.items():
             os.rename(path, self._folder / name)
-        sync_folder(self._folder)
+        storage.sync_folder(self._folder)
 
     def _buffers(self, tensors: list[Exported]) -> Iterator[memoryview]:
         names = {each.name for each in tensors}
-        # The package's own `save_model` tells of tied names in the same way.
+        # `safetensors.torch.save_model` stores tied names in the same way.
         ties = {alias: name for alias, name in self._aliases.items() if name in names and alias != name}
         header = header_bytes(((each.name, each.header) for each in tensors), {**ties, "format": "pt"})
         yield memoryview(header)
         for each in tensors:
             for piece in self._stored.pieces(each.entry):
-                yield from host_buffers(piece, each.header.dtype)
+                yield from host_buffers(piece, DTYPES[each.header.dtype])
 
     def _index(self) -> bytes:
         files = {each.name: name for name, tensors in self._files.items() for each in tensors}

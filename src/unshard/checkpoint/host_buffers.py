@@ -19,25 +19,25 @@ _log = logging.getLogger("unshard")
 
 
 class HostBuffer:
-    """`nbytes` bytes, as a tensor to copy to and as a memoryview to write to a file."""
+    """Host memory, as a tensor to copy to and as a memoryview to write to a file."""
 
     def __init__(self, nbytes: int):
         self.nbytes, self.pinned, self._pin_failed = nbytes, False, False
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages: the first copy to each page is slower, and there are 500 times fewer of them.
-        # Not in forked processes: each write to a page would copy it while such a process (of a DataLoader) lives.
+        # Huge pages make the first touch cheaper: there are 500 times fewer page faults.
+        # Without DONTFORK, every write would copy a page as long as a forked DataLoader worker lives.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             _advise(memory, advice)
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(self) -> None:
-        """Let the system give the memory now, not at the first copy to it."""
+        """Make the system allocate the pages now instead of at the first copy."""
         if not self.pinned:
             self.tensor.zero_()
 
     def pin(self) -> None:
-        """Torch's own pinned memory has a power of two of bytes, up to twice of what was asked for."""
+        """Pin the memory. torch's pinned allocator would round its size up to a power of two."""
         if self.pinned or self._pin_failed:
             return
         address = self.tensor.data_ptr()
@@ -45,18 +45,18 @@ class HostBuffer:
         if int(result):
             self._pin_failed = True
             _log.warning(
-                "%d bytes of host memory for checkpoints could not be pinned (CUDA error %d); copies to them are "
-                "slower. Raise the limit of locked memory (ulimit -l), or pass a smaller host_bytes.",
+                "%d bytes of host memory for checkpoints could not be pinned (CUDA error %d), so copies are slower. "
+                "Raise the limit of locked memory (ulimit -l), or pass a smaller host_bytes.",
                 *(self.nbytes, int(result)),
             )
             return
         self.pinned = True
-        # Not at the end of the program, where CUDA may have ended already.
+        # Not at exit: CUDA may be gone by then.
         weakref.finalize(self, _unpin, address).atexit = False
 
 
 def _advise(memory: mmap.mmap, advice: str) -> None:
-    with contextlib.suppress(AttributeError, OSError):  # a system without it
+    with contextlib.suppress(AttributeError, OSError):  # not supported by the system
         memory.madvise(getattr(mmap, advice))
 
 
@@ -67,7 +67,8 @@ def _unpin(address: int) -> None:
 class HostBuffers:
     """The buffers of one saver.
 
-    One of all bytes, or two of half the bound each: while one is written, the next bytes are copied to the other.
+    One buffer holds the whole file, unless `host_bytes` is smaller. Then there are two of half that size: one is filled
+    while the other is written.
     """
 
     def __init__(self, host_bytes: int | None):
@@ -80,7 +81,7 @@ class HostBuffers:
         self._preparing: threading.Thread | None = None
 
     def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
-        """Buffers for a file of so many bytes: those that exist, if they are large enough."""
+        """Return buffers for a file of `nbytes`. Existing ones are reused if they are large enough."""
         self.wait()
         self._make(nbytes)
         if pinned:
@@ -89,18 +90,18 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """As `reserve`; a thread lets the system give the memory, which takes longer than to copy to it."""
+        """Like `reserve`, and touch and pin the memory in a thread: that takes longer than copying to it."""
         self.wait()
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
-        # Not a daemon: Python waits for it at the end of the program, before it takes the memory away.
+        # Not a daemon: at exit, Python must wait for it before it frees the memory.
         self._preparing = threading.Thread(
             target=_prepare, args=(list(self.buffers), device), name="unshard prepare", daemon=False
         )
         self._preparing.start()
 
     def wait(self) -> None:
-        """Until what `prepare` has begun is finished."""
+        """Wait for `prepare`."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -109,7 +110,7 @@ class HostBuffers:
         sizes = self._sizes(nbytes)
         have = [each.nbytes for each in self.buffers]
         if len(have) < len(sizes) or any(a < b for a, b in zip(have, sizes, strict=False)):
-            self.buffers.clear()  # before the new ones are made: both together would be over the bound
+            self.buffers.clear()  # first: old and new buffers together would exceed `host_bytes`
             self.buffers = [HostBuffer(size) for size in sizes]
 
     def _sizes(self, nbytes: int) -> list[int]:
@@ -123,16 +124,16 @@ class HostBuffers:
 def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
     for each in buffers:
         if device is not None:
-            with torch.cuda.device(device):  # a new thread has device 0, and pinning would use its memory
+            with torch.cuda.device(device):  # a new thread starts on device 0, and pinning would allocate there
                 each.pin()
         each.touch()
 
 
 class Staging:
-    """Fills one buffer after the other with the bytes of a file.
+    """Copies tensors into one buffer after the other, in the order and at the offsets that they have in the file.
 
-    `next_buffer` gives an empty buffer, `hand_over` takes a full one and the number of bytes in it. Sizes of buffers
-    are multiples of the alignment of boxes, so a padding never begins a buffer.
+    `next_buffer` returns an empty buffer, `hand_over` takes a full one and the number of bytes in it. Buffer sizes are
+    multiples of the alignment of boxes, so padding always fits into the current buffer.
     """
 
     def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[HostBuffer, int], None]):
@@ -143,7 +144,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, views: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Returns when everything is copied: the tensors may change then."""
+        """Copy everything; training may change the tensors when it returns."""
         for view, dtype in views:
             self._put(view.detach(), dtype)
             end = view.numel() * dtype.itemsize
@@ -151,7 +152,7 @@ class Staging:
         self._finish_buffer()
 
     def _room(self) -> int:
-        """Bytes that the current buffer has left; a full one is handed over."""
+        """Return how many bytes are left in the current buffer; hands over a full one first."""
         if self._buffer is not None and self._used == self._buffer.nbytes:
             self._finish_buffer()
         if self._buffer is None:
@@ -166,7 +167,7 @@ class Staging:
             self._hand_over(full, self._used)
 
     def _put(self, view: torch.Tensor, dtype: torch.dtype) -> None:
-        """The elements in row-major order; in parts, if there is no room for all of them."""
+        """Copy the elements in row-major order, split if the buffer has no room for all of them."""
         if not view.numel():
             return
         if view.numel() * dtype.itemsize <= self._room():
@@ -202,7 +203,7 @@ class Staging:
             self._used += count
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """A side stream that begins after the work that the compute stream has been given."""
+        """A side stream that waits for the work already queued on the compute stream."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))

@@ -1,4 +1,4 @@
-"""Loading a run: everything is compared and verified on all ranks before anything is changed on any."""
+"""Loading a run: all ranks compare and verify everything before any of them changes anything."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
-from ..state.boxes import full_box
+from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state
 from ..state.optimizer import check_optimizer
 from .differences import Differences
-from .files import CheckpointFiles, copy_pieces
+from .files import CheckpointFiles
 from .folders import later_than, resolve
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest
+from .matching import fill, match
 from .optimizer import OptimizerLoad
 from .plan import TensorEntry
 from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
-from .values import DTYPES, check_rng_state, decode, name_of_dtype, seed_new_rank, set_rng_state, stored_names
+from .values import DTYPES, check_rng_state, decode, seed_new_rank, set_rng_state, stored_names
 
 _log = logging.getLogger("unshard")
 PARTS = ("optimizer", "scheduler", "scaler", "data")
 _EXTRA = "extra/"
 _TRIES = 5
-"""To load the latest checkpoint while another job deletes it (`keep_last`)."""
+"""Attempts to load the latest checkpoint: another job may delete it (`keep_last`)."""
 
 
 def load(
@@ -48,20 +48,20 @@ def load(
 ) -> int:
     """Load a run that `save` wrote, with any number of ranks; returns its step.
 
-    `path`: a checkpoint, or the folder with several, of which the latest is loaded. All ranks have to call. Each rank
-    reads and verifies only the bytes that it needs. What is not passed is not loaded. If anything is missing,
-    unexpected, damaged or of another shape or dtype, all ranks raise a CheckpointError and nothing is changed;
-    `strict=False` loads what fits if only names are missing or unexpected.
+    All ranks must call it. `path` is a checkpoint, or a folder of checkpoints, of which the latest is loaded. Each rank
+    reads and verifies only the bytes that it needs, and loads only what is passed. If anything is missing, unexpected,
+    damaged, or has another shape or dtype, all ranks raise a CheckpointError and nothing changes. `strict=False` allows
+    missing and unexpected names and loads the rest.
 
-    With another number of ranks, rank r gets the random number generators of rank r, and a new rank gets seeds made
-    of the step and its number. `data` then has to be the same on all ranks, or to have `load_state_dicts`, which is
-    called with the list of all ranks' states.
+    With another number of ranks, rank r gets the random number generators of rank r, and new ranks are seeded from the
+    step and their rank. All saved states of `data` must then be equal, or `data` must have a method `load_state_dicts`,
+    which gets the list of all ranks' states.
     """
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     check_optimizer(optimizer)
     given = {name: each for name, each in parts.items() if each is not None}
     begin("load a checkpoint", model)
-    with torch.inference_mode(False):  # an optimizer could not change state that is made in it
+    with torch.inference_mode(False):  # optimizers cannot update state that is created in inference mode
         loading = _verified(what, Path(path), lambda loading: loading.compare(model, given, rng), strict)
         with closing(loading):
             on_first_rank(what, lambda: loading.warn(Path(path)))
@@ -71,7 +71,7 @@ def load(
 
 
 def _verified(what: str, path: Path, compare: Callable[[Loading], Comparison], strict: bool) -> Loading:
-    """A load that has compared and verified everything, and changed nothing."""
+    """Return a load that has compared and verified everything, and changed nothing."""
     for tries_left in reversed(range(_TRIES)):
         loading = Loading(on_first_rank(what, lambda: resolve(path)))
         try:
@@ -85,14 +85,8 @@ def _verified(what: str, path: Path, compare: Callable[[Loading], Comparison], s
     raise AssertionError
 
 
-class Comparison(NamedTuple):
-    """What one rank has found; the ranks exchange these."""
-
-    checksum: str
-    """Of the manifest."""
-    given: list[str]
-    """What is to be loaded besides the model."""
-    differences: Differences
+Comparison = tuple[str, list[str], Differences]
+"""What one rank found: the manifest's checksum, the names of what was passed besides the model, and the differences."""
 
 
 class Loading:
@@ -100,6 +94,7 @@ class Loading:
 
     manifest: Manifest
     files: CheckpointFiles
+    _source: CheckpointSource
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -108,20 +103,21 @@ class Loading:
         self._differences = Differences()
         self._of_all_ranks = Differences()
         self._model = ModelState()
-        self._targets: list[HeldTensor] = []
+        self._targets: list[tuple[HeldTensor, str]] = []
+        """Tensors to fill, and the names that they are stored under."""
         self._optimizer: OptimizerLoad | None = None
         self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
-        """Methods to call, the name of what they get, and that, in JSON until it is decoded."""
+        """Methods to call, the path of their argument, and the argument, in JSON until it is decoded."""
         self._rng: Any = None
-        """The states of the generators, in JSON until they are decoded."""
+        """States of the random number generators, in JSON until they are decoded."""
         self._new_rank: int | None = None
 
     # -- comparing ------------------------------------------------------------------------------------------
 
     def compare(self, model: nn.Module, given: Mapping[str, Any], rng: bool) -> Comparison:
-        """Read the manifest and compare it with what is to be loaded."""
-        self.manifest, self._given = read_manifest(self.folder), given
-        self.files = self._opened.enter_context(CheckpointFiles(self.folder, self.manifest))
+        """Read the manifest and compare it with the arguments of `load`."""
+        self._given, self.files = given, self._opened.enter_context(CheckpointFiles(self.folder))
+        self.manifest = self.files.manifest
         self._compare_model(model)
         if "optimizer" in given:
             entry = self.manifest.values.get("optimizer")
@@ -137,31 +133,30 @@ class Loading:
                 self._differences.missing["random number generators"] = 0
         elif rng:
             self._new_rank = rank
-        return Comparison(self.manifest.checksum, list(given), self._differences)
+        return self.manifest.checksum, list(given), self._differences
 
     def refuse(self, answers: list[Comparison], strict: bool) -> None:
         """Raise if the checkpoint does not fit on any rank."""
-        if len({each.checksum for each in answers}) > 1:
+        if len({checksum for checksum, _, _ in answers}) > 1:
             raise CheckpointError(
-                f"The ranks read different manifests in {self.folder}. All ranks have to see the same disk."
+                f"The ranks read different manifests in {self.folder}. All ranks must see the same disk."
             )
-        refuse_different_parts([each.given for each in answers])
+        refuse_different_parts([given for _, given, _ in answers])
         look = f" `unshard checkpoint inspect {self.folder}` lists what it holds."
-        self._of_all_ranks = Differences.of_all_ranks([each.differences for each in answers])
+        self._of_all_ranks = Differences.of_all_ranks([differences for _, _, differences in answers])
         self._of_all_ranks.refuse(self.folder, strict, look=look)
 
     def warn(self, path: Path) -> None:
-        """Say what a reader may not expect. `path`: what was passed to `load`."""
+        """Log what the caller may not expect. `path`: the argument of `load`."""
         self._of_all_ranks.warn(self.folder)
         values = self.manifest.values
         left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
-        if left_out and "optimizer" in self._given:  # else the model alone is wanted
-            _log.warning("%s holds more than is loaded: %s. It was not passed.", self.folder, listed(sorted(left_out)))
+        if left_out and "optimizer" in self._given:  # otherwise only the model is wanted
+            _log.warning("%s also holds %s, not loaded because not passed.", self.folder, listed(sorted(left_out)))
         later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else None
         if later is not None:
             _log.warning(
-                "%s is a later checkpoint than %s. Before the run is saved there again, move the later ones away or "
-                "delete them.",
+                "%s is a later checkpoint than %s. Move or delete the later ones before you save this run there again.",
                 *(later, self.folder),
             )
 
@@ -169,32 +164,16 @@ class Loading:
         self._opened.close()
 
     def _compare_model(self, model: nn.Module) -> None:
-        self._model = model_state(model)
-        taken = set()
-        for held in self._model.tensors:
-            entry, differences = self.manifest.find(held.name), self._differences
-            if entry is None:
-                differences.missing[held.name] = _nbytes(held)
-                continue
-            taken.add(self.manifest.aliases.get(held.name, held.name))
-            dtype = name_of_dtype(held.dtype, held.name)
-            held.expect(entry.shape)
-            if entry.shape != held.part.shape:
-                differences.wrong.append(f"{held.name} has the shape {entry.shape}, expected {held.part.shape}")
-            elif entry.dtype != dtype:
-                differences.wrong.append(f"{held.name} has the dtype {entry.dtype}, expected {dtype}")
-            else:
-                self._targets.append(held)
-        for alias, name in self._model.aliases.items():
-            if alias in self.manifest.tensors and name in self.manifest.tensors:
-                self._differences.wrong.append(
-                    f"{alias} and {name} are tied here, and are two tensors in the checkpoint"
-                )
-        if self._model.tensors and not taken:
-            self._differences.wrong.append("no tensor of the model has its name in the checkpoint")
-        for name, entry in self.manifest.tensors.items():
-            if name.startswith("model/") and name not in taken:
-                self._differences.unexpected[name] = entry.nbytes
+        self._model, self._source = model_state(model), CheckpointSource(self.files)
+        differences = self._differences
+        for held, names in match(self._model, self._source, differences):
+            self._targets.append((held, names[0]))
+            differences.wrong += [
+                f"model/{names[0]} and model/{other} are tied here, and are two tensors in the checkpoint"
+                for other in names[1:]
+            ]
+        if self._model.tensors and len(differences.missing) == len(self._model.tensors):
+            differences.wrong.append("no tensor of the model has its name in the checkpoint")
 
     def _compare_values(self) -> None:
         values = self.manifest.values
@@ -227,27 +206,25 @@ class Loading:
             self._compare_value("data", ranks[0], data, "load_state_dict", "data/0")
         else:
             self._differences.wrong.append(
-                f"data was saved by {len(ranks)} ranks, each with a state of its own, and there are {size} now: give "
-                f"{type(data).__name__} a method load_state_dicts(states) that takes the list of all, or pass no data"
+                f"data was saved by {len(ranks)} ranks with different states, and there are {size} ranks now: give "
+                f"{type(data).__name__} a method load_state_dicts(states) that takes all of them, or pass no data"
             )
 
     # -- verifying ------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Compare the checksums of all blocks that this rank reads, and decode what is not a tensor of the model."""
+        """Verify the checksums of all blocks that this rank reads, and decode all values."""
         blocks: dict[int, set[int]] = {}
-        needed = [(held.name, held.part.boxes) for held in self._targets]
+        needed = [(self._source.entries[name], held.part.boxes) for held, name in self._targets]
         json = [self._rng, *(value for _, _, value in self._values)]
         if self._optimizer is not None:
-            needed += [(name, part.boxes) for name, part in self._optimizer.needed()]
+            needed += [(self._entry(name), part.boxes) for name, part in self._optimizer.needed()]
             json.append(self.manifest.values["optimizer"])
-        needed += [(name, (full_box(self._entry(name).shape),)) for name in stored_names(json)]
-        for name, boxes in needed:
-            entry = self._entry(name)
-            for stored in entry.boxes:
-                for common in filter(None, map(stored.box.intersection, boxes)):
-                    touched = self.files.blocks_of(entry, stored, *common.elements_in(stored.box))
-                    blocks.setdefault(stored.file, set()).update(touched)
+        needed += [(entry, (full_box(entry.shape),)) for entry in map(self._entry, stored_names(json))]
+        for entry, boxes in needed:
+            for box in boxes:
+                for file, touched in self.files.blocks_of(entry, box):
+                    blocks.setdefault(file, set()).update(touched)
         for file in sorted(blocks):
             self.files.verify(file, blocks[file])
         self._values = [(target, path, decode(value, path, self._stored)) for target, path, value in self._values]
@@ -264,17 +241,16 @@ class Loading:
         return entry
 
     def _stored(self, name: str) -> torch.Tensor:
-        """A tensor of the checkpoint, unsharded."""
+        """Return a tensor of the checkpoint, unsharded."""
         entry = self._entry(name)
         value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for stored in entry.boxes:
-            copy_pieces(value[stored.box.slices_in(full_box(entry.shape))], self.files.tensor(entry, stored))
+        self.files.copy(entry, full_box(entry.shape), value)
         return value
 
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self) -> None:
-        """First, because methods of the program may raise: then the model and the optimizer are as before."""
+        """Call the `load_state_dict` methods of the program. First, because they may raise."""
         for method, path, value in self._values:
             if not path.startswith(_EXTRA):
                 self._call(method, path, value, "The model and the optimizer were not changed.")
@@ -284,36 +260,41 @@ class Loading:
             method(value)
         except Exception as error:
             name = getattr(method, "__name__", "load_state_dict")
-            raise CheckpointError(f"{name} of {path} has raised {error_text(error)} {then}") from error
+            raise CheckpointError(f"{name} of {path} raised {error_text(error)} {then}") from error
 
     @torch.no_grad()
     def apply_tensors(self) -> None:
-        for held in self._targets:
-            self._fill(held)
-        self._model.finish_loading(self._targets)
+        for held, name in self._targets:
+            fill(held, name, self._source)
+        self._model.finish_loading(held for held, _ in self._targets)
         if self._optimizer is not None:
             for held in self._optimizer.targets():
-                self._fill(held)
+                entry = self._entry(held.name)
+                for box, view in zip(held.part.boxes, held.views(), strict=True):
+                    self.files.copy(entry, box, view)
             self._optimizer.finish()
         for method, path, value in self._values:
-            if path.startswith(_EXTRA):  # it may be about the tensors
+            if path.startswith(_EXTRA):  # after the tensors, on which it may depend
                 self._call(method, path, value, "The model's tensors are loaded.")
         if self._rng is not None:
             set_rng_state(self._rng)
         elif self._new_rank is not None:
             seed_new_rank(self.manifest.step, self._new_rank)
 
-    def _fill(self, held: HeldTensor) -> None:
-        """Copy what this rank holds of a tensor from the files."""
-        entry, views = self._entry(held.name), held.views()
-        for stored in entry.boxes:
-            source = None
-            for box, view in zip(held.part.boxes, views, strict=True):
-                common = box.intersection(stored.box)
-                if common is not None:
-                    source = self.files.tensor(entry, stored) if source is None else source
-                    copy_pieces(view[common.slices_in(box)], source[common.slices_in(stored.box)])
 
+class CheckpointSource:
+    """The tensors of the model in a checkpoint."""
 
-def _nbytes(held: HeldTensor) -> int:
-    return prod(held.part.shape) * held.dtype.itemsize
+    prefix, casts = "model/", False
+
+    def __init__(self, files: CheckpointFiles):
+        self._files, tensors = files, files.manifest.tensors
+        aliases = files.manifest.aliases.items()
+        self.aliases = {alias.removeprefix("model/"): name.removeprefix("model/") for alias, name in aliases}
+        self.entries = {
+            name.removeprefix("model/"): each for name, each in tensors.items() if name.startswith("model/")
+        }
+        self.entries |= {alias: self.entries[name] for alias, name in self.aliases.items() if name in self.entries}
+
+    def copy(self, name: str, box: Box, target: torch.Tensor) -> None:
+        self._files.copy(self.entries[name], box, target)

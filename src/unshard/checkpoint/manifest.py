@@ -20,31 +20,27 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..state.boxes import Box, first_overlap
+from . import storage
 from .plan import ALIGNMENT, StoredBox, TensorEntry
 from .values import DTYPES
 
 BLOCK_BYTES = 4 * 2**20
 
 
-class Checksum(Protocol):
-    def update(self, data: Any, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
 class Crc32:
+    """CRC-32 with the interface of hashlib and xxhash."""
+
     def __init__(self) -> None:
         self._value = 0
 
@@ -67,8 +63,8 @@ def best_algorithm() -> str:
     return "xxh3_64"
 
 
-def maker_of(algorithm: str, where: object) -> Callable[[], Checksum]:
-    """What makes a new checksum. `where`: the file that was written with this algorithm."""
+def maker_of(algorithm: str, where: object) -> Callable[[], Any]:
+    """Return a constructor of checksums. `where`: the file that names the algorithm, for errors."""
     if algorithm == "crc32":
         return Crc32
     if algorithm != "xxh3_64":
@@ -77,7 +73,7 @@ def maker_of(algorithm: str, where: object) -> Callable[[], Checksum]:
         xxhash: Any = importlib.import_module("xxhash")
     except ImportError as error:
         raise CheckpointError(
-            f"{where} has checksums of the kind xxh3_64, and the package xxhash is not installed: pip install xxhash"
+            f"{where} has checksums of the kind xxh3_64, which need the package xxhash: pip install xxhash"
         ) from error
     return xxhash.xxh3_64
 
@@ -89,11 +85,11 @@ def checksum_of(data: Any, algorithm: str, where: object) -> str:
 
 
 class BlockChecksums:
-    """The checksums of consecutive blocks of what is passed to `update`."""
+    """Checksums of consecutive blocks of the bytes passed to `update`."""
 
     def __init__(self, algorithm: str, where: object, block_bytes: int = BLOCK_BYTES):
         self._make, self._block_bytes = maker_of(algorithm, where), block_bytes
-        self._open: Checksum | None = None
+        self._open: Any = None
         self._left = 0
         self._done: list[str] = []
 
@@ -121,7 +117,7 @@ class BlockChecksums:
 FORMAT, VERSION = "unshard checkpoint", 1
 MANIFEST = "manifest.json"
 UNCAST = "uncast"
-"""The value that lists tensors of quantised layers, if there are any: an export to another dtype leaves them."""
+"""The value that lists tensors of quantized layers. An export does not cast them."""
 MAX_MANIFEST_BYTES = 512 * 2**20
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
@@ -145,14 +141,14 @@ class Manifest:
     aliases: dict[str, str]
     values: dict[str, Any]
     checksum: str = ""
-    """Of the file that it was read from."""
+    """Checksum of the file that it was read from."""
 
     def find(self, name: str) -> TensorEntry | None:
-        """The tensor with this name, or that another name of it has."""
+        """The tensor with this name, or with this alias."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def tensors_at(self, file: int, first: int, last: int) -> list[str]:
-        """The names of the tensors that have bytes in this range of a file."""
+        """Names of the tensors that have bytes in this range of a file."""
         return [
             name
             for name, entry in self.tensors.items()
@@ -187,19 +183,18 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; nothing else is opened."""
+    """Read and validate the manifest of a checkpoint, without opening other files."""
     path = folder / MANIFEST
     try:
-        # A link could lead out of the checkpoint, a pipe would never end.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = storage.open_file(path)
     except OSError as error:
         raise CheckpointError(
             f"{folder} is not a checkpoint: its {MANIFEST} cannot be opened ({error.strerror}). A checkpoint is a "
             "folder step_<number> that unshard.checkpoint.save wrote."
         ) from error
-    with open(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_MANIFEST_BYTES:
+    with file:
+        nbytes = storage.size_of(file)
+        if nbytes is None or nbytes > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path} is not a file of at most {MAX_MANIFEST_BYTES} bytes.")
         return parse(file.read(MAX_MANIFEST_BYTES + 1), path)
 
@@ -207,7 +202,7 @@ def read_manifest(folder: Path) -> Manifest:
 def parse(data: bytes, path: Path) -> Manifest:
     frame = _FRAME.fullmatch(data)
     if frame is None:
-        raise CheckpointError(f"{path} is not a whole manifest; it is truncated, or of another format.")
+        raise CheckpointError(f"{path} is not a valid manifest: it is truncated, or has another format.")
     algorithm, expected, inner = frame[1].decode(), frame[2].decode(), frame[3]
     found = checksum_of(inner, algorithm, path)
     if found != expected:
@@ -284,9 +279,9 @@ class _Parser:
         if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
             raise Malformed(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
         if type(values.get("extra", {})) is not dict:
-            raise Malformed("extra state that is not an object")
+            raise Malformed("the extra state is not an object")
         if type(values.get(UNCAST, [])) is not list or not all(type(each) is str for each in values.get(UNCAST, [])):
-            raise Malformed("a list of tensors that are not cast, which is not one of names")
+            raise Malformed(f"{UNCAST!r} is not a list of names")
         return Manifest(step, ranks, self._algorithm, self._block_bytes, files, tensors, aliases, values, checksum)
 
     def _file(self, value: Any) -> FileEntry:

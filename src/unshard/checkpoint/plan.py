@@ -1,4 +1,4 @@
-"""Which rank writes which box of which tensor, and where: computed alike on all ranks from what each of them holds."""
+"""The plan of a save: which rank writes which box of which tensor at which offset. All ranks compute the same plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..state.model import HeldTensor
 from .values import DTYPES, name_of_dtype
 
 ALIGNMENT = 64
-"""Boxes begin at multiples of so many bytes, so that they can be read as tensors where they lie."""
+"""Boxes start at multiples of this number of bytes, so that a mapped file can be viewed as tensors."""
 
 
 def aligned(nbytes: int) -> int:
@@ -29,7 +29,7 @@ class StoredBox(NamedTuple):
 class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: tuple[StoredBox, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -41,7 +41,7 @@ class TensorEntry:
 
 
 class Described(NamedTuple):
-    """What a rank holds of a tensor, for the other ranks."""
+    """The boxes of a tensor that a rank holds, for the other ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,16 +64,16 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
 @dataclass(frozen=True)
 class Plan:
     tensors: dict[str, TensorEntry]
-    """The numbers of files are ranks."""
+    """File numbers are ranks."""
     nbytes: list[int]
-    """Of each rank's file."""
+    """Size of each rank's file."""
 
 
 def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> Plan:
-    """Each element is written once.
+    """Assign each element to one rank.
 
-    What several ranks hold is written by the one with the fewest bytes so far, or, without `spread`, by the lowest
-    rank. A plain tensor is always written by the lowest rank.
+    If several ranks hold a box, the one with the fewest bytes so far writes it; without `spread`, the lowest one does.
+    The lowest rank always writes plain tensors.
     """
     nbytes = [0] * len(ranks)
     tensors: dict[str, TensorEntry] = {}
@@ -88,8 +88,8 @@ def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> Plan:
                 first = mine
             if mine[:2] != first[:2]:
                 raise CheckpointError(
-                    f"The ranks have different tensors {name!r}: rank {rank} has the dtype {mine.dtype} and the shape "
-                    f"{mine.shape}, another rank {first.dtype} and {first.shape}."
+                    f"{name!r} differs between ranks: rank {rank} has {mine.dtype} of shape {mine.shape}, and another "
+                    f"rank has {first.dtype} of shape {first.shape}."
                 )
             for box in mine.boxes:
                 if box.numel:
@@ -112,5 +112,5 @@ def _require_all_elements(name: str, tensor: Described, boxes: list[Box]) -> Non
         raise CheckpointError(
             f"The ranks together hold {found} elements of {name!r}, which has {prod(tensor.shape)}"
             f"{'' if overlap is None else f', and {overlap[0]} and {overlap[1]} overlap'}. Call it on all ranks, "
-            "with a model and an optimizer that are sharded alike on all of them."
+            "with a model and an optimizer that are sharded in the same way on all of them."
         )

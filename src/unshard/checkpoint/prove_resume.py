@@ -1,4 +1,4 @@
-"""A proof that a run resumes: it saves, goes on, is loaded into fresh objects, and repeats the steps."""
+"""`prove_resume`: save a run, continue it, load it into fresh objects, and compare the repeated steps bitwise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,56 +14,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import ArgumentError
+from ..names import ALL_PREFIXES, clean_tensor_name
+from ..state.model import ModelState, model_state
 from .files import PIECE_ELEMENTS
 from .load import load
-from .observed import PARTS, leaves, saved_state, unsaved_state
+from .optimizer import SHARDED, optimizer_state, tensor_name
 from .ranks import on_first_rank, rank_and_size, together
 from .reports import TensorDifference
 from .save import save
+from .unsaved import PARTS, leaves, unsaved_state
+from .values import decode, rng_state
 
 _WHAT = "prove_resume"
 _MOST = 20
-"""Differences that a rank reports."""
+"""Number of differences that a rank reports."""
 _SHOWN = 5
-"""Differences of a kind that are printed."""
+"""Number of differences of a kind that are printed."""
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class ResumeDifference:
-    """Something that the resumed run has otherwise."""
+    """A tensor or value that differs in the resumed run."""
 
     name: str
-    """`loss`, or a name as `unshard checkpoint inspect` lists it (`model/head.weight`, `rng.torch`, `data.position`);
-    of what is not saved, where it is in the run (`model.blocks.0.calls`)."""
+    """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or, for unsaved state, its
+    place in the run (`model.blocks.0.calls`)."""
     step: int
-    """It differs after so many steps in all; right after loading if that is the step of the checkpoint."""
+    """Number of steps after which it differs; the step of the checkpoint if it differs right after loading."""
     rank: int
     text: str
-    """By how much."""
+    """Both values, or how much they differ."""
 
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What `prove_resume` found, the same on all ranks. `str()` of it is a report."""
+    """The result of `prove_resume`, the same on all ranks. `str()` formats it as a report."""
 
     before: int
     steps: int
     ranks: int
     compared: int
-    """Tensors and values that were compared after each step, on rank 0."""
+    """Number of tensors and values compared after each step on rank 0."""
     differences: list[ResumeDifference] = field(default_factory=list)
-    """All that differ when the first of them does: those of the first step after which any rank has one."""
+    """All differences after the first step after which any rank has one."""
     unsaved: list[ResumeDifference] = field(default_factory=list)
-    """What a checkpoint does not hold and what is different after loading. It may be the cause, or have no effect."""
+    """State that a checkpoint does not hold and that differs after loading: a possible cause, or without effect."""
     repeatable: bool = True
-    """False if a second resumed run differs from the first resumed one as well."""
+    """False if a second resumed run differs from the first one."""
 
     @property
     def equal(self) -> bool:
-        """Whether all losses, and all that a checkpoint holds after each step, are bitwise equal on all ranks."""
+        """True if losses and saved state are bitwise equal after each step on all ranks."""
         return not self.differences
 
     @property
@@ -85,15 +91,17 @@ class ResumeReport:
         lines += _lines("Not saved, and different after loading, so it may be the cause:", self.unsaved)
         if not self.repeatable:
             lines.append("A second resumed run differs from the first one, too. So the steps are not deterministic, or")
-            lines.append("they use state that is neither saved nor made anew: a global variable, a file.")
+            lines.append("they use state that is neither saved nor rebuilt by make(): a global variable, a file.")
         elif not self.unsaved:
-            lines.append("The cause is not in an attribute of the run's objects. Look at what functions and iterators")
-            lines.append("hold, and at what is not in the dict that make() returns.")
+            lines.append(
+                "The cause is not in an attribute of the run's objects. Check state that functions and iterators"
+            )
+            lines.append("hold, and state outside the dict that make() returns.")
         return "\n".join(lines)
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """One line for each name; of the ranks that have it, the first is shown."""
+    """One line per name, with the first rank that has it."""
     by_name: dict[str, list[ResumeDifference]] = {}
     for each in differences:
         by_name.setdefault(each.name, []).append(each)
@@ -113,16 +121,15 @@ def prove_resume(
     before: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> ResumeReport:
-    """Save a run, go on for `steps` steps, load it into fresh objects, repeat the steps, and compare bitwise.
+    """Save a run, continue for `steps` steps, load it into fresh objects, repeat the steps, and compare bitwise.
 
-    All ranks have to call. `make()` builds a run: a dict with `model` and, as far as there are any, `optimizer`,
-    `scheduler`, `scaler` and `data`, as `save` takes them. It may have other entries for `train_step`, which are not
-    saved. `train_step(run)` trains one step and returns its loss, which may differ between ranks. `before`: steps
-    before the save.
+    All ranks must call it. `make()` builds a run: a dict with `model` and, optionally, `optimizer`, `scheduler`,
+    `scaler` and `data`, as `save` takes them. Other entries are for `train_step` and are not saved. `train_step(run)`
+    trains one step and returns its loss, which may differ between ranks. `before`: number of steps before the save.
 
-    Losses, and after each step all that a checkpoint holds, are compared on each rank. The comparison ends on all ranks
-    after the first step that differs on any. `path`: where the checkpoint is written, and stays; all ranks have to see
-    it. By default rank 0 makes a temporary folder, deleted at the end, for `steps` + 3 times the size of a
+    Each rank compares the loss and everything that a checkpoint holds after each step. All ranks stop after the first
+    step that differs on any of them. `path`: a folder that all ranks see, where the checkpoint is written and kept. By
+    default, rank 0 creates a temporary folder and deletes it at the end. It takes up to `steps` + 3 times the size of a
     checkpoint.
     """
     for name, value, least in (("steps", steps, 1), ("before", before, 0)):
@@ -145,17 +152,21 @@ def _temporary(path: str | os.PathLike[str] | None) -> str:
 
 
 class _Proof:
-    """On one rank."""
+    """One proof on one rank.
+
+    Each rank compares its own state. Comparing checkpoints instead would miss buffers that differ between ranks, of
+    which a checkpoint holds rank 0's copy.
+    """
 
     def __init__(self, make: Callable[[], Any], train_step: Callable[[Any], Any], folder: Path):
         self._make, self._train_step, self._folder = make, train_step, folder
         self._rank, self._size = rank_and_size()
         self._checkpoint = Path()
         self._kept: dict[str, dict[str, Any]] = {}
-        """What the run held, by moment and name; tensors are in a file of this rank."""
+        """State by moment and name. Tensors are in a file of this rank, and None here."""
 
     def go_on(self, before: int, steps: int, target: Path) -> None:
-        """The run that goes on."""
+        """Train the run that is not interrupted."""
         run = self._made()
         for _ in range(before):
             self._train_step(run)
@@ -167,7 +178,7 @@ class _Proof:
             self._keep(_moment(step), partial(_state_and_loss, loss, run))
 
     def resume(self, before: int, steps: int) -> ResumeReport:
-        """The run that repeats the steps."""
+        """Load the run and repeat the steps."""
         run, step = self._loaded(), before
         unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
         differences = self._compare(_moment(step), partial(saved_state, run), step)
@@ -181,13 +192,13 @@ class _Proof:
             self._keep("resumed", partial(_state_and_loss, loss, run))
             del run
             repeatable = self._repeats(step - before)
-        if not differences:  # most programs clear gradients before they compute new ones
+        if not differences:  # without effect: most programs clear gradients first
             unsaved = [each for each in unsaved if each.name != "gradients"]
         compared = on_first_rank(_WHAT, lambda: len(self._kept[_moment(before)]))
         return ResumeReport(before, steps, self._size, compared, differences, unsaved, repeatable)
 
     def _repeats(self, steps: int) -> bool:
-        """Whether another resumed run has the same differences."""
+        """Return True if another resumed run ends in the same state."""
         run, loss = self._loaded(), None
         for _ in range(steps):
             loss = self._train_step(run)
@@ -200,7 +211,7 @@ class _Proof:
         return run
 
     def _loaded(self) -> Mapping[str, Any]:
-        gc.collect()  # the run before, if it is in a cycle: only one run needs memory at a time
+        gc.collect()  # frees the previous run if it is in a cycle: only one run is in memory
         run = self._made()
         load(self._checkpoint, **_parts(run))
         return run
@@ -218,7 +229,7 @@ class _Proof:
         return self._folder / f"{moment}_rank_{self._rank:05d}.pt"
 
     def _compare(self, moment: str, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
-        """What differs on any rank from what was kept; the same list on all ranks."""
+        """Differences from the state that `_keep` kept, on any rank; the same list on all ranks."""
 
         def work() -> list[ResumeDifference]:
             tensors = torch.load(self._file(moment), mmap=True, map_location="cpu", weights_only=True)
@@ -228,7 +239,46 @@ class _Proof:
             return list(islice(found, _MOST))
 
         found = [each for of_rank in together(_WHAT, work) for each in of_rank]
-        return sorted(found, key=lambda each: not each.name.startswith("loss"))  # stable: a loss is computed first
+        return sorted(found, key=lambda each: not each.name.startswith("loss"))  # stable, and losses first
+
+
+@torch.no_grad()
+def saved_state(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that `save` saves, and the plain tensors of all ranks; tensors are not copied."""
+    model = model_state(run["model"])
+    found: dict[str, Any] = dict(_of_model(run["model"], model))
+    for name, module in model.extra.items():
+        found.update(leaves(module.get_extra_state(), f"extra/{name}"))
+    if run.get("optimizer") is not None:
+        found.update(_of_optimizer(run["optimizer"], model))
+    for name in ("scheduler", "scaler", "data"):
+        if run.get(name) is not None:
+            found.update(leaves(run[name].state_dict(), name))
+    found.update(leaves(rng_state(), "rng"))
+    return found
+
+
+def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in module order; `model_state` lists those of the root first."""
+    paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
+    order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
+    found = [(each.name, each.local.detach()) for each in model.tensors]
+    return sorted(found, key=lambda item: order.get(item[0].removeprefix("model/").rpartition(".")[0], 0))
+
+
+def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str, Any]]:
+    tensors, values = optimizer_state(optimizer, model)
+    stored = {each.name: each.local.detach() for each in tensors}
+    yield from stored.items()
+    for number, group in enumerate(values["groups"]):
+        path = f"optimizer/param_groups[{number}]"
+        yield from leaves(decode(group["options"], path, stored.__getitem__), path)
+    for name, state in values["state"].items():
+        for key, value in state.items():
+            if value != SHARDED:
+                path = tensor_name(key, name)
+                yield from leaves(decode(value, path, stored.__getitem__), path)
+    yield from leaves(decode(values["others"], "optimizer/state", stored.__getitem__), "optimizer/state")
 
 
 def _moment(step: int) -> str:
@@ -245,12 +295,12 @@ def _state_and_loss(loss: Any, run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
-    """In words; empty if there is none."""
+    """Describe a difference; empty if there is none."""
     mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
             return _tensor_difference(name, mine, theirs)
-    elif repr(mine) == repr(theirs):  # tells 0.0 from -0.0, and takes a NaN for the same NaN
+    elif repr(mine) == repr(theirs):  # distinguishes 0.0 and -0.0, and equates NaNs
         return ""
     return f"{_shown(mine)}, resumed {_shown(theirs)}"
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job do together: if it fails on one rank, all ranks raise the same error."""
+"""Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank; returns the results of all. All ranks have to call.
+    """Run `work` on every rank; returns the results of all ranks. All ranks must call it.
 
-    An exception on any rank is raised on all of them, as a CheckpointError that names the ranks. No rank goes on with
-    what others could not do. If a rank dies, the others raise a CheckpointError that names it.
+    If any rank raises, all ranks raise a CheckpointError that names the failed ranks. If a rank dies, the others raise
+    a CheckpointError that names it.
     """
     _, size = rank_and_size()
     result, error = None, None
@@ -51,26 +51,26 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def exchanging(what: str, error: str | None = None) -> Iterator[None]:
-    """Around collectives: their failure is a CheckpointError, which names the ranks that are gone if they are known.
+    """Raise a CheckpointError if a collective inside fails. It names the ranks that are gone if they are known.
 
-    `error`: of this rank, before the exchange.
+    `error`: this rank's own error before the exchange.
     """
     try:
         yield
-    except RuntimeError as failure:  # of the backend
+    except RuntimeError as failure:  # raised by the backend
         raise CheckpointError(_lost(what, error, failure)) from failure
 
 
 def begin(what: str, model: nn.Module | None = None) -> None:
-    """To be called first in a call that all ranks of the job have to make: raises if another rank does something else.
+    """Raise if another rank is doing something else. Call it first in every function that all ranks must call.
 
-    `what` completes "rank 0 wants to ...", and is a constant.
+    `what` completes "rank 0 wants to ...", and must be a constant.
     """
     if dist.is_available() and dist.is_initialized():
         orders: set[Order] = {*known_orders([dist.group.WORLD])}
         orders.update(() if model is None else orders_of(model.parameters()))
         for order in sorted(orders, key=attrgetter("name")):
-            # After an error among some ranks, a checkpoint is still exchanged over the process group of all of them.
+            # Orders of subgroups that have failed are skipped: a checkpoint only needs the group of all ranks.
             if not order.error or len(order.ranks) == dist.get_world_size():
                 order.meet(what)
 
@@ -82,12 +82,12 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:
-    """`given`: what each rank has passed, by name."""
+    """`given`: names of what each rank passed."""
     for rank, names in enumerate(given):
         if names != given[0]:
             raise CheckpointError(
-                f"Rank 0 has passed {listed(given[0]) or 'nothing'} besides the model, and rank {rank} "
-                f"{listed(names) or 'nothing'}. All ranks have to pass the same."
+                f"Besides the model, rank 0 passed {listed(given[0]) or 'nothing'}, and rank {rank} passed "
+                f"{listed(names) or 'nothing'}. Pass the same on all ranks."
             )
 
 
@@ -97,9 +97,9 @@ def _lost(what: str, own: str | None, failure: RuntimeError) -> str:
         return f"{what} failed.{here} {found} Published checkpoints are intact."
     first = (str(failure).splitlines() or [""])[0]
     return (
-        f"{what} failed.{here} A collective of this rank with the others failed: {first} A rank has probably died, or "
-        "was slower than the timeout of the process group; its output says why. Published checkpoints are intact. "
-        "Start all ranks again and load the latest."
+        f"{what} failed.{here} A collective failed: {first} A rank has probably died, or was slower than the timeout "
+        "of the process group; see its output. Published checkpoints are intact. Restart all ranks and load the "
+        "latest one."
     )
 
 
@@ -113,7 +113,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _message(what: str, failed: dict[int, str], size: int) -> str:
-    """One text, followed by the ranks that failed in another way."""
+    """Group ranks by error text, and list up to four texts."""
     if size == 1:
         return f"{what} failed. {failed[0]}"
     by_text: dict[str, list[int]] = {}

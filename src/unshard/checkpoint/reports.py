@@ -9,27 +9,25 @@ from typing import Any
 
 import torch
 
-from .files import CheckpointFiles, StoredTensors
+from .files import CheckpointFiles
 from .folders import resolve
 from .manifest import Manifest, read_manifest
 from .plan import TensorEntry
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
-    """Read all of a checkpoint and compare all checksums; returns its folder, or raises a CheckpointError.
+    """Read all of a checkpoint and verify all checksums; returns its folder, or raises a CheckpointError.
 
-    `path`: a checkpoint, or the folder with several, of which the latest is verified. Needs no process group.
+    `path`: a checkpoint, or a folder of checkpoints, of which the latest is verified. Needs no process group.
     """
-    folder = resolve(path)
-    manifest = read_manifest(folder)
-    with CheckpointFiles(folder, manifest) as files:
-        for number, file in enumerate(manifest.files):
+    with CheckpointFiles(resolve(path)) as files:
+        for number, file in enumerate(files.manifest.files):
             files.verify(number, range(len(file.blocks)))
-    return folder
+        return files.folder
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """A table of the tensors of a checkpoint, from its manifest alone."""
+    """Format a table of the tensors of a checkpoint. Reads only the manifest."""
     folder = resolve(path)
     manifest = read_manifest(folder)
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "bytes", "boxes", "files")]
@@ -62,26 +60,26 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer types to compare the bytes of elements with, by the size of an element."""
+"""Integer types for comparing bytes, by the size of an element."""
 _SHOWN = 40
-"""A value is shown with so many characters."""
+"""Maximum length of a printed value."""
 
 
 @dataclass
 class TensorDifference:
-    """A tensor that both checkpoints have, with the same shape and dtype, and other bytes."""
+    """A tensor with the same shape and dtype in both checkpoints, and different bytes."""
 
     name: str
     elements: int
     differing: int = 0
-    """Elements whose bytes differ: 0.0 and -0.0 do, a NaN and the same NaN do not."""
+    """Number of elements whose bytes differ: 0.0 and -0.0 differ, two equal NaNs do not."""
     absolute: float = 0.0
-    """The largest |a - b|; infinite if one of them is not a number."""
+    """The largest |a - b|; infinite if one of them is NaN."""
     relative: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Count the differences of a piece."""
+        """Count the differences in a piece of the tensor."""
         differs = a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])
         if a.itemsize == 16:  # each element is two integers
             differs = differs.view(-1, 2).any(1)
@@ -103,34 +101,34 @@ def _exact(piece: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class CheckpointDiff:
-    """What `diff` found. `str()` of it is a report."""
+    """The result of `diff`. `str()` formats it as a report."""
 
     a: Path
     b: Path
     only_a: list[str] = field(default_factory=list)
-    """Names of tensors that b does not have."""
+    """Names of tensors that only a has."""
     only_b: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
-    """Tensors of another shape or dtype, and tensors that are tied in one checkpoint only, in words."""
+    """Tensors whose shape or dtype differs, and tensors that are tied in one checkpoint only, in words."""
     tensors: list[TensorDifference] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
-    """Step, number of ranks, and values of optimizer, scheduler, scaler, data and random numbers, in words."""
+    """Differences in step, number of ranks, and values of optimizer, scheduler, scaler, data and rng, in words."""
     same: int = 0
-    """The number of tensors that are equal in all bytes."""
+    """Number of tensors that are bitwise equal."""
 
     @property
     def equal(self) -> bool:
         return not (self.only_a or self.only_b or self.other or self.tensors or self.values)
 
     def __str__(self) -> str:
-        lines = [f"a: {self.a}", f"b: {self.b}", f"{_tensors(self.same)} equal in all bytes."]
+        lines = [f"a: {self.a}", f"b: {self.b}", f"{_tensors(self.same)} bitwise equal."]
         if self.equal:
             return "\n".join([*lines, "The checkpoints are equal."])
         for names, where in ((self.only_a, "a"), (self.only_b, "b")):
             if names:
                 lines += ["", f"{_tensors(len(names))} only in {where}:", *(f"  {name}" for name in names)]
         if self.other:
-            lines += ["", f"{_tensors(len(self.other))} of another shape or dtype, or tied in one only:"]
+            lines += ["", f"{_tensors(len(self.other))} different in shape or dtype, or tied in one only:"]
             lines += [f"  {text}" for text in self.other]
         if self.tensors:
             rows: list[tuple[str, ...]] = [("tensor", "elements", "differing", "largest |a-b|", "largest relative")]
@@ -148,12 +146,12 @@ def _tensors(count: int) -> str:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff:
-    """Compare two checkpoints; the memory that it takes does not depend on their size.
+    """Compare two checkpoints, in memory that does not depend on their size.
 
-    `a`, `b`: a checkpoint each, or the folder with several, of which the latest is taken. Tensors are compared as they
-    are unsharded, so checkpoints of different numbers of ranks can be equal in all tensors. Needs no process group.
+    `a`, `b`: a checkpoint each, or a folder of checkpoints, of which the latest is used. Tensors are compared
+    unsharded, so checkpoints from different numbers of ranks can be equal. Needs no process group.
     """
-    with StoredTensors(resolve(a)) as one, StoredTensors(resolve(b)) as other:
+    with CheckpointFiles(resolve(a)) as one, CheckpointFiles(resolve(b)) as other:
         found = CheckpointDiff(one.folder, other.folder)
         names = {name for each in (one.manifest, other.manifest) for name in (*each.tensors, *each.aliases)}
         for name in sorted(names):
@@ -163,7 +161,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff
     return found
 
 
-def _compare(name: str, one: StoredTensors, other: StoredTensors, found: CheckpointDiff) -> None:
+def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: CheckpointDiff) -> None:
     a, b = one.manifest.find(name), other.manifest.find(name)
     if a is None or b is None:
         (found.only_b if a is None else found.only_a).append(name)
@@ -174,7 +172,7 @@ def _compare(name: str, one: StoredTensors, other: StoredTensors, found: Checkpo
         found.other.append(f"{name}: {' in a, '.join(texts)} in b")
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         found.other.append(f"{name}: {_kind(a)} in a, {_kind(b)} in b")
-    elif None in ties:  # else it is compared under the name that it is stored under
+    elif None in ties:  # tied in both: compared under the name that it is stored under
         difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
         for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
             difference.add(mine, theirs)
@@ -189,7 +187,7 @@ def _kind(entry: TensorEntry) -> str:
 
 
 def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
-    """Compare JSON. Tensors in it differ as a whole."""
+    """Compare JSON. A tensor in it is one value."""
     if type(a) is dict and type(b) is dict and "$" not in a and "$" not in b:
         for key in sorted(a.keys() | b.keys()):
             where = f"{path}.{key}" if path != "values" else key
@@ -200,7 +198,7 @@ def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
     elif type(a) is list and type(b) is list and len(a) == len(b):
         for number, (mine, theirs) in enumerate(zip(a, b, strict=True)):
             _compare_values(f"{path}[{number}]", mine, theirs, found)
-    elif repr(a) != repr(b):  # a NaN equals the same NaN
+    elif repr(a) != repr(b):  # equates NaNs
         found.append(f"{path}: {_shown(a)} in a, {_shown(b)} in b")
 
 

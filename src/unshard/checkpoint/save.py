@@ -17,8 +17,9 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import whole
 from ..state.model import HeldTensor, ModelState, model_state
 from ..state.optimizer import check_optimizer
+from . import storage
 from .files import host_buffers, padding_after, write_file
-from .folders import Unpublished, check_step, folder_name, keep_only, sync_folder
+from .folders import Unpublished, check_step, folder_name, keep_only
 from .manifest import BLOCK_BYTES, MANIFEST, UNCAST, FileEntry, Manifest, best_algorithm, manifest_bytes
 from .optimizer import merged, optimizer_state
 from .plan import Described, Plan, describe, make_plan
@@ -31,25 +32,27 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.co
 
 @torch.no_grad()
 def nonfinite_parameters(state: ModelState) -> list[str]:
-    """Parameters with elements on this rank that are NaN or infinite. Reads each of them once and copies nothing."""
+    """Names of parameters with NaN or infinite elements on this rank. Reads each one once and copies nothing."""
     parameters = {f"model/{each.name}" for optimized in state.optimized.values() for each in optimized}
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for held in state.tensors:
         local = held.local
         if held.name in parameters and local.dtype in _DTYPES and local.numel() and not held.packed:
             numbers = torch.view_as_real(local) if local.is_complex() else local
-            # Far quicker than isfinite() on the CPU. NaN is both the smallest and the largest.
+            # Far faster than isfinite() on the CPU. aminmax() returns NaN if there is one.
             extremes = torch.stack(numbers.aminmax()).double()
             by_device.setdefault(local.device, []).append((held.name.removeprefix("model/"), extremes))
     found: list[str] = []
     for each in by_device.values():
         finite = torch.stack([extremes for _, extremes in each]).isfinite().all(1)
-        found += [name for (name, _), good in zip(each, finite.tolist(), strict=True) if not good]  # one wait
+        found += [
+            name for (name, _), good in zip(each, finite.tolist(), strict=True) if not good
+        ]  # one synchronization
     return found
 
 
 def warn_of_nonfinite(what: str, ranks: Iterable[list[str]]) -> None:
-    """One warning for the parameters that `nonfinite_parameters` found on each rank."""
+    """Log one warning for the parameters that `nonfinite_parameters` found on each rank."""
     where: dict[str, list[int]] = {}
     for rank, names in enumerate(ranks):
         for name in names:
@@ -57,21 +60,21 @@ def warn_of_nonfinite(what: str, ranks: Iterable[list[str]]) -> None:
     if where:
         found = [f"{name} (rank {listed(where[name], most=4)})" for name in sorted(where)]
         _log.warning(
-            "%s: %d parameters are not finite (NaN or infinity): %s. They are saved so, and a run that resumes here "
-            "goes on with them. Load an earlier checkpoint.",
+            "%s: %d parameters are not finite (NaN or infinity): %s. They are saved unchanged. To resume from finite "
+            "parameters, load an earlier checkpoint.",
             *(what, len(found), listed(found)),
         )
 
 
 @dataclass
 class RankEntry:
-    """What one rank contributes to the manifest; the ranks exchange these."""
+    """One rank's contribution to the manifest; the ranks exchange these."""
 
     step: int
     tensors: dict[str, Described] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
-    """Values that are the same on all ranks; those of rank 0 are saved."""
+    """Values of which rank 0's copy is saved."""
     own: dict[str, Any] = field(default_factory=dict)
     """Values of this rank."""
     optimizer: dict[str, Any] | None = None
@@ -94,10 +97,10 @@ def save(
 ) -> Path:
     """Save a run in the new folder `step_<step>` under `path`, which all ranks share; returns the folder.
 
-    All ranks have to call, between steps. `scheduler` and `scaler` are saved as rank 0 has them; `data`, anything with
-    `state_dict`, and the random number generators as each rank has them. Returns when the checkpoint is published. If
-    saving fails on any rank, all ranks raise a CheckpointError and the checkpoints that exist stay as they are.
-    `keep_last`: delete all but so many checkpoints afterwards.
+    All ranks must call it, between steps. It saves rank 0's `scheduler` and `scaler`, and every rank's `data` (anything
+    with `state_dict`) and random number generators. It returns when the checkpoint is published. If saving fails on any
+    rank, all ranks raise a CheckpointError and existing checkpoints stay unchanged. `keep_last`: delete all but the
+    latest `keep_last` checkpoints afterwards.
     """
     check_step(step, keep_last)
     what, saving = f"Saving step {step} to {path}", Saving(Path(path), step)
@@ -127,7 +130,7 @@ class Saving:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any) -> RankEntry:
-        """Find everything that this rank has to save; tensors are not copied."""
+        """Find everything that this rank saves, without copying tensors."""
         state = model_state(model)
         found, tensors = RankEntry(self._step, aliases=state.aliases), state.tensors
         found.nonfinite = nonfinite_parameters(state)
@@ -153,7 +156,7 @@ class Saving:
         return found
 
     def plan(self, entries: list[RankEntry]) -> None:
-        """Decide who writes what, on all ranks alike."""
+        """Decide which rank writes what. All ranks compute the same plan."""
         steps = sorted({entry.step for entry in entries})
         if len(steps) > 1:
             raise CheckpointError(f"The ranks save different steps: {steps}.")
@@ -165,13 +168,13 @@ class Saving:
             warn_of_nonfinite(what, [entry.nonfinite for entry in self._entries])
 
     def make_folder(self) -> tuple[Path, str]:
-        """On rank 0; returns the folder to write to and the kind of checksums."""
+        """On rank 0: create the folder to write to; returns it and the checksum algorithm."""
         self._unpublished = Unpublished(self._path, self._step)
         return self._unpublished.folder, best_algorithm()
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's file."""
+        """Size of this rank's file."""
         return self._plan.nbytes[self.rank]
 
     @property
@@ -179,16 +182,16 @@ class Saving:
         return any(each.local.is_cuda for each in self._tensors.values())
 
     def forget_tensors(self) -> None:
-        """They are copied: the model may be deleted while the copies are written."""
+        """Drop references once tensors are copied, so that the model can be deleted while the copies are written."""
         self._tensors.clear()
 
     def write(self, folder: Path, algorithm: str, buffers: Iterable[memoryview] | None = None) -> FileEntry | None:
-        """Write the boxes of this rank; None if it has none. `buffers`: the bytes of the file, if they are copied."""
+        """Write this rank's boxes; returns None if it has none. `buffers`: the bytes, if they are copied already."""
         if not self.nbytes:
             return None
         buffers = self._buffers() if buffers is None else buffers
         entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm, self.nbytes)
-        sync_folder(folder)
+        storage.sync_folder(folder)
         return entry
 
     def _buffers(self) -> Iterator[memoryview]:
@@ -197,7 +200,7 @@ class Saving:
             yield padding_after(view.numel() * dtype.itemsize)
 
     def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """The boxes of this rank's file and their dtypes there, in the order in which the plan has numbered them."""
+        """The boxes of this rank's file and their dtypes, in file order."""
         for name, entry in self._plan.tensors.items():
             mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
@@ -207,7 +210,7 @@ class Saving:
                     yield views[box], held.dtype
 
     def publish(self, files: list[FileEntry | None], algorithm: str, keep_last: int | None) -> None:
-        """On rank 0, after all ranks have written their files."""
+        """Write the manifest and publish. On rank 0, after all ranks have written their files."""
         assert self._unpublished is not None
         content = memoryview(manifest_bytes(self._manifest(files, algorithm)))
         write_file(self._unpublished.folder / MANIFEST, [content], algorithm, len(content))
@@ -234,7 +237,7 @@ class Saving:
         return Manifest(self._step, self.size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
 
     def clean_up(self) -> None:
-        """Delete what was written, unless it was published."""
+        """Delete what was written unless it is published."""
         if self._unpublished is not None:
             self._unpublished.remove()
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .files import not_written
+from . import storage
 from .folders import check_step, folder_name
 from .host_buffers import HostBuffer, HostBuffers, Staging
 from .manifest import FileEntry
@@ -39,13 +39,13 @@ _log = logging.getLogger("unshard")
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
-"""So long a program that ends without `wait` waits for the other ranks, after this rank has written its file."""
+"""How long a program that exits without `wait` waits for the other ranks after it has written its own file."""
 
 _under_way: set[BackgroundSave] = set()
 
 
 class BackgroundSave:
-    """One save on one rank: `fill` on the training's thread, everything else on its own."""
+    """One save on one rank. The training thread fills host buffers, and a thread of the save writes them."""
 
     def __init__(self, what: str, saving: Saving, folder: Path, algorithm: str, keep_last: int | None):
         self.what, self.saving = what, saving
@@ -57,10 +57,10 @@ class BackgroundSave:
         self._publish_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unshard checkpoint", daemon=True)
 
-    # -- on the training's thread ----------------------------------------------------------------------------------
+    # -- on the training thread ----------------------------------------------------------------------------------
 
     def fill(self, reserve: Callable[[], list[HostBuffer]], copy: Callable[[], None]) -> None:
-        """Start the thread and copy this rank's bytes. What fails is raised when all ranks have finished writing."""
+        """Start the thread and copy this rank's bytes. `finish_writing` raises errors later, on all ranks together."""
         _under_way.add(self)
         self._thread.start()
         try:
@@ -87,36 +87,36 @@ class BackgroundSave:
         self._full.put((buffer, nbytes))
 
     def finish_writing(self) -> None:
-        """Wait until this rank's file is on the disk; raises what failed."""
+        """Wait until this rank's file is on the disk; raises its error."""
         self._written.wait()
         if self._write_error is not None:
             raise self._write_error
 
     def finish_publishing(self) -> None:
-        """Wait for the thread. On rank 0: all ranks have to have written their files."""
+        """Wait for the thread. Call it on rank 0, after all ranks have written their files."""
         self._thread.join()
         if self._publish_error is not None:
             raise self._publish_error
 
     def end(self) -> None:
-        """End the thread, and delete what is not published. No other rank writes any more."""
+        """End the thread and delete the folder unless it is published. No rank may still be writing."""
         self._stopped.set()
         self._thread.join()
         self.saving.clean_up()
         _under_way.discard(self)
 
-    # -- on its own thread -----------------------------------------------------------------------------------------
+    # -- on the thread of the save ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             entry = self._write()
         except BaseException as error:
-            # Without its frames, which hold the host buffers.
+            # Drop the frames: they hold host buffers.
             self._write_error = error.with_traceback(None)
             return
         finally:
             self._written.set()
-            self._free.put(None)  # `next_buffer` does not wait for one then
+            self._free.put(None)  # wakes up `next_buffer`, which then raises
         try:
             if self.saving.rank == 0:
                 self._publish(entry)
@@ -144,15 +144,10 @@ class BackgroundSave:
             self._free.put(buffer)
 
     def _write_entry(self, content: dict[str, object]) -> None:
-        path, text = self._entry_of(self.saving.rank), json.dumps(content)
-        try:
-            path.with_suffix(".half").write_text(text)
-            os.rename(path.with_suffix(".half"), path)
-        except OSError as error:
-            raise not_written(path, error, 0, len(text)) from error
+        storage.write_text(self._entry_of(self.saving.rank), json.dumps(content))
 
     def _report(self, error: BaseException) -> None:
-        # The disk that has failed may fail again. The ranks exchange their errors in the saver's next collective.
+        # Best effort: the disk may fail again. Ranks also exchange errors in the saver's next collective.
         with contextlib.suppress(CheckpointError):
             self._write_entry({"error": error_text(error)})
 
@@ -162,31 +157,32 @@ class BackgroundSave:
     def _publish(self, own: FileEntry | None) -> None:
         files = [own, *(self._entry_from(rank) for rank in range(1, self.saving.size))]
         for rank in range(self.saving.size):
-            self._entry_of(rank).unlink()
+            storage.delete(self._entry_of(rank))
         self.saving.publish(files, self._algorithm, self._keep_last)
 
     def _entry_from(self, rank: int) -> FileEntry | None:
         path = self._entry_of(rank)
-        while not path.exists():
+        while not storage.exists(path):
             if self._stopped.wait(_POLL_SECONDS):
-                raise CheckpointError(f"Rank {rank} has not written its file.")
-        content = json.loads(path.read_text())
+                raise CheckpointError(f"Rank {rank} did not write its file.")
+        with storage.open_file(path) as file:
+            content = json.load(file)
         if "error" in content:
-            raise CheckpointError(f"Rank {rank} has failed: {content['error']}")
+            raise CheckpointError(f"Rank {rank} failed: {content['error']}")
         return None if content["file"] is None else FileEntry(*content["file"])
 
     def finish_at_exit(self) -> None:
-        """The program ends without `wait`."""
+        """Finish a save of a program that exits without `wait`."""
         self._written.wait()
         self._thread.join(_EXIT_SECONDS)
         self.end()
         error = self._write_error or self._publish_error
         if error is not None:
-            _log.error("%s failed, and the program ends without wait(): %s", self.what, error_text(error))
+            _log.error("%s failed, and the program exits without wait(): %s", self.what, error_text(error))
 
 
 class _WritingFailed(Exception):
-    """The thread has failed, and its error says why."""
+    """Stops the copies: the thread has failed and keeps the error."""
 
 
 @atexit.register
@@ -195,15 +191,15 @@ def _finish_all() -> None:
         each.finish_at_exit()
 
 
-# A forked process has none of the threads; it would wait for them, and delete what they write.
+# Threads do not survive a fork: a child process would wait for them forever, and delete what they write.
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class Saver:
-    """Saves checkpoints under `path` in the background. All ranks have to call all methods, on the training's thread.
+    """Saves checkpoints under `path` in the background. All ranks must call all methods, on the training thread.
 
-    `keep_last`: as in `save`. `host_bytes`: use at most so much host memory on each rank. The copies then wait for the
-    disk, and `save` returns when the last of them is made. None: as much as the rank's part of a checkpoint has.
+    `keep_last`: as in `save`. `host_bytes`: the host memory that each rank may use; copies then wait for the disk, and
+    `save` returns after the last copy. By default, a rank uses as much as its file is large.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_last: int | None = None, host_bytes: int | None = None):
@@ -215,7 +211,7 @@ class Saver:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that this rank's buffers have."""
+        """Size of this rank's host buffers."""
         return sum(each.nbytes for each in self._buffers.buffers)
 
     def prepare(
@@ -227,9 +223,9 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Make the host buffers in the background, so that the first `save` takes no longer than the others.
+        """Allocate the host buffers in the background, so that the first `save` is as fast as later ones.
 
-        Call it after the first step of the optimizer: before, it has no state. Returns at once; `wait` waits for it.
+        Call it after the first optimizer step, which creates its state. Returns at once; `wait` waits for it.
         """
         self.wait()
         what = f"Preparing to save to {self._path}"
@@ -246,10 +242,10 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Begin to save a run in the new folder `step_<step>`; arguments as those of `unshard.checkpoint.save`.
+        """Start saving a run in the new folder `step_<step>`. Arguments are those of `unshard.checkpoint.save`.
 
-        Returns when this rank's bytes are copied: everything may change then. If the save before is in progress,
-        waits for it first; if it failed, raises its error, and nothing new is begun.
+        Returns when this rank's bytes are copied; training may then change everything. Waits first for the previous
+        save if it is in progress. If that failed, raises its error and starts nothing.
         """
         check_step(step, None)
         self.wait()
@@ -279,8 +275,8 @@ class Saver:
     def wait(self) -> Path | None:
         """Wait until the save in progress is published; returns its folder, or None if there is none.
 
-        If it failed on any rank, all ranks raise a CheckpointError that names it. The checkpoints that exist stay, and
-        the saver can save again.
+        If it failed on any rank, all ranks raise a CheckpointError that names the rank. Existing checkpoints stay
+        unchanged, and the saver can save again.
         """
         self._buffers.wait()
         pending = self._pending
@@ -289,14 +285,14 @@ class Saver:
         begun, now = (pending.saving.rank, pending.saving.size), rank_and_size()
         if begun != now:
             raise CheckpointError(
-                f"{pending.what} was begun by rank {begun[0]} of {begun[1]}, which is rank {now[0]} of {now[1]} now. "
-                "Call wait() before the process group is destroyed."
+                f"{pending.what} was started as rank {begun[0]} of {begun[1]}, and this is rank {now[0]} of {now[1]} "
+                "now. Call wait() before the process group is destroyed."
             )
         self._pending = None
         begin("wait for a checkpoint (Saver.wait)")
         try:
             together(pending.what, pending.finish_writing)
-            # All entries are there, so rank 0 waits for nothing but the disk.
+            # All entries exist now, so rank 0 waits only for the disk.
             on_first_rank(pending.what, pending.finish_publishing)
         finally:
             pending.end()
@@ -308,4 +304,4 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.wait()
-        # Else other ranks may not come here, and a collective would wait for them. The save is finished at exit.
+        # After an exception, other ranks may not come here, and a collective would hang. The save ends at exit.

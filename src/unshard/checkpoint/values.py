@@ -33,27 +33,27 @@ _BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 def name_of_dtype(dtype: torch.dtype, where: str) -> str:
     if dtype not in _BY_DTYPE:
-        raise CheckpointError(f"{where} has the dtype {dtype}, which a checkpoint cannot hold. Convert it before.")
+        raise CheckpointError(f"{where} has the dtype {dtype}, which a checkpoint cannot hold. Convert it first.")
     return _BY_DTYPE[dtype]
 
 
 INLINE_BYTES = 8192
-"""Tensors up to this size are in the JSON: counters, and the states of random number generators."""
+"""Tensors up to this size are stored inline: counters, states of random number generators."""
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _MAPPING_TYPES: dict[str, type] = {name: kind for kind, name in _MAPPINGS.items()}
 
 Store = Callable[[str, torch.Tensor], None]
-"""Takes the name and the value of a tensor that is to be stored beside the JSON."""
+"""Takes the name and the value of a tensor to store next to the JSON."""
 
 
 def encode(value: Any, path: str, store: Store) -> Any:
-    """`value` as JSON. `path` says where it comes from, in errors and as the name of stored tensors."""
+    """Convert `value` to JSON. `path` is its location, used in errors and as the name of stored tensors."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, Enum):
         for kind in (str, float, int):
-            if isinstance(value, kind):  # NumPy's float64 is a float as well
+            if isinstance(value, kind):  # NumPy's float64 is also a float
                 return kind(value)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, store)
@@ -74,14 +74,14 @@ def encode(value: Any, path: str, store: Store) -> Any:
         ]
         return {"$": _MAPPINGS[type(value)], "items": items}
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it holds "
-        "dicts, lists, tuples, numbers, strings, bytes, None and tensors, so that loading runs no code. Convert it in "
-        "state_dict(), and back in load_state_dict()."
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. To load "
+        "without running code, it holds only dicts, lists, tuples, numbers, strings, bytes, None and tensors. Convert "
+        "it in state_dict(), and back in load_state_dict()."
     )
 
 
 def _is_scalar_of_numpy(value: Any) -> bool:
-    """Whether it is one that Python has as well: float32 and int64 are, complex and long double are not."""
+    """Return True for NumPy scalars that have an exact Python type: not for complex and long double."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), int | float)
 
@@ -89,8 +89,8 @@ def _is_scalar_of_numpy(value: Any) -> bool:
 def _encode_tensor(value: torch.Tensor, path: str, store: Store) -> Any:
     if isinstance(value, DTensor) or value.layout is not torch.strided or value.is_quantized:
         raise CheckpointError(
-            f"{path} is a {type(value).__name__} of layout {value.layout}; state outside the model and its optimizer "
-            "holds dense tensors only. Convert it in state_dict()."
+            f"{path} is a {type(value).__name__} of layout {value.layout}. State outside the model and its optimizer "
+            "must be dense tensors. Convert it in state_dict()."
         )
     if value.nbytes > INLINE_BYTES:
         store(path, value)
@@ -106,7 +106,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 
 def stored_names(value: Any) -> list[str]:
-    """The names of the tensors that are stored beside this JSON."""
+    """Names of the tensors that are stored next to this JSON."""
     if isinstance(value, list):
         return [name for each in value for name in stored_names(each)]
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse; `stored` gives the tensors beside the JSON. The JSON may come from anywhere."""
+    """Convert JSON back. `stored` returns tensors stored next to it. The JSON is untrusted."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
@@ -161,7 +161,7 @@ def _decode_tensor(value: dict[str, Any]) -> torch.Tensor:
 def rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()  # of this rank's device
+        state["cuda"] = torch.cuda.get_rng_state()  # for this rank's device
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
@@ -170,7 +170,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise if `set_rng_state` could not set it."""
+    """Raise if `set_rng_state` would fail."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
@@ -179,7 +179,7 @@ def check_rng_state(state: Any) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """What a process has and the checkpoint lacks stays as it is."""
+    """Set the generators that the checkpoint has. Others keep their state."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -191,7 +191,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_new_rank(step: int, rank: int) -> None:
-    """For a rank that the saving job did not have: the same seed each time, and another one than any other rank's."""
+    """Seed a rank that the saving job did not have: reproducible, and different for each rank."""
     seed = int.from_bytes(hashlib.sha256(f"unshard {step} {rank}".encode()).digest()[:8], "big")
     torch.manual_seed(seed)
     random.seed(seed)

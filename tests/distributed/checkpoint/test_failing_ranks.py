@@ -85,9 +85,9 @@ def test_ranks_that_pass_different_things(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model=model, optimizer=optimizer, data=Ranked(same=True), step=1)
     before = model.weight.to_local().clone()
     for given in ({"optimizer": optimizer}, {"data": Ranked(same=True)}):
-        with pytest.raises(CheckpointError, match=rf"Rank 0 has passed {next(iter(given))} .* rank 2 nothing"):
+        with pytest.raises(CheckpointError, match=rf"rank 0 passed {next(iter(given))}, and rank 2 passed nothing"):
             checkpoint.load(tmp_path, model=model, **given if rank < 2 else {})
-    with pytest.raises(CheckpointError, match="Rank 0 has passed nothing besides the model, and rank 1 data"):
+    with pytest.raises(CheckpointError, match="Besides the model, rank 0 passed nothing, and rank 1 passed data"):
         checkpoint.save(tmp_path, model=model, data=Ranked(same=True) if rank else None, step=2)
     assert torch.equal(model.weight.to_local(), before)
     assert names(tmp_path) == ["step_00000001"]
@@ -388,5 +388,5 @@ if os.fork() == 0:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert names(tmp_path) == ([] if failing_rename else ["step_00000004"])
-    expected = "Saving step 4 to .* failed, and the program ends without wait.*No space left on device"
+    expected = "Saving step 4 to .* failed, and the program exits without wait.*No space left on device"
     assert bool(re.search(expected, done.stderr)) == failing_rename

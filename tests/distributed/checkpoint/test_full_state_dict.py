@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(kind: str) -> None:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(caught.value))
     assert len(set(texts)) == 1
-    with pytest.raises(CheckpointError, match="Rank 0 has to pass the full state dict, got NoneType"):
+    with pytest.raises(CheckpointError, match="Rank 0 must pass the full state dict, got NoneType"):
         checkpoint.load_full_state_dict(model)
     with pytest.raises(CheckpointError, match="'gain' is a str"):
         checkpoint.load_full_state_dict(model, on_rank0({**expected, "gain": "0.1"}))

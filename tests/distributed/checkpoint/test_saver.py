@@ -408,8 +408,8 @@ def test_a_program_that_ends_without_wait_after_a_rank_has_failed(tmp_path: Path
     finally:
         os.write, saver_module._log.error = write, error
     (text,) = texts
-    assert "Saving step 1 to" in text and "program ends without wait" in text and "No space left on device" in text
-    assert ("Rank 1 has failed" in text) == (dist.get_rank() == 0)
+    assert "Saving step 1 to" in text and "program exits without wait" in text and "No space left on device" in text
+    assert ("Rank 1 failed" in text) == (dist.get_rank() == 0)
     dist.barrier()
     assert names(tmp_path) == []
 

@@ -1,7 +1,6 @@
-"""What a run holds on this rank, by name: what a checkpoint saves of it, and what it does not save.
+"""State of a run that a checkpoint does not hold, by name: attributes, non-persistent buffers, gradients.
 
-Names of what is saved are those of `inspect` and `diff`. What is not saved has the names of a program:
-`model.blocks.0.calls`, `data.position`.
+Names are those of a program: `model.blocks.0.calls`, `data.position`.
 """
 
 from __future__ import annotations
@@ -18,68 +17,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..names import ALL_PREFIXES, clean_tensor_name
-from ..state.model import ModelState, model_state
 from ..torch_private import local_part, non_persistent_buffers, own_buffers
-from .optimizer import SHARDED, optimizer_state, tensor_name
-from .values import decode, rng_state
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data")
-"""What `save` takes."""
+"""Arguments of `save` that hold state."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size, range, slice)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, tuple, deque)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
-"""Attributes of all optimizers: what is saved, and what a scheduler of torch notes there."""
+"""Attributes of all optimizers: saved ones, and a flag of torch's schedulers."""
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _LONG = 100
-"""Longer lists of numbers are one tensor, of other values one value: a name for each element would be too many."""
-
-
-@torch.no_grad()
-def saved_state(run: Mapping[str, Any]) -> dict[str, Any]:
-    """All that `save` would save, also the plain tensors of ranks other than 0: tensors, without a copy, and values."""
-    model = model_state(run["model"])
-    found: dict[str, Any] = dict(_of_model(run["model"], model))
-    for name, module in model.extra.items():
-        found.update(leaves(module.get_extra_state(), f"extra/{name}"))
-    if run.get("optimizer") is not None:
-        found.update(_of_optimizer(run["optimizer"], model))
-    for name in ("scheduler", "scaler", "data"):
-        if run.get(name) is not None:
-            found.update(leaves(run[name].state_dict(), name))
-    found.update(leaves(rng_state(), "rng"))
-    return found
-
-
-def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in the order of the modules; `model_state` has the root's first."""
-    paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
-    order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
-    found = [(each.name, each.local.detach()) for each in model.tensors]
-    return sorted(found, key=lambda item: order.get(item[0].removeprefix("model/").rpartition(".")[0], 0))
-
-
-def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str, Any]]:
-    tensors, values = optimizer_state(optimizer, model)
-    stored = {each.name: each.local.detach() for each in tensors}
-    yield from stored.items()
-    for number, group in enumerate(values["groups"]):
-        path = f"optimizer/param_groups[{number}]"
-        yield from leaves(decode(group["options"], path, stored.__getitem__), path)
-    for name, state in values["state"].items():
-        for key, value in state.items():
-            if value != SHARDED:
-                path = tensor_name(key, name)
-                yield from leaves(decode(value, path, stored.__getitem__), path)
-    yield from leaves(decode(values["others"], "optimizer/state", stored.__getitem__), "optimizer/state")
+"""Longer lists are one tensor (of numbers) or one value, instead of one name for each element."""
 
 
 @torch.no_grad()
 def unsaved_state(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be found besides: attributes of modules and objects, buffers that are not persistent, other entries.
+    """Find attributes of modules and objects, non-persistent buffers, gradients, and other entries of the run.
 
-    Schedulers, scalers and optimizers of torch have nothing besides their state dicts that matters.
+    torch's own schedulers, scalers and optimizers keep everything that matters in their state dicts.
     """
     found: dict[str, Any] = {}
     for path, module in run["model"].named_modules():
@@ -111,9 +67,9 @@ def _of_module(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 def leaves(
     value: Any, path: str, inside_objects: bool = False, seen: dict[int, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors and values in nested containers, by name; those in attributes of objects too, if asked for.
+    """Yield tensors and values in nested containers by name, and, with `inside_objects`, in attributes of objects.
 
-    Functions, iterators and objects of torch are left out: what they hold cannot be compared.
+    Functions, iterators and torch objects are skipped: their state cannot be compared.
     """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
@@ -126,8 +82,8 @@ def leaves(
     if id(value) in seen or isinstance(value, _CODE):
         return
     if not inside_objects:
-        seen = {**seen}  # only cycles end here: a list that has two names is two lists after loading
-    seen[id(value)] = value  # kept, so that no other object gets its id
+        seen = {**seen}  # only cycles stop here: after loading, a list with two names is two lists
+    seen[id(value)] = value  # keeps the object alive, so that its id is not reused
     inner: dict[str, Any] = {}
     if type(value) in _MAPPINGS:
         inner = {f"{path}.{key}": each for key, each in value.items()}
@@ -153,7 +109,7 @@ def leaves(
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Not those on the meta device, and not views of unsharded parameters, whose memory is freed."""
+    """Return False for meta tensors, and for views of unsharded parameters whose memory is freed."""
     if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return False
     local = local_part(tensor)
@@ -165,7 +121,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's float64 is a float as well, and a checkpoint has it as one."""
+    """Convert NumPy's float64, which is also a float: a checkpoint holds a Python float."""
     if not isinstance(value, Enum | bool):
         for kind in (str, float, int):
             if isinstance(value, kind):
@@ -177,13 +133,13 @@ def _long(values: Any) -> Any:
     if all(isinstance(each, bool | int | float) for each in values):
         try:
             return torch.tensor(list(values))
-        except (RuntimeError, ValueError, OverflowError):  # larger than 64 bits
+        except (RuntimeError, ValueError, OverflowError):  # integers of more than 64 bits
             pass
     return repr([_plain(each) for each in values])
 
 
 def _of_numpy(value: Any) -> Any:
-    bit_generator = getattr(value, "bit_generator", None)  # of a Generator
+    bit_generator = getattr(value, "bit_generator", None)  # a Generator
     if bit_generator is not None:
         return dict(bit_generator.state)
     if hasattr(value, "get_state"):  # a RandomState

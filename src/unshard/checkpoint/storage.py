@@ -1,0 +1,174 @@
+"""Every call that checkpoints make to their storage: folders of a file system that all ranks share.
+
+No other file of `checkpoint/` opens, renames, syncs, locks, lists or deletes checkpoint files, so another kind of
+storage needs the same functions and nothing else. A save relies on these guarantees:
+
+- `write` and `sync_folder` return when bytes and names survive a crash of the machine.
+- `rename` is atomic, and fails if the new name is a folder that is not empty.
+- `lock` is exclusive, and the system releases it when the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import CheckpointError
+
+WRITE_BACK_BYTES = 32 * 2**20
+"""`write` lets the system start writing to the disk after so many bytes."""
+
+# -- folders and names --------------------------------------------------------------------------------------
+
+
+def make_folder(folder: Path, exist_ok: bool = False) -> None:
+    os.makedirs(folder, exist_ok=exist_ok)
+
+
+def names_in(folder: Path) -> list[str]:
+    return os.listdir(folder)
+
+
+def exists(path: Path) -> bool:
+    """Return True for a dangling link too: it takes up the name."""
+    return os.path.lexists(path)
+
+
+def age_of(path: Path) -> float:
+    """Seconds since the last change."""
+    return time.time() - os.stat(path).st_mtime
+
+
+def rename(path: Path, new: Path) -> None:
+    os.rename(path, new)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def delete(path: Path) -> bool:
+    """Delete a file or link, or a folder as far as permissions allow; returns whether it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return True
+
+
+# -- locks --------------------------------------------------------------------------------------------------
+
+
+def lock(path: Path, create: bool = False) -> int | None:
+    """Lock a file until `unlock`, or until this process ends; None if another process holds the lock."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, pieces: Iterable[memoryview], expected: int | None = None) -> int:
+    """Write a new file, and wait until it is on the disk; returns its size. `expected`: the size, for errors."""
+    nbytes = begun = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for piece in pieces:
+            while piece:
+                count = os.write(descriptor, piece)
+                nbytes += count
+                piece = piece[count:]
+            if nbytes - begun >= WRITE_BACK_BYTES:
+                _begin_write_back(descriptor, begun, nbytes - begun)
+                begun = nbytes
+        os.fsync(descriptor)
+    except OSError as error:
+        raise _not_written(path, error, nbytes, expected) from error
+    finally:
+        os.close(descriptor)
+    return nbytes
+
+
+def _begin_write_back(descriptor: int, first: int, nbytes: int) -> None:
+    """Let the system write these bytes while the next ones are copied; otherwise all of them wait for fsync.
+
+    On Linux this advice starts the write-back and does not block. It more than halved the time of two ranks that wrote
+    1.5 GB to one disk.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not supported by the system or the file system
+        os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file that other ranks wait for: it appears complete or not at all."""
+    half = path.with_suffix(".half")
+    try:
+        half.write_text(text)
+        os.rename(half, path)
+    except OSError as error:
+        raise _not_written(path, error, 0, len(text)) from error
+
+
+def _not_written(path: Path, error: OSError, nbytes: int, expected: int | None) -> CheckpointError:
+    free = ""
+    with contextlib.suppress(OSError):
+        about = os.statvfs(path.parent)
+        free = f" Its file system has {about.f_bavail * about.f_frsize} bytes free."
+    after = f"{nbytes} bytes" if expected is None else f"{nbytes} of {expected} bytes"
+    return CheckpointError(f"{path} could not be written: {error.strerror}, after {after}.{free}")
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def open_file(path: Path, links: bool = False) -> BinaryIO:
+    """Open a file to read. Without `links`, a link is refused: it could lead out of the checkpoint."""
+    # A pipe would block without O_NONBLOCK.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    return open(os.open(path, flags), "rb")
+
+
+def size_of(file: BinaryIO) -> int | None:
+    """The size of an open file; None if it is a pipe or a device."""
+    about = os.fstat(file.fileno())
+    return about.st_size if stat.S_ISREG(about.st_mode) else None
+
+
+def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
+    """Fill the buffer; returns the part that was filled, which is shorter at the end of the file."""
+    found = 0
+    while found < len(buffer):
+        count = os.preadv(file.fileno(), [buffer[found:]], offset + found)
+        if not count:
+            break
+        found += count
+    return buffer[:found]
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """Map a file into memory. Writes stay in this process; torch warns of read-only memory."""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
