@@ -1,18 +1,17 @@
-"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, between any numbers of ranks.
+"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, with any number of ranks.
 
-optimizer_state                what this rank holds of an optimizer, by name
-values                         everything else, as JSON
-plan                           which rank writes which box
-manifest files                 the format
+values plan                    state as JSON; which rank writes which box
+storage manifest files         the file system; the format; data files
 folders                        published checkpoints, saves in progress, leftovers
+ranks                          work that all ranks do together
 save                           writing and publishing
-host_buffers saver             saving while training goes on
-differences optimizer_load load
-full_tensors                   unsharded tensors one at a time, to and from rank 0
-full_state_dict full_optimizer_state_dict    state dicts of the unsharded model and its optimizer
+host_buffers saver             saving in the background
+differences matching           comparing any source of tensors with a model
+load optimizer_state optimizer_load
+full_tensors full_state_dict full_optimizer_state_dict    unsharded tensors, to and from rank 0
+safetensors export             loading and writing safetensors files
 reports                        `verify`, `inspect` and `diff`
-observed prove_resume          all that a run holds, and a proof that it resumes
-safetensors export             files from, and for, other programs
+unsaved prove_resume           a proof that a run resumes
 """
 
 from ..errors import CheckpointError
