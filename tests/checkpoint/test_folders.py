@@ -61,7 +61,7 @@ def test_what_is_not_whole_makes_way(kind: str, tmp_path: Path, caplog: pytest.L
     save(tmp_path, 20)
     assert checkpoint.latest(tmp_path) == target and checkpoint.verify(target)
     (aside,) = [name for name in names(tmp_path) if name.startswith("damaged_step_00000020_")]
-    assert f"{tmp_path / aside} now" in caplog.text
+    assert f"Renamed to {tmp_path / aside}" in caplog.text
     save(tmp_path, 30, keep_last=1)
     assert names(tmp_path) == [aside, "step_00000030"]
 

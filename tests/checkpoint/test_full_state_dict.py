@@ -82,7 +82,7 @@ def test_a_mapping_that_reads_tensors_when_they_are_needed(tmp_path: Path) -> No
     [
         (torch.ones(3, 1).to_sparse(), r"'weight' is a Tensor of layout torch.sparse_coo"),
         (torch.ones(3, 1, device="meta"), r"'weight' is a Tensor of layout torch.strided on meta"),
-        ([1.0], r"'weight' is a list\. A full state dict holds dense tensors"),
+        ([1.0], r"'weight' is a list\. A full state dict must hold dense"),
     ],
 )
 def test_refused_values(value: Any, text: str) -> None:

@@ -173,7 +173,7 @@ def test_files_that_are_not_whole(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     for length in (0, 5, 8, 100, len(data) - 1):
         file.write_bytes(data[:length])
-        refused(file, r"model\.safetensors.*(not a whole safetensors file|and the file has)")
+        refused(file, r"model\.safetensors.*(not a complete safetensors file|and the file has)")
     file.write_bytes(data + b"x")
     refused(file, "and the file has")
     write(file, b"{}", length=2**63)

@@ -6,8 +6,8 @@ folders                        published checkpoints, saves in progress, leftove
 ranks                          work that all ranks do together
 save                           writing and publishing
 host_buffers saver             saving in the background
-differences matching           comparing any source of tensors with a model
-load optimizer_state optimizer_load
+matching                       comparing any source of tensors with a model
+load optimizer                 loading; saving and loading optimizer state
 full_tensors full_state_dict full_optimizer_state_dict    unsharded tensors, to and from rank 0
 safetensors export             loading and writing safetensors files
 reports                        `verify`, `inspect` and `diff`

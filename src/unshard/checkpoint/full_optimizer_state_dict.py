@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, listed
 from ..names import ALL_PREFIXES, clean_tensor_name, optimizer_parameters
 from ..state.model import HeldTensor, ModelState, model_state
-from .differences import Differences
 from .full_state_dict import RankPart, entry_of
 from .full_tensors import Gathering, broadcast, fill, sending_device_type
+from .matching import Differences
 from .optimizer import SHARDED, OptimizerLoad, merged, optimizer_state, tensor_name
 from .plan import TensorEntry
 from .ranks import begin, on_first_rank, rank_and_size, together

@@ -13,10 +13,9 @@ from ..errors import CheckpointError
 from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
 from ..state.boxes import Box, full_box
 from ..state.model import EXTRA, HeldTensor, ModelState, model_state, non_persistent_names
-from .differences import Differences, LoadedNames
 from .files import copy_pieces
 from .full_tensors import Gathering, broadcast, sending_device_type
-from .matching import fill, match
+from .matching import Differences, LoadedNames, fill, match
 from .plan import Described, TensorEntry, describe
 from .ranks import begin, on_first_rank, rank_and_size, together
 from .values import name_of_dtype

@@ -18,11 +18,10 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state
 from ..state.optimizer import check_optimizer
-from .differences import Differences
 from .files import CheckpointFiles
 from .folders import later_than, resolve
 from .manifest import Manifest
-from .matching import fill, match
+from .matching import Differences, fill, match
 from .optimizer import OptimizerLoad
 from .plan import TensorEntry
 from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together

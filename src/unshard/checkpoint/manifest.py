@@ -259,7 +259,7 @@ class _Parser:
         self._algorithm = algorithm
         self._block_bytes = _integer(_field(value, "block_bytes", int))
         if not 4096 <= self._block_bytes <= 2**30:
-            raise Malformed(f"blocks of {self._block_bytes} bytes")
+            raise Malformed(f"a block size of {self._block_bytes} bytes is not allowed")
 
     def manifest(self, checksum: str) -> Manifest:
         files = [self._file(each) for each in _field(self._value, "files", list)]
@@ -272,12 +272,12 @@ class _Parser:
         aliases = _field(self._value, "aliases", dict)
         for alias, name in aliases.items():
             if _name(alias) in tensors or type(name) is not str or name not in tensors:
-                raise Malformed(f"the alias {alias!r} of {str(name)[:100]!r}")
+                raise Malformed(f"the alias {alias!r} of {str(name)[:100]!r} is invalid")
         step, ranks = _integer(_field(self._value, "step", int)), _integer(_field(self._value, "ranks", int))
         values = _field(self._value, "values", dict)
         of_ranks = _field(values, "ranks", list)
         if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
-            raise Malformed(f"values of {len(of_ranks)} ranks, for {ranks} ranks")
+            raise Malformed(f"it has values of {len(of_ranks)} ranks, expected {ranks}")
         if type(values.get("extra", {})) is not dict:
             raise Malformed("the extra state is not an object")
         if type(values.get(UNCAST, [])) is not list or not all(type(each) is str for each in values.get(UNCAST, [])):
@@ -287,12 +287,12 @@ class _Parser:
     def _file(self, value: Any) -> FileEntry:
         name, nbytes, blocks = _field(value, "name", str), _integer(_field(value, "bytes", int)), value.get("blocks")
         if not _FILE.fullmatch(name):
-            raise Malformed(f"the file name {name[:100]!r}")
+            raise Malformed(f"the file name {name[:100]!r} is invalid")
         digits = DIGITS[self._algorithm]
         if type(blocks) is not str or not re.fullmatch("[0-9a-f]*", blocks):
-            raise Malformed(f"the checksums of {name}")
+            raise Malformed(f"the checksums of {name} are invalid")
         if len(blocks) != -(-nbytes // self._block_bytes) * digits:
-            raise Malformed(f"{len(blocks) // digits} checksums of {name}, which has {nbytes} bytes")
+            raise Malformed(f"{name} has {len(blocks) // digits} checksums for {nbytes} bytes")
         return FileEntry(name, nbytes, [blocks[at : at + digits] for at in range(0, len(blocks), digits)])
 
     def _tensor(self, name: str, value: Any, files: list[FileEntry]) -> TensorEntry:
@@ -302,12 +302,12 @@ class _Parser:
         numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
         for each in _field(value, "boxes", list):
             if type(each) is not list or len(each) != 4:
-                raise Malformed(f"a box of {name!r}")
+                raise Malformed(f"a box of {name!r} is invalid")
             file, offset, box = _integer(each[0]), _integer(each[1]), Box(_integers(each[2]), _integers(each[3]))
             if not len(box.begin) == len(box.size) == len(shape):
                 raise Malformed(f"a box of {name!r} has another number of dimensions")
             if any(a + n > length or not n for a, n, length in zip(box.begin, box.size, shape, strict=True)):
-                raise Malformed(f"the box {box.begin} of size {box.size} of {name!r}, which has the shape {shape}")
+                raise Malformed(f"the box {box.begin} of size {box.size} is outside of {name!r} of shape {shape}")
             if file >= len(files) or offset % ALIGNMENT or offset + box.numel * itemsize > files[file].nbytes:
                 raise Malformed(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
             boxes.append(StoredBox(file, offset, box))

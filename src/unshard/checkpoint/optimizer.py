@@ -27,7 +27,7 @@ from ..state.boxes import Part, whole
 from ..state.model import HeldTensor, ModelState, OptimizedParam
 from ..state.optimizer import is_sharded, params_of, part_of_state
 from ..torch_private import local_of, make_dtensor, spec_of
-from .differences import Differences
+from .matching import Differences
 from .plan import TensorEntry
 from .values import DTYPES, decode, encode
 

@@ -25,10 +25,9 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state, non_persistent_names
 from . import storage
-from .differences import Differences, LoadedNames
 from .files import copy_pieces
 from .manifest import Malformed, without_duplicates
-from .matching import fill, match
+from .matching import Differences, LoadedNames, fill, match
 from .plan import TensorEntry
 from .ranks import begin, together
 from .values import DTYPES

@@ -51,8 +51,13 @@ class BackgroundSave:
         self.what, self.saving = what, saving
         self._folder, self._algorithm, self._keep_last = folder, algorithm, keep_last
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
+        """Empty buffers, from the thread to training; None when the thread has stopped writing."""
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
-        self._written, self._stopped = threading.Event(), threading.Event()
+        """Full buffers, from training to the thread; then None, or the exception that stopped the copies."""
+        self._written = threading.Event()
+        """Set by the thread when this rank's file is on the disk, or has failed."""
+        self._stopped = threading.Event()
+        """Set by training: rank 0's thread stops waiting for the entries of other ranks."""
         self._write_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unshard checkpoint", daemon=True)

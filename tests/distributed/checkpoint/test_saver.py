@@ -438,7 +438,7 @@ def test_a_process_group_that_ended_before_wait(tmp_path: Path) -> None:
     saver_module.rank_and_size = lambda: (0, 1)
     try:
         with pytest.raises(
-            CheckpointError, match=r"begun by rank . of 2, which is rank 0 of 1 now. Call wait\(\) before"
+            CheckpointError, match=r"started as rank . of 2, and this is rank 0 of 1 now\. Call wait\(\) before"
         ):
             saver.wait()
     finally:
