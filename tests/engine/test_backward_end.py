@@ -16,7 +16,7 @@ from torch import nn
 
 from unshard import FullyShardedDataParallel
 from unshard.engine import root as root_module
-from unshard.engine.backward_end import BackwardEnd
+from unshard.engine.backward_hooks import BackwardEnd
 from unshard.torch_private import queue_backward_callback
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unshard.engine.unit_order import BackwardOrder, ForwardOrder
+from unshard.engine.schedule import BackwardOrder, ForwardOrder
 
 
 def run(order: ForwardOrder, units: list[int]) -> list[int | None]:

@@ -108,11 +108,9 @@ def test_an_optimizer_that_was_built_before_fully_shard(model: nn.Module) -> Non
     fully_shard(late[0])
     between = optim.Adam(late.parameters())
     fully_shard(late)
-    with pytest.raises(ArgumentError, match=r"Adam was built before fully_shard, .*\(weight, bias, 1.weight, 1.bias\)"):
+    with pytest.raises(ArgumentError, match=r"Adam was built before .* weight, bias, 1.weight, 1.bias\."):
         flat(early)
-    with pytest.warns(
-        UserWarning, match=r"which has replaced 1\.weight, 1\.bias by sharded .*never update these"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"which has replaced 1\.weight, 1\.bias\..*never update these") as seen:
         assert flat(between) is between
     assert [each.filename for each in seen] == [__file__]
     flat(optim.Adam([*late.parameters(), nn.Parameter(torch.zeros(3))]))  # one that is nobody's: not a word

@@ -272,7 +272,7 @@ class Trained:
         for unit in self.units:
             for group in unit.param_groups:
                 group.gradients.release_idle()
-                if unit.at_rest and not any(use.holds for use in group.users()):
+                if unit.at_rest and not group.holders:
                     group.release_gathered()
 
     def forget_casts(self) -> None:

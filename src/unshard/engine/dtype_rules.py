@@ -1,4 +1,4 @@
-"""Which dtype a parameter is stored, computed, sent and reduced in; casts of inputs and outputs of a unit."""
+"""The dtypes in which parameters are stored, computed with, sent and reduced."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
-from typing import Any
 
 import torch
 
 from ..policies import MixedPrecisionPolicy
-from .nested_tensors import map_tensors
 
 
 class Precision(Enum):
-    """What a unit computes in."""
+    """The dtypes that a unit computes in."""
 
     POLICY = "the dtypes of the policy"
     STORED = "the dtypes that the parameters are stored in"
@@ -24,19 +21,19 @@ class Precision(Enum):
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one parameter on its way; parameters that share all of them form a segment."""
+    """The dtypes of one parameter and its gradient. Parameters that share all of them form a segment."""
 
     original: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     wire: torch.dtype
-    """What gradients travel in; nearly always what they are reduced in."""
+    """Gradients are sent in this dtype, nearly always `reduce`."""
     gradient: torch.dtype
-    """What `.grad` is in at rest; nearly always the original dtype."""
+    """The dtype of `.grad` at rest, nearly always `original`."""
     kept: torch.dtype
-    """What gradients are summed up in that are not synchronised."""
+    """The dtype in which gradients are accumulated without synchronisation."""
     reduce_stored: torch.dtype
-    """What gradients are reduced in where the unit computes in the original dtype although the policy says another."""
+    """The dtype in which gradients are reduced if the unit computes in the original dtype, not the policy's."""
 
     @property
     def stored(self) -> Dtypes:
@@ -46,7 +43,7 @@ class Dtypes:
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are sent as: backends know no complex numbers, so these are sent as pairs of reals."""
+    """The dtype in which tensors are sent: backends do not support complex numbers, which become pairs of reals."""
     return dtype.to_real()
 
 
@@ -54,7 +51,7 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     if not original.is_floating_point:  # no policy names a complex dtype
         return Dtypes(*[original] * 7)
     compute = policy.param_dtype or original
-    # A reduce dtype equal to param_dtype means "as the gradient comes", whatever the model was converted to.
+    # A reduce_dtype equal to param_dtype means the gradient's own dtype, even if the model was converted.
     explicit = policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None
     reduce = explicit or compute
     wire = policy.wire_dtype or reduce
@@ -65,7 +62,7 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 class Segments:
-    """The sets of dtypes in a unit, and which one each parameter has."""
+    """The sets of dtypes in a unit (`kinds`), and the index of the one that each parameter has (`of`)."""
 
     def __init__(self, originals: list[torch.dtype], policies: Sequence[MixedPrecisionPolicy]):
         each = [dtypes_for(original, policy) for original, policy in zip(originals, policies, strict=True)]
@@ -81,31 +78,12 @@ class Segments:
         return [getattr(kind, role).itemsize for kind in self.kinds]
 
     def stored(self) -> Segments:
-        """The same segments where nothing is cast on the way to the modules."""
+        """The same segments for all-gathers in the stored dtypes."""
         same = copy.copy(self)
         same.kinds = [kind.stored for kind in self.kinds]
         return same
 
     @property
     def reduces_stored_alike(self) -> bool:
-        """Whether gradients are reduced in the same dtypes where nothing is cast on the way to the modules."""
+        """True if gradients are reduced in the same dtypes after a forward in the stored dtypes."""
         return all(kind.reduce == kind.reduce_stored for kind in self.kinds)
-
-
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """The same for the arguments of a forward, nearly always one tensor that has the dtype already."""
-    if dtype is None:
-        return args, kwargs
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-        only = args[0]
-        return (args if only.dtype == dtype or not only.is_floating_point() else (only.to(dtype),)), kwargs
-    return map_tensors(partial(_cast, dtype), (args, kwargs))
-
-
-def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors in `value` cast to `dtype`; differentiable."""
-    return value if dtype is None else map_tensors(partial(_cast, dtype), value)

@@ -1,4 +1,4 @@
-"""All forward and backward hooks of a unit, and its state-dict hooks: what runs when is answered here."""
+"""All hooks of a unit on its modules: forward, backward and state dicts. Start here to see what runs when."""
 
 from __future__ import annotations
 
@@ -11,63 +11,62 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import (
     add_gradient_hook,
-    base_of,
     calls_on_stack,
     frame_not_compiled,
     inside_backward,
     mark_fully_sharded,
     never_compiled,
     next_sequence_nr,
-    sequence_nr_of,
 )
+from .backward_hooks import watch_inputs, watch_outputs, watch_parameters
 from .checks.forward_errors import explain
-from .checks.lost_writes import warn_of_lost_writes
-from .checks.optimizer_steps import watch_optimizers
 from .checks.root_checks import refuse_second_root
-from .checks.saved_shards import FULL_STATE_DICT, refuse_plain_tensors, refuse_shards_of_another_rank, warn_when_pickled
-from .dtype_rules import Precision, cast_floats, cast_inputs
-from .input_watch import InputWatch, alias_of
-from .nested_tensors import map_tensors, moved, tensors_in
-from .options import Options
-from .output_memory import shares_memory, with_own_memory
+from .checks.values import (
+    FULL_STATE_DICT,
+    refuse_plain_tensors,
+    refuse_shards_of_another_rank,
+    warn_of_lost_writes,
+    warn_when_pickled,
+)
+from .dtype_rules import Precision
+from .nested_tensors import cast_floats, cast_inputs, map_tensors, moved, tensors_in
+from .observer import traced
+from .optimizer_steps import watch_optimizers
 from .params.module_casts import CastBoundary, ModuleBuffers
 from .params.param import ManagedParam, ParamLocation
 from .params.quantized import load_quant_states
 from .root import Root
-from .side_outputs import SideOutputs
-from .states import ParamState, Phase
-from .trace import traced
+from .side_outputs import SideOutputs, shares_memory, with_own_memory
+from .states import Options, ParamState, Phase
 from .transport_settings import TransportSettings
 from .unit import ROOT, STATE_KEY, Unit
 
-_watched = WeakTensorKeyDictionary()  # unsharded parameters that have the hook
-_NESTED = 0  # of `FSDPState._handled`, where all other numbers are ids
+_NESTED = 0  # marks a nested call in `FSDPState._handled`, where all other numbers are ids
 _FINDING_ROOT = threading.RLock()
 
 
 @frame_not_compiled
 def state_of(module: nn.Module) -> FSDPState | None:
-    """What a front-end attached to this very module, if any."""
+    """The state that a front-end attached to this very module, if any."""
     return module.__dict__.get(STATE_KEY)
 
 
 class FSDPState:
-    """The hooks of a unit on its modules: one, or the several of a list that were sharded as one unit.
+    """The hooks of a unit on its modules: one module, or a list that was sharded as one unit.
 
-    The modules own it; it refers to them weakly.
+    The modules own the state, which refers to them weakly.
     """
 
     full_state_dict: ClassVar[str] = FULL_STATE_DICT
-    """The call that gives unsharded parameters, for messages."""
+    """The call that returns unsharded parameters, for messages."""
     takes_over_units: ClassVar[bool] = False
-    """Whether a module that contains the units of another root becomes their root when it runs."""
+    """True if a module that contains units of another root becomes their root when it runs."""
     in_summon_full_params: bool = False
     """True inside `summon_full_params`, which only wrapped modules have."""
 
@@ -76,24 +75,26 @@ class FSDPState:
         self.transport_settings = TransportSettings(unit)
         self._modules: list[weakref.ref[nn.Module]] = []
         self._to_run: set[weakref.ref[nn.Module]] = set()
-        self._root: Callable[[], Root | None] = _no_root
-        self._own_root: Root | None = None  # only on the root module: deleting the model then frees everything
+        self._root: Callable[[], Root | None] = lambda: None
+        self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
+        """For each forward under way, the id of the exception that was being handled when it began."""
         self._first_node = 0
-        self._ran = False  # a forward that writes parameters does so the first time, too
+        self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
         self._tensors_before = 0
         self.casts_inputs = unit.policy.cast_forward_inputs
-        """Whether inputs of forward are cast; for some policies that depends on where the root is."""
+        """True if inputs of forward are cast; for some policies that depends on where the root is."""
         self.buffers: ModuleBuffers | None = None
+        """Lets forward see the modules' buffers in another dtype."""
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
-        """What the modules' buffers were stored in when they were sharded, by number of the module and by name."""
+        """The dtypes of the modules' buffers before sharding, by number of the module and name."""
         self.ignored: list[ParamLocation] = []
-        """Where the modules register parameters that the caller excluded from sharding."""
+        """Where modules hold parameters that the caller excluded from sharding."""
 
     def attach(self, module: nn.Module) -> None:
-        """All registrations on the module."""
+        """Register all hooks on the module."""
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
@@ -113,7 +114,7 @@ class FSDPState:
         module.register_state_dict_post_hook(partial(self.post_state_dict))
 
     def attach_wrapper(self, module: nn.Module) -> None:
-        """As `attach`, for a wrapper whose own forward calls `run`."""
+        """`attach` for a wrapper whose own forward calls `run`."""
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
@@ -124,10 +125,6 @@ class FSDPState:
         boundary = CastBoundary(self, policy)
         module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(boundary.leave)
-
-    def cast_buffers(self, buffers: ModuleBuffers) -> None:
-        """Show forward the modules' buffers in another dtype."""
-        self.buffers = buffers
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
         """Dtypes that buffers had before a front-end cast them in place, by the buffer's id."""
@@ -144,12 +141,13 @@ class FSDPState:
     @traced("pre_forward")
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
-        nested = self._is_nested() if self._handled else False
-        # An exception that is already being handled when forward begins is not forward's.
+        # An exception that the program was handling when forward began is not forward's.
+        if self._handled and self._is_nested():
+            self._handled += [id(sys.exc_info()[1]), _NESTED]
+            # The outer call keeps the unsharded parameters until its own end.
+            dtype = unit.compute_dtype_in(unit.precision) if self.casts_inputs else None
+            return cast_inputs(args, kwargs, dtype)
         self._handled.append(id(sys.exc_info()[1]))
-        if nested:
-            self._handled.append(_NESTED)
-            return self._enter_nested(args, kwargs)
         precision = unit.precision_in(module.training)
         if self.buffers is not None:
             self.buffers.enter(cast=precision is Precision.POLICY)
@@ -169,29 +167,29 @@ class FSDPState:
             args, kwargs = cast_inputs(args, kwargs, unit.compute_dtype_in(precision))
         if unit.phase is Phase.BACKWARD:
             unit.select(precision)
-            unit.unshard()  # recomputation inside the unit's own backward: hooks are in place, nothing to free
+            unit.unshard()  # a recomputation inside the unit's own backward: hooks are in place, nothing to free
             return args, kwargs
         if len(self._modules) > 1 and self._runs_as_list(root):
             if unit.phase is Phase.FORWARD:
-                return args, kwargs  # the first module of the list has gathered, and its inputs are watched
+                return args, kwargs  # the first module of the list has unsharded the unit, and its inputs are watched
             self._to_run = set(self._modules)
         root.before_forward(unit, precision)
         if self._side_outputs.aliases:
             self._side_outputs.restore_aliases()
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
+            args, kwargs = watch_inputs(args, kwargs, self.post_backward)
             self._first_node = next_sequence_nr()
             if not self._ran:
                 self._ran = True
-                self.watch_writes()
+                self._versions = unit.versions()
         else:
             self._tensors_before = unit.tensors_of_memory
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
-        """Whether the modules of the list are to be gathered once and freed when the last of them has run.
+        """Return True if the list is unsharded once and resharded when its last module has run.
 
-        Called alone, outside the root's forward (a loss computed in chunks), each is on its own.
+        Modules that are called outside the root's forward (a loss computed in chunks) are on their own.
         """
         return root.in_forward and not inside_backward()
 
@@ -215,20 +213,21 @@ class FSDPState:
             return output
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
-            # Without grad mode it may be the first forward of a reentrant checkpoint. Of a list of modules, the output
-            # of another one may be used.
+            # Without grad mode this may be the first forward of a reentrant checkpoint. If the unit is a list of
+            # modules, backward may come through another one's output.
             returns = not graph or len(self._modules) > 1
             outputs = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output))
             if shares_memory(outputs):
                 output = with_own_memory(output)
                 outputs = tuple(tensors_in(output))
             if graph:
-                output, watched = self._watch_outputs(output, outputs)
+                begin = self.pre_backward if unit.precision is Precision.POLICY else self.pre_backward_stored
+                output, watched = watch_outputs(output, outputs, begin)
                 returns = returns or watched
                 if self._side_outputs.expected():
                     self._watch_side_outputs(outputs)
                     if self._versions is not None:
-                        self.warn_of_writes()
+                        self._warn_of_writes()
             elif (search := unit.tensors_of_memory > self._tensors_before) or self._side_outputs.places:
                 self._side_outputs.copy_aliases(self.modules(), search)
             if self._to_run:
@@ -238,12 +237,8 @@ class FSDPState:
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
-    def watch_writes(self) -> None:
-        """Note how often the unsharded parameters have been written."""
-        self._versions = self.unit.versions()
-
-    def warn_of_writes(self) -> None:
-        """Writes of forward itself are lost."""
+    def _warn_of_writes(self) -> None:
+        """Warn if forward itself wrote unsharded parameters: the writes are lost."""
         versions, self._versions = self._versions, None
         if versions and self.unit.shows_unsharded:
             now = self.unit.versions()
@@ -252,17 +247,11 @@ class FSDPState:
                 warn_of_lost_writes(self.unit.name, written)
 
     def _is_nested(self) -> bool:
-        """Whether a module of the unit called itself, or another one of its list.
+        """Return True if a module of the unit called itself, or another one of its list.
 
-        A call that was left by a KeyboardInterrupt looks the same, except that it is not on the stack.
+        A call that a KeyboardInterrupt left looks the same, except that it is not on the stack.
         """
         return self.unit.phase is Phase.FORWARD and calls_on_stack(self.modules()) > 1
-
-    def _enter_nested(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A nested call is a part of the outer one, which needs the unsharded parameters until its own end."""
-        if self.casts_inputs:
-            return cast_inputs(args, kwargs, self.unit.compute_dtype_in(self.unit.precision))
-        return args, kwargs
 
     def _leave_nested(self, module: nn.Module, output: Any) -> Any:
         unit, error = self.unit, sys.exc_info()[1]
@@ -271,13 +260,14 @@ class FSDPState:
             return output  # the outer call ends the forward, unless it catches the exception
         self._to_run.discard(weakref.ref(module))
         if unit.phase is Phase.FORWARD and torch.is_grad_enabled():
-            output, _ = self._watch_outputs(output, tuple(tensors_in(output)))  # forward may call backward itself
+            # Forward may call backward itself.
+            output, _ = watch_outputs(output, tuple(tensors_in(output)), self._pre_backward_hook())
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
     @frame_not_compiled
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`function` as if it were the module's forward."""
+        """Call `function` as if it were the module's forward."""
         try:
             args, kwargs = self.pre_forward(module, args, kwargs)
             output = function(*args, **kwargs)
@@ -288,62 +278,20 @@ class FSDPState:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, output: Any, outputs: Sequence[torch.Tensor]) -> tuple[Any, bool]:
-        """Backward of the unit begins when a gradient reaches any of `outputs`, all in `output`; false if none can."""
-        begin = self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
-        last = -1
-        for tensor in outputs:
-            if tensor.requires_grad:
-                add_gradient_hook(tensor, begin)
-                last = max(last, sequence_nr_of(tensor))
-                base = base_of(tensor)
-                if base is not None and base.grad_fn is not None:
-                    # Overwritten in place, a view gets another place in the graph and its hook never fires; the node
-                    # that made its base stays.
-                    base.grad_fn.register_prehook(begin)
-        if -1 < last < next_sequence_nr() - 1:
-            # Autograd runs later nodes first, so what was computed after the outputs would run before the hook. An
-            # alias that is made now is later still.
-            output = map_tensors(self._alias_with_hook, output)
-        return output, last > -1
-
     def _pre_backward_hook(self) -> Callable[[Any], None]:
         return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
 
-    def _alias_with_hook(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor = alias_of(tensor)
-            add_gradient_hook(tensor, self._pre_backward_hook())
-        return tensor
-
     def _watch_side_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """What forward leaves on its modules may be used as an output is."""
+        """Backward may also begin at tensors that forward left on its modules."""
         if not inside_backward():
-            returned = set(map(id, outputs))
+            returned, begin = set(map(id, outputs)), self._pre_backward_hook()
             for tensor in self._side_outputs.tensors(self.modules(), self._first_node):
                 if id(tensor) not in returned:
-                    add_gradient_hook(tensor, self._pre_backward_hook())
+                    add_gradient_hook(tensor, begin)
 
     def _watch_parameters(self) -> bool:
-        """Of a unit without outputs to watch: a backward may come all the same, by what forward left elsewhere.
-
-        No hook runs when it begins, only when it reaches a parameter; false if it cannot.
-        """
-        trained = [
-            param.unsharded
-            for param in self.unit.used_params
-            if param.unsharded is not None and param.unsharded.requires_grad
-        ]
-        for parameter in trained:
-            if parameter not in _watched:
-                _watched[parameter] = True
-                parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self)))
-        return bool(trained)
-
-    def queue_end_of_backward(self) -> None:
-        root = self._root()
-        if root is not None:
-            root.queue_end_of_backward()
+        parameters = [param.unsharded for param in self.unit.used_params]
+        return watch_parameters(parameters, partial(_on_gradient, weakref.ref(self)))
 
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:
@@ -353,25 +301,10 @@ class FSDPState:
 
     @traced("pre_backward")
     def pre_backward_stored(self, gradient: Any) -> None:
-        """The same after a forward in the stored dtypes."""
+        """`pre_backward` after a forward in the stored dtypes."""
         root = self._root()
         if root is not None:
             root.before_backward(self.unit, Precision.STORED)
-
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Backward of the unit is over when the gradients of all inputs are done.
-
-        Each input passes through an alias of its own, whose graph node sees only this unit's share of the gradient:
-        an input that other modules use too must not delay the reduction.
-        """
-        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
-            if not args[0].requires_grad:
-                return args, kwargs
-            watched = alias_of(args[0])
-            add_gradient_hook(watched, self.post_backward)
-            return (watched,), kwargs
-        watch = InputWatch(self.post_backward)
-        return map_tensors(watch.through, (args, kwargs))
 
     @traced("post_backward")
     def post_backward(self, *gradients: Any) -> None:
@@ -382,7 +315,7 @@ class FSDPState:
     # -- state dicts ----------------------------------------------------------------------------------------
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
-        """State dicts are taken from, and loaded into, the sharded parameters."""
+        """Put the sharded parameters on the modules: state dicts are read from, and loaded into, these."""
         self.wait_for_uploads()
         self.unit.rest()
         self.unit.rebind_params()
@@ -411,11 +344,11 @@ class FSDPState:
 
     @property
     def is_initialised(self) -> bool:
-        """Whether a forward has found this module's root."""
+        """True if a forward has found this module's root."""
         return self._root() is not None
 
     def root_options(self) -> Options:
-        """The options that count for the whole model."""
+        """The options that apply to the whole model."""
         root = self._root()
         return self.unit.options if root is None else root.unit.options
 
@@ -435,19 +368,19 @@ class FSDPState:
             root.before_listing()
 
     def find_root(self, module: nn.Module) -> Root:
-        """The root, which is the first module to run: then all units below it are known."""
+        """The root: the first module to run, because all units below it are known then."""
         return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
-        with _FINDING_ROOT:  # two threads may run the first forward
+        with _FINDING_ROOT:  # several threads may run the first forward
             root = self._root()
             return self._make_root(module) if root is None or root.gave_up_units else root
 
     def _make_root(self, module: nn.Module) -> Root:
         if len(self._modules) > 1:
             raise StateError(
-                f"Modules that were sharded as a list cannot be the root: {type(module).__name__} ran first. Apply "
-                "fully_shard to a module that contains them, too, and run that one."
+                f"Modules that were sharded as a list cannot be the root: {type(module).__name__} ran first. Also "
+                "apply fully_shard to a module that contains them, and run that one."
             )
         names: dict[FSDPState, list[str]] = {}
         for name, child in module.named_modules():
@@ -466,7 +399,7 @@ class FSDPState:
         return self._own_root
 
     def _release_roots(self, names: dict[FSDPState, list[str]]) -> None:
-        """Units that ran under another root. `fully_shard` refuses them, as in PyTorch; a wrapper takes them over."""
+        """Take over units that ran under another root. `fully_shard` refuses that, as in PyTorch; wrappers allow it."""
         for state, paths in names.items():
             before = state._root()
             if before is None or before.unit is self.unit:
@@ -486,11 +419,6 @@ class FSDPState:
         root.unmanaged.check(module, locations, ranks)
 
 
-def _no_root() -> Root | None:
-    """Before the first forward."""
-    return None
-
-
 class UnshardHandle:
     """An all-gather that `unshard(async_op=True)` issued."""
 
@@ -498,7 +426,7 @@ class UnshardHandle:
         self._state: FSDPState | None = state
 
     def wait(self) -> None:
-        """Wait for the all-gather and put the unsharded parameters on the module. A second call does nothing."""
+        """Wait for the all-gather and put the unsharded parameters on the module. A second call is a no-op."""
         state, self._state = self._state, None
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
@@ -507,12 +435,13 @@ class UnshardHandle:
 
 @never_compiled
 def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
-    """Parameters must not keep their modules' state alive."""
+    """`ref` is weak: parameters must not keep their modules' state alive."""
     state = ref()
-    if state is not None:
-        state.queue_end_of_backward()
+    root = None if state is None else state._root()
+    if root is not None:
+        root.queue_end_of_backward()
 
 
 def _clean(prefix: str) -> str:
-    """A path of modules without those that `FullyShardedDataParallel` puts between others."""
+    """A module path without the names that `FullyShardedDataParallel` inserts."""
     return clean_tensor_name(prefix, (FSDP_PREFIX,))

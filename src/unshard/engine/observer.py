@@ -1,12 +1,19 @@
-"""An observer of all-gathers and reductions: an audit. Normally there is none, which costs a comparison."""
+"""What watches a run: an observer of collectives (an audit), and loggers and profilers that see the stages of units.
+
+While nobody watches, an observer costs one comparison per collective and `traced` one call per hook.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.profiler import record_function
 
+from ..torch_private import never_compiled, profiler_enabled
 from .params.param import ManagedParam
 
 Members = Sequence[tuple[int, ...]]
@@ -42,5 +49,49 @@ class Observer(Protocol):
         """The parameters have their `.grad`s, and the user's hooks have seen them."""
 
 
-# Of the module and not of a thread: autograd runs backward in threads of its own.
+# A global of the process, not of a thread: autograd runs backward in its own threads.
 current: Observer | None = None
+
+
+log = logging.getLogger("unshard")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_prefix = "unshard"
+_second_log: logging.Logger | None = None
+
+
+def name_stages(prefix: str = "unshard", logger: logging.Logger | None = None) -> None:
+    """Name stages `prefix::stage (unit)` in profiles, and also log them under that name to `logger`."""
+    global _prefix, _second_log
+    _prefix, _second_log = prefix, logger
+
+
+def traced(stage: str) -> Callable[[_Method], _Method]:
+    """Make a method a stage that logs and profiles show and `torch.compile` does not trace.
+
+    The method's object has a `unit`.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @never_compiled
+        @functools.wraps(method)
+        def call(self: Any, *args: Any) -> Any:
+            if profiler_enabled() or log.isEnabledFor(logging.DEBUG):
+                return watched(self, *args)
+            if _second_log is not None and _second_log.isEnabledFor(logging.DEBUG):
+                return watched(self, *args)
+            return method(self, *args)
+
+        def watched(self: Any, *args: Any) -> Any:
+            log.debug("%s: %s", stage, self.unit)
+            name = f"{_prefix}::{stage}" if stage.startswith("root_") else f"{_prefix}::{stage} ({self.unit.name})"
+            if _second_log is not None:
+                _second_log.debug("%s", name)
+            if not profiler_enabled():
+                return method(self, *args)
+            with record_function(name):
+                return method(self, *args)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

@@ -15,11 +15,10 @@ from ..comm.order.waiting import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
 from ..torch_private import current_graph_task, storage_use_count
 from . import observer
-from .checks.shared_parameters import refuse_different_units
 from .dtype_rules import Precision
 from .gather.all_gather import AllGatherPlan, Slicing
 from .params.offload import OffloadPlan
-from .params.param import ManagedParam, ParamLocation, mark_dropped
+from .params.param import ManagedParam, ParamLocation
 from .params.sharded import ShardedParams
 from .params.unsharded import ShownParams, UnshardedParams
 from .reduce.gradients import GroupGradients
@@ -27,15 +26,14 @@ from .reduce.sharded_grad import LISTENERS, finish_steps
 from .states import GradState
 
 if TYPE_CHECKING:
-    from .group_use import GroupUse
     from .unit import Unit
 
 
 class _Member:
-    """Ties a parameter to its group without an attribute, which would be copied and pickled with the parameter.
+    """Finds the group of a parameter. An attribute of the parameter would be copied and pickled with it.
 
-    The group owns it. It holds a sharded parameter strongly, as the group does, because torch does not convert DTensors
-    that have weak references; other parameters, such as those that were sharded or replaced, weakly.
+    The group owns this object. It refers to a sharded parameter strongly, as the group does, because torch does not
+    convert DTensors that have weak references, and to others (original and replaced parameters) weakly.
     """
 
     __slots__ = ("__weakref__", "group", "tensor")
@@ -50,9 +48,9 @@ _members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionar
 
 
 def param_group_of(parameter: torch.Tensor) -> ParamGroup | None:
-    """The param group that a parameter belongs to, or was replaced by; none if it is not sharded."""
+    """The param group that a parameter belongs to, or whose parameter replaced it; None if it is not sharded."""
     member = _members.get(id(parameter))
-    # Ids are used again.
+    # Compared, because another object may have the id of a deleted parameter.
     return member.group() if member is not None and member.tensor() is parameter else None
 
 
@@ -61,18 +59,8 @@ def param_groups_of(parameters: Iterable[torch.Tensor]) -> list[ParamGroup]:
     return list(dict.fromkeys(group for each in parameters if (group := param_group_of(each)) is not None))
 
 
-def _name_of(reference: weakref.ref[ParamGroup]) -> Callable[[], str]:
-    """The name of a group's unit, asked for late: it is known from the first forward on."""
-
-    def name() -> str:
-        group = reference()
-        return "" if group is None else group.unit_name
-
-    return name
-
-
 class ParamGroup:
-    """The shard, the all-gather that unshards it, and the gradients. The unit decides when."""
+    """The shard, its all-gather, and its gradients. The unit decides when the methods are called."""
 
     def __init__(
         self,
@@ -86,26 +74,37 @@ class ParamGroup:
         number: int = 0,
         make_sharded: Callable[[list[ManagedParam], Transport, OffloadPlan], ShardedParams] = ShardedParams,
     ):
-        """`number`: which unit of its process group this is, on all ranks the same."""
+        """`number`: the unit's number in its process group, the same on all ranks."""
         self.shards, self.replicas = shards, replicas
         """Transports over the ranks that shard, and over those that replicate."""
         self.mesh, self.slicing = mesh, slicing
-        """The mesh of the ranks that shard, of one dimension, if any; the smaller group that keeps slices, if any."""
+        """The one-dimensional mesh of the ranks that shard, and the smaller group that keeps slices, if any."""
         self.sharded = make_sharded(list(params), shards, offload)
-        name = _name_of(weakref.ref(self))
+        reference = weakref.ref(self)
+
+        def name() -> str:  # called late: the first forward names the unit
+            group = reference()
+            return "" if group is None else group.unit_name
+
         self.gradients = GroupGradients(self.sharded, shards, replicas, device, number, name)
         self.number = number
-        self.unit: weakref.ref[Unit] | None = None
-        self.uses: list[weakref.ref[GroupUse]] = []
-        """Of the units that use this group, if there are several."""
+        self.unit: Callable[[], Unit | None] = lambda: None
+        """The unit that owns this group; a weak reference."""
+        self.users: list[weakref.ref[Unit]] = []
+        """The units that use this group, with the owner, if there are several; else empty. See `sharing.py`."""
+        self.holders: weakref.WeakSet[Unit] = weakref.WeakSet()
+        """Users that have all-gathered the group and not resharded it since."""
+        self.viewers: weakref.WeakSet[Unit] = weakref.WeakSet()
+        """Users that want the modules to hold the unsharded parameters."""
         self._device = device
         self._swap = self.sharded.make_swap()
-        self._precision = Precision.POLICY
+        self.precision = Precision.POLICY
+        """The precision of the next all-gather, or of the last one; `select` changes it."""
         self._unsharded: UnshardedParams | None = None
         self._by_precision: dict[Precision, UnshardedParams] = {}
-        """What was made so far; `_unsharded` is the one of the precision in use, if it is among them."""
+        """Unsharded parameters created so far, by precision; `_unsharded` is the active one."""
         self._forgotten_in_graph = False
-        """Whether a graph that waits for its backward holds unsharded parameters that are made anew since."""
+        """A graph that waits for its backward holds unsharded parameters that are no longer in use."""
         self._in_flight: tuple[AllGatherPlan, Work] | None = None
         self._labels = {
             Precision.POLICY: Label(lambda: f"all-gather unit {name()!r}", number),
@@ -117,7 +116,7 @@ class ParamGroup:
         self._register()
 
     def _register(self) -> None:
-        """Let `param_group_of` find this group for its parameters, those they were made from, and replaced ones."""
+        """Let `param_group_of` find this group for its sharded, original and replaced parameters."""
         group, held = weakref.ref(self), {id(each): each for each in self.sharded.parameters()}
         for key, member in list(self._members.items()):
             former = member.tensor()
@@ -132,16 +131,12 @@ class ParamGroup:
 
     @property
     def unit_name(self) -> str:
-        unit = self._unit
+        unit = self.unit()
         return "" if unit is None else unit.name
 
     @property
-    def _unit(self) -> Unit | None:
-        return None if self.unit is None else self.unit()
-
-    @property
     def _awaits_backward(self) -> bool:
-        unit = self._unit
+        unit = self.unit()
         root = None if unit is None or unit.root is None else unit.root()
         return unit is not None and root is not None and root.awaits_backward(unit)
 
@@ -151,27 +146,22 @@ class ParamGroup:
 
     @property
     def held(self) -> bool:
-        """Whether memory of unsharded parameters is in use."""
+        """True if memory of unsharded parameters is in use."""
         return any(unsharded.buffer.held for unsharded in self._by_precision.values())
 
     @property
     def unsharded_is_shard(self) -> bool:
-        """Whether the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
+        """True if the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
         return self._unsharded is not None and self._unsharded.is_shard
 
     @property
     def tensors_of_memory(self) -> int:
-        """How many tensors and other objects share the unsharded buffer."""
+        """The number of tensors and other objects that share the unsharded buffer."""
         return 0 if self._unsharded is None else storage_use_count(self._unsharded.buffer.storage)
 
     @property
-    def precision(self) -> Precision:
-        """What is all-gathered next, or was last."""
-        return self._precision
-
-    @property
     def in_flight(self) -> bool:
-        """Whether an all-gather was issued and not waited for."""
+        """True if an all-gather was issued and not waited for."""
         return self._in_flight is not None
 
     # -- all-gather -----------------------------------------------------------------------------------------
@@ -188,7 +178,7 @@ class ParamGroup:
                 if not sharded.is_bound():
                     self.rebind_params()
             elif not sharded.is_registered():
-                # In backward the values must be those of forward: only replaced parameter objects are taken over.
+                # Backward needs the values of forward, so only replaced parameter objects are taken over.
                 self.rebind_params()
             unsharded = self._unsharded
             if unsharded is None or not sharded.placed:
@@ -205,12 +195,12 @@ class ParamGroup:
     def _release(self, plan: AllGatherPlan) -> None:
         """Free the buffers of an all-gather that was not issued because the ranks disagree."""
         if self.sharded.offload.copy_streams is not None:
-            self.sharded.offload.copy_streams.up.synchronize()
+            self.sharded.offload.copy_streams.up.synchronize()  # an upload may still write the buffers
         plan.staging.release()
         plan.buffer.release()
 
     def _make_unsharded(self) -> UnshardedParams:
-        """What is made once, at the first all-gather in a precision."""
+        """Create the unsharded parameters of a precision, at its first all-gather."""
         if self._forgotten_in_graph:
             self._refuse_backward_of_another_layout()
             self._forgotten_in_graph = False
@@ -221,17 +211,17 @@ class ParamGroup:
             self.sharded.refuse_misplaced(self.unit_name)
         if self._unsharded is None:
             self._unsharded = UnshardedParams(
-                self.sharded, self.shards, self.mesh, self._device, self._precision, self.slicing
+                self.sharded, self.shards, self.mesh, self._device, self.precision, self.slicing
             )
-            self._by_precision[self._precision] = self._unsharded
+            self._by_precision[self.precision] = self._unsharded
             self._use_params_of(self._unsharded)
         return self._unsharded
 
     def _refuse_backward_of_another_layout(self) -> None:
         if current_graph_task() != -1:
             raise StateError(
-                f"Unit {self.unit_name!r} on rank {self.shards.rank} was changed between forward and backward, by "
-                ".to(dtype), .half(), set_custom_all_gather() or the like. The graph of that forward refers to memory "
+                f"Unit {self.unit_name!r} on rank {self.shards.rank} was changed between forward and backward, for "
+                "example by .to(dtype), .half() or set_custom_all_gather(). The graph of that forward refers to memory "
                 "that is no longer used, so its backward cannot run. Change the model before forward or after "
                 "backward; to go on, run forward again."
             )
@@ -244,10 +234,10 @@ class ParamGroup:
         if not unsharded.plain:
             unsharded.finish_special()
             if self.sharded.extended:
-                self._refresh_unsharded()  # a gather protocol may make another unsharded parameter each time
+                self._refresh_unsharded()  # a gather protocol may create another unsharded parameter each time
         if observer.current is not None:
             observer.current.unsharded(self.params)
-        # A backward goes through what its forward used, frozen or not.
+        # Backward uses the parameters of its forward, whether they are frozen now or not.
         self._swap.show_unsharded(follow_requires_grad=current_graph_task() == -1)
 
     def _wait(self) -> None:
@@ -258,7 +248,7 @@ class ParamGroup:
         try:
             work.wait()
         except OrderError:
-            # The collective is still in flight and will never end: its buffers are left to it.
+            # The collective is still in flight and will never end, so it keeps its buffers.
             leak(self._unsharded, plan)
             self._forget_unsharded()
             raise
@@ -266,34 +256,34 @@ class ParamGroup:
             plan.copy_out()
 
     def cancel_all_gather(self) -> None:
-        """Wait for an all-gather that nobody wants any more; `reshard` follows."""
-        with suppress(OrderError, CollectiveError):  # nobody wants the values, and the next all-gather raises it
+        """Wait for an all-gather that is no longer needed; `reshard` follows."""
+        with suppress(OrderError, CollectiveError):  # the next all-gather raises it
             self._wait()
 
     def forget_in_flight(self) -> None:
-        """Of an all-gather that was recorded and never ran. Nothing waits for it; `reshard` follows."""
+        """Forget collectives that were recorded and never ran, without waiting; `reshard` follows."""
         if self._in_flight is not None:
             self._in_flight[0].forget()
             self._in_flight = None
         for unsharded in self._by_precision.values():
-            unsharded.plan.forget()  # its wait may have failed, and then it is not in flight any more
+            unsharded.plan.forget()  # if its wait has failed, it is no longer in flight
         self.gradients.forget_in_flight()
 
     def release_gathered(self) -> None:
-        """Free what an all-gather has taken that ended with an error, of missing memory for example. Only at rest."""
+        """Free the memory of an all-gather that failed, for example for lack of memory. Only at rest."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget()
             unsharded.buffer.release()
 
     def upload_early(self) -> None:
-        """Copy an offloaded shard to the device, because an all-gather follows soon. Only at rest."""
+        """Copy an offloaded shard to the device ahead of the next all-gather. Only at rest."""
         if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():
             self._unsharded.plan.upload_early()
 
     # -- what the modules hold ------------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Empty the unsharded buffer; the modules hold the sharded parameters."""
+        """Put the sharded parameters on the modules and free the unsharded buffer."""
         self._swap.show_sharded()
         for unsharded in self._by_precision.values():
             unsharded.buffer.release()
@@ -301,27 +291,27 @@ class ParamGroup:
                 unsharded.release_special()
 
     def show_unsharded(self) -> None:
-        """The modules hold the unsharded parameters again, which were kept."""
+        """Put the unsharded parameters, which were kept, on the modules again."""
         in_forward = current_graph_task() == -1
         if in_forward and not self.sharded.is_bound():
             raise ParameterError(
-                f"Unit {self.unit_name!r} on rank {self.shards.rank} is kept unsharded since the last forward, and its "
+                f"Unit {self.unit_name!r} on rank {self.shards.rank} stayed unsharded since the last forward, and its "
                 "parameters were given other memory since then, by `parameter.data = tensor`. This forward would "
-                "compute with the values before. Write in place under torch.no_grad() instead. To go on, run forward "
-                "again: the next one takes the new values."
+                "compute with the old values. Write in place under torch.no_grad() instead. To go on, run forward "
+                "again: the next one uses the new values."
             )
         self._swap.show_unsharded(follow_requires_grad=in_forward)
 
     def shown(self, sliced: bool) -> ShownParams:
-        """The unsharded parameters, or slices, as programs see them now."""
+        """The unsharded parameters, or slices, that the program sees now."""
         return ShownParams(self.sharded, self.unsharded_is_shard, sliced)
 
     def show_sharded(self) -> None:
-        """The modules hold the sharded parameters, while the unsharded buffer is kept."""
+        """Put the sharded parameters on the modules and keep the unsharded buffer."""
         self._swap.show_sharded()
 
     def keep_slice(self) -> None:
-        """Keep a slice, which the modules hold as DTensors; empty the unsharded buffer."""
+        """Keep a slice, which the modules hold as DTensors, and free the unsharded buffer."""
         unsharded = self._unsharded
         assert unsharded is not None and unsharded.slices is not None
         with torch.no_grad():
@@ -330,9 +320,9 @@ class ParamGroup:
         self._swap.show_sliced()
 
     def select(self, precision: Precision) -> None:
-        """All-gather in `precision` from now on. What was gathered in another one stays until `reshard`."""
+        """All-gather in `precision` from now on. Buffers of another precision stay until `reshard`."""
         self._swap.show_sharded()
-        self._precision, self._label = precision, self._labels[precision]
+        self.precision, self._label = precision, self._labels[precision]
         self._unsharded = self._by_precision.get(precision)
         if self._unsharded is not None:
             self._use_params_of(self._unsharded)
@@ -342,7 +332,7 @@ class ParamGroup:
         self._refresh_unsharded()
         numbers = {param: number for number, param in enumerate(self.params)}
         others = [each for each in self._by_precision.values() if each is not unsharded]
-        stored = self._precision is Precision.STORED
+        stored = self.precision is Precision.STORED
         self.gradients.use_precision(
             [(numbers[param], parameter) for each in others for param, parameter in each.parameters()],
             varied=bool(others) or stored,
@@ -350,7 +340,7 @@ class ParamGroup:
         )
 
     def _refresh_unsharded(self) -> None:
-        """The params were given other unsharded parameters."""
+        """To be called when params were given other unsharded parameters."""
         self._swap.refresh()
         self.gradients.watch(self._swap.unsharded)
 
@@ -368,18 +358,20 @@ class ParamGroup:
             finish_steps()
         if self.sharded.is_bound():
             return
-        if (unit := self._unit) is not None:
-            unit.refuse_assigned_data()  # once bound anew, nothing tells
-        self._rebind(fewer=self._give_up_tied())
+        unit, fewer = self.unit(), False
+        if unit is not None:
+            unit.refuse_assigned_data()  # after rebinding, there is no way to detect the assignment
+            fewer = unit.give_up_tied(self)
+        self.rebind(fewer)
 
-    def _rebind(self, fewer: bool) -> None:
-        """`fewer`: some params were dropped."""
+    def rebind(self, fewer: bool) -> None:
+        """Copy parameters that are bound to other memory into the shard. `fewer`: some params were dropped."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
         shard, same_layout = self.sharded.shard, False
         if self.sharded.rebind(self.unit_name, fewer):
             self._forget_unsharded()
-            self._swap = self.sharded.make_swap()  # of fewer params, if some were tied
+            self._swap = self.sharded.make_swap()  # there may be fewer params
         elif self.sharded.shard is not shard:
             same_layout = True
             for unsharded in self._by_precision.values():
@@ -389,59 +381,27 @@ class ParamGroup:
         self._register()
         self._refresh_unsharded()
         if not same_layout or self.gradients.state not in (GradState.LOCAL, GradState.PARTIAL):
-            # Conversions reach into the `.grad` objects, too, so these are no longer views of the sharded gradients.
+            # Conversions also change the `.grad` objects, which are then no longer views of the sharded gradients.
             self.gradients.forget_buffers()
 
-    def adopt_tied(self) -> None:
-        """Use other units' parameters that a program has registered in the place of this group's. Only at rest."""
-        if self._give_up_tied() and self.params:
-            self._rebind(fewer=True)
-
-    def _give_up_tied(self) -> bool:
-        """Drop the params in whose place a program registered a sharded parameter of another unit (`tie_weights()`).
-
-        That unit keeps the parameter, and this group's unit uses it. True if there was one.
-        """
-        found = []
-        for param, current in self.sharded.replaced():
-            group = param_group_of(current)
-            theirs = None if group is None or group is self else group.param_of(current)
-            if group is not None and theirs is not None:
-                found.append((param, group, theirs))
-        reader = None if self.unit is None else self.unit()
-        if not found or reader is None:
-            return False
-        for param, group, theirs in found:
-            mesh = getattr(param.sharded, "device_mesh", None)
-            refuse_different_units(group, theirs, reader, param.name, param.policy, self.sharded.kind, mesh)
-        self.sharded.drop([param for param, *_ in found], reader.name, reader.root is not None)
-        for param, group, theirs in found:
-            for each in (param.sharded, param.origin()):
-                if each is not None:
-                    self._members.pop(id(each), None)
-                    mark_dropped(each, f"{param.name!r}", f"{theirs.name!r} of unit {group.unit_name!r}")
-            group.lend(theirs, param.locations, reader)
-        return True
-
     def param_of(self, parameter: torch.Tensor) -> ManagedParam | None:
-        """The param whose sharded parameter, or whose original one, this is."""
+        """The param with this sharded or original parameter."""
         return next((each for each in self.params if self.sharded.shows(each, parameter)), None)
 
-    def users(self) -> list[GroupUse]:
-        """The uses by units that still exist, if there are several."""
-        return [use for ref in self.uses if (use := ref()) is not None and use.unit is not None]
+    def drop(self, params: list[ManagedParam], started: bool) -> None:
+        """Forget `params`; `rebind` follows. `started`: the unit has run a forward."""
+        self.sharded.drop(params, self.unit_name, started)
+        for param in params:
+            self._members.pop(id(param.sharded), None)
+            self._members.pop(id(param.origin()), None)
 
-    def lend(self, param: ManagedParam, locations: list[ParamLocation], reader: Unit) -> None:
-        """Let the modules of another unit hold `param`, which belongs to this group, at `locations` too."""
-        owner = None if self.unit is None else self.unit()
-        assert owner is not None
+    def add_locations(self, param: ManagedParam, locations: list[ParamLocation]) -> None:
+        """Let modules of another unit hold `param` too."""
         param.locations.extend(locations)
         self.sharded.bind_locations()
         self._swap = self.sharded.make_swap()
         self._refresh_unsharded()
-        owner.use(self)
-        reader.use(self).places += [(param, location) for location in locations]
-        if any(use.shows for use in self.users()):
+        if self.viewers:
             self._swap.show_unsharded()
         else:
             self._swap.show_sharded()
@@ -456,7 +416,7 @@ class ParamGroup:
         self._forget_unsharded()
 
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
-        """Reduce through another transport: over the ranks that shard or, where nothing is cut, over the replicas."""
+        """Reduce through another transport, over the ranks that shard or, if there is only one, over the replicas."""
         self.gradients.forget_buffers()
         if self.shards.world > 1 or self.replicas.world == 1:
             self.gradients.change_transport(self.shards.wrapped(change))

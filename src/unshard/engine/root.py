@@ -1,15 +1,13 @@
-"""The root: decides when all units of a model are gathered, resharded and reduced."""
+"""The root decides when the units of a model are all-gathered, resharded and reduced."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Set
 from operator import attrgetter
 from threading import RLock, get_ident
 
 import torch
-from torch.autograd.graph import increment_version
 
 from ..comm.order.peers import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
@@ -21,31 +19,31 @@ from ..torch_private import (
     runs_split_backward,
     traced_by_make_fx,
 )
-from .backward_end import BackwardEnd
+from .backward_hooks import BackwardEnd
 from .checks.root_checks import (
     refuse_gradients_of_resharded,
-    refuse_gradients_past_outputs,
     refuse_graph_of_emptied,
     refuse_split_backward,
+    refuse_thread,
+    refuse_two_threads,
 )
-from .checks.shared_parameters import refuse_shared_with_others, warn_of_untied
-from .checks.threads import refuse_thread, refuse_two_threads
-from .checks.unmanaged import Unmanaged
 from .dtype_rules import Precision
-from .reduce.sharded_grad import LISTENERS, finish_steps, listeners
+from .observer import traced
+from .reduce.sharded_grad import LISTENERS, finish_steps
+from .schedule import BackwardOrder, ForwardOrder, Reductions
+from .sharing import refuse_shared_with_others
 from .states import ParamState, Phase
-from .trace import traced
 from .unit import Unit
-from .unit_order import BackwardOrder, ForwardOrder
+from .unmanaged import Unmanaged, warn_of_untied
 
 
 class Root:
-    """Owns the order of units, prefetch, and the end of backward. `units[0]` is the root's own unit."""
+    """Owns the order of units, prefetch, and the end of backward."""
 
     def __init__(self, units: list[Unit]):
         self.units = units
         self.unit = units[0]
-        """The unit of the root module."""
+        """The root module's own unit."""
         for unit in units:
             unit.refuse_assigned_data()
             unit.adopt_tied()
@@ -59,40 +57,34 @@ class Root:
         self._awaited_before = 0
         self._prefetched: set[Unit] = set()
         self._in_this_backward: set[Unit] = set()
-        """Units whose pre-backward hook ran in this backward."""
-        self._repeated: set[Unit] = set()
-        """Ran more than once since the last backward, so that gradients may come in several parts."""
+        """Their pre-backward hooks have run in this backward."""
+        self._reductions = Reductions(units)
         self._makes_graph = False
-        """Whether this backward does (create_graph=True)."""
+        """This backward makes a graph (create_graph=True)."""
         self._made_graph = False
-        """Whether the last one did. A second backward runs through its graph, and needs units in any order."""
-        self._reducing: deque[Unit] = deque()
-        self._all_reducing: deque[Unit] = deque()
-        self._reduce_buffers = max(unit.options.reduce_buffers for unit in units)
-        offloads = (group.sharded.offload for unit in units for group in unit.param_groups)
-        self._copy_streams = {offload.copy_streams for offload in offloads if offload.copy_streams is not None}
+        """The last backward made a graph. A second backward runs through it, and needs units in any order."""
+        streams = {group.sharded.offload.copy_streams for unit in units for group in unit.param_groups}
+        self._copy_streams = [each for each in streams if each is not None]
         self.unmanaged = Unmanaged()
         self._last_checked = 0
-        self.in_forward = False
-        self.in_backward = False
+        self.in_forward = self.in_backward = False
         self.gave_up_units = False
-        """Whether another root has taken over units. The next forward makes this one anew, and takes them back."""
+        """Another root has taken over units. The next forward rebuilds this root and reclaims its units."""
         self._thread = 0
-        """The one that ran the last forward. Backward may run in threads of autograd."""
-        self._forwards = 0
-        self._backwards = 0
-        self._open_graphs = 0
-        """Forwards with a graph, less backwards, since the last step of an optimizer."""
+        """The thread that ran the last forward. Backward may run in autograd's threads."""
+        self._forwards = self._backwards = 0
+        self.open_graphs = 0
+        """Forwards with a graph minus backwards, since the last step of an optimizer."""
         self._evaluated = False
-        """Whether the last forward or backward was a forward without a graph."""
-        self._recovering = RLock()
+        """The last forward or backward was a forward without a graph."""
+        self._recovering = RLock()  # autograd's thread may drop a failed backward while a forward recovers
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
 
     # -- forward --------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`, with the all-gather of the next one already issued."""
+        """Unshard `unit`. Issue the all-gather of the next unit before waiting for this one's."""
         recomputing = current_graph_task() != -1
         if recomputing:
             if not self.in_backward:
@@ -113,18 +105,17 @@ class Root:
             self._prefetch_chosen(chosen, recomputing)
         elif expected is not None and self._can_prefetch(other := self.units[expected], recomputing):
             other.all_gather()
-        if self._reducing or self._all_reducing:
-            self._finish_reduction_of(unit)
+        if recomputing:
+            self._reductions.finish_unit(unit)
         unit.unshard()
         self._prefetched.discard(unit)
         unit.phase = Phase.FORWARD
         if recomputing:
-            self._prefetched.add(
-                unit
-            )  # resharded at the end if its backward never comes: a checkpoint may recompute more
+            # Resharded at the end of backward if its own backward never comes: a checkpoint may recompute more units.
+            self._prefetched.add(unit)
 
     def recover(self) -> None:
-        """Notice, before a forward that finds a backward or the root's forward under way, that it has been left."""
+        """Reset if an exception left the backward, or the root's forward, that a new forward finds under way."""
         if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
@@ -132,7 +123,7 @@ class Root:
                 self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
-        """With the root, switch all units that follow `eval()`: they are prefetched before their own forward."""
+        """Let all units that follow `eval()` switch with the root: they are prefetched before their own forward."""
         unit.select(precision)
         if unit is self.unit:
             for other in self.units:
@@ -143,7 +134,7 @@ class Root:
     def _begin_forward(self) -> None:
         thread = get_ident()
         if self.in_forward and self._thread != thread:
-            refuse_thread(self.unit)  # it began after `recover` looked
+            refuse_thread(self.unit)  # the other forward began after `recover` looked
         if traced_by_make_fx():
             refuse_graph_of_emptied(self.units)
         self.in_forward = True
@@ -156,19 +147,19 @@ class Root:
             finish_steps()
         self._awaited_before = len(self._backward_order)
         self._forward_order.begin()
-        for unit in self.units:
-            for group in unit.param_groups:
-                group.gradients.release_idle()
-        # One unit per forward, in turn: reading storages costs several times all other work per parameter, and a
-        # program that assigns to `.data` mostly does so for all parameters.
+        for group in [group for unit in self.units for group in unit.param_groups]:
+            group.gradients.release_idle()
+        # One unit per forward, in turn: reading storages costs several times all other work per parameter, and programs
+        # that assign to `.data` mostly do so for all parameters.
         self._last_checked = (self._last_checked + 1) % len(self.units)
         self.units[self._last_checked].refuse_assigned_data()
 
     def after_forward(self, unit: Unit, graph: bool, returns: bool = True, unwatched: bool = False) -> None:
-        """Reshard `unit` unless it is kept, or recomputed for the backward that follows at once.
+        """Reshard `unit`, unless it is kept, or was recomputed for the backward that follows at once.
 
-        `graph`: grad mode was on in this forward, so a backward may come. `returns`: it may come through this unit,
-        which is not so where everything up to here is frozen. `unwatched`: it may, but no hook tells when it begins.
+        `graph`: grad mode was on, so a backward may follow. `returns`: it may come through the outputs of this unit,
+        which do not require gradients if everything up to here is frozen. `unwatched`: it may come, but no hook tells
+        when it begins.
         """
         unit.phase = Phase.IDLE
         if current_graph_task() != -1:
@@ -177,12 +168,12 @@ class Root:
             graph = any(param.sharded.requires_grad for each in self.units for param in each.params)
         if returns and (graph or self.in_forward):
             if LISTENERS and self._backward_order.awaits(self._number[unit]):
-                self._repeated.add(unit)
+                self._reductions.repeated.add(unit)
             self._backward_order.push(self._number[unit])
         options = unit.options
         unit.kept_for_forward = not graph
         if unwatched:
-            unit.watch_writes()  # stays unsharded: no hook would gather it before its backward
+            unit.watch_writes()  # stays unsharded: no hook would all-gather it before its backward
             unit.show_sharded()
         elif options.slice_after_forward and graph:
             unit.keep_slice()
@@ -201,34 +192,33 @@ class Root:
     def _reshards_after_forward(self, unit: Unit, graph: bool) -> bool:
         chosen = unit.options.reshard_after_forward
         if not graph and unit.unsharded_is_shard:
-            return True  # it costs little, and programs that write parameters next write the sharded ones
+            return True  # costs little, and a program that writes parameters next writes the sharded ones
         if chosen is not None:
             return chosen
-        # By default the root is kept for the backward that begins with it. Without a graph none follows, and a program
-        # that looks at its parameters next should find the sharded ones.
+        # By default the root stays unsharded for the backward that begins with it. Without a graph no backward follows,
+        # and a program that reads parameters next should find the sharded ones.
         return unit is not self.unit or not graph
 
     def _end_forward(self, graph: bool) -> None:
         for unit in reversed(self.units):
             if unit.phase is Phase.FORWARD:
-                self.after_forward(unit, graph)  # of a list of modules, some of which did not run
+                self.after_forward(unit, graph)  # a list of modules, some of which did not run
         self.in_forward = False
         self._forward_order.end()
         self._evaluated = not graph
+        self._reshard_prefetched()
         if graph:
-            self._open_graphs += 1
+            self.open_graphs += 1
         else:
             self._backward_order.drop_to(self._awaited_before)
-        self._reshard_prefetched()
-        if not graph:
-            self.wait_for_uploads()  # the program may write parameters next; with a graph, after backward
+            self.wait_for_uploads()  # the program may write parameters next (with a graph: after backward)
 
     def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
-        """`error` left the forward of `unit`. Inside backward it may be a recomputation that ends early."""
+        """`error` left the forward of `unit`. Inside backward this may be a recomputation that ends early."""
         if inside_backward() or isinstance(error, ThreadError):
             return
         if self._failed[0] != id(error):
-            self._failed = id(error), unit  # the innermost unit that it leaves
+            self._failed = id(error), unit  # the innermost unit
         if unit is self.unit or not self.in_forward:
             self._announce(error, f"in forward, unit {self._failed[1].name!r}")
         if unit is self.unit:
@@ -238,20 +228,19 @@ class Root:
             unit.phase = Phase.IDLE
 
     def _announce(self, error: BaseException | None, where: str) -> None:
-        """Tell the other ranks of an exception: they wait for this one's next collective, or get an unexpected one."""
+        """Tell the other ranks about an exception: they would wait for this rank's next collective."""
         if isinstance(error, (OrderError, CollectiveError)):
-            return  # all ranks are told of these by what raises them
+            return  # raised on all ranks
         what = "an exception" if error is None else first_line_of(error)
-        for unit in self.units:
-            for group in unit.param_groups:
-                for transport in (group.shards, group.replicas):
-                    if transport.raised(f"{what} ({where}; forward number {self._forwards})"):
-                        return
+        for group in [group for unit in self.units for group in unit.param_groups]:
+            for transport in (group.shards, group.replicas):
+                if transport.raised(f"{what} ({where}; forward number {self._forwards})"):
+                    return
 
     # -- backward -------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
-        """The first gradient reached an output of `unit`, whose forward ran in `precision`."""
+        """Unshard `unit`: the first gradient reached one of its outputs. Its forward ran in `precision`."""
         if not self.in_backward:
             self.queue_end_of_backward()
         if torch.is_grad_enabled():
@@ -270,75 +259,38 @@ class Root:
         elif expected is not None and self._can_prefetch(other := self.units[expected], backward=True):
             other.all_gather()
         if gathers:
-            if self._reducing or self._all_reducing:
-                self._finish_reduction_of(unit)
+            self._reductions.finish_unit(unit)
             unit.unshard()
             self._prefetched.discard(unit)
         unit.phase = Phase.BACKWARD
         self._in_this_backward.add(unit)
 
     def after_backward(self, unit: Unit, at_end: bool = False) -> None:
-        """Reshard `unit` and issue the reduction of its gradients, once those of its inputs are done.
-
-        `at_end`: the whole backward is over.
-        """
+        """Reshard `unit` and issue the reduction of its gradients. `at_end`: the whole backward is over."""
         if not at_end:
             if unit.phase is not Phase.BACKWARD:
-                self.queue_end_of_backward()  # no pre-backward hook ran for it: it is reduced at the end
+                self.queue_end_of_backward()  # no pre-backward hook ran: reduce at the end
                 return
             if self._made_graph:
-                return  # it is reduced at the end: the graph of the last backward may use it again
+                return  # reduce at the end: the graph of the last backward may use the unit again
         unit.phase = Phase.IDLE
-        if self._all_reducing:
-            self._finish_reductions(self._all_reducing)
-        # Few reduce-scatter inputs at a time: the last reduction overlapped with this unit's backward.
-        while len(self._reducing) >= self._reduce_buffers or unit in self._reducing:
-            oldest = self._reducing.popleft()
-            if not oldest.advance_reduction():
-                self._all_reducing.append(oldest)
-            elif LISTENERS:
-                self._tell_listeners(oldest)
-        if unit in self._all_reducing:
-            self._finish_reductions(self._all_reducing)
+        self._reductions.make_room(unit)
         options = unit.options
         if options.reshard_after_backward and not self._makes_graph:
-            unit.reshard()  # before its gradients are packed: the reduce-scatter input can reuse the memory
+            unit.reshard()  # first, so that the reduce-scatter input can reuse the memory
         else:
             unit.kept_for_forward = not self._makes_graph
             unit.watch_writes()
             if options.show_sharded_after_backward:
                 unit.show_sharded()
         if unit.lends and not at_end:
-            return  # it is reduced at the end: units that use its parameters may come later in this backward
+            return  # reduce at the end: units that use its parameters may come later in this backward
         for group in unit.param_groups:
             group.gradients.reduce(options, at_end)
-        self._reducing.append(unit)
-
-    def _finish_reductions(self, units: deque[Unit]) -> None:
-        while units:
-            unit = units.popleft()
-            while not unit.advance_reduction():
-                pass
-            if LISTENERS:
-                self._tell_listeners(unit)
-
-    def _finish_reduction_of(self, unit: Unit) -> None:
-        """Backward reaches `unit` again: finish its reduction before the modules hold unsharded parameters."""
-        for under_way in (self._reducing, self._all_reducing):
-            if unit in under_way:
-                under_way.remove(unit)
-                self._finish_reductions(deque([unit]))
-
-    def _tell_listeners(self, unit: Unit) -> None:
-        """The parameters of `unit` have their gradients. They are complete, unless it, or a unit that uses them, ran
-        more than once."""
-        if not self.unit.options.last_backward or unit in self._repeated or unit.lends:
-            return
-        for listener in listeners():
-            listener.gradients_ready([each for group in unit.param_groups for each in group.gradients.sharded_grads()])
+        self._reductions.scattering.append(unit)
 
     def queue_end_of_backward(self) -> None:
-        """Let autograd call `end_backward` when the whole backward is over, once."""
+        """Let autograd call `end_backward`, once, when the whole backward is over."""
         if not self.in_backward:
             if self.in_forward and self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread, forward_only=True)
@@ -350,9 +302,9 @@ class Root:
 
     @traced("root_post_backward")
     def end_backward(self) -> None:
-        # Units whose parameters others use come last: then all of these are resharded, and their gradients are there.
+        # Units whose parameters others use come last: the others are resharded then, and their gradients complete.
         ordered = self.units[::-1]
-        ordered.sort(key=_lends)
+        ordered.sort(key=attrgetter("lends"))
         for unit in ordered:
             if unit.phase is Phase.BACKWARD:
                 self.after_backward(unit, at_end=True)
@@ -360,31 +312,30 @@ class Root:
                 if not self._came_to(unit):
                     refuse_gradients_of_resharded(unit)
                 self.after_backward(unit, at_end=True)
-        self._finish_reductions(self._all_reducing)
-        self._finish_reductions(self._reducing)
+        self._reductions.finish()
         if self.unit.options.last_backward:
             self._reshard_prefetched()
             if not self.in_forward:
                 self._reshard_unused()
             self._backward_order.clear()
-            self._repeated.clear()
+            self._reductions.repeated.clear()
         self._in_this_backward.clear()
         self._wait_for_copies()
         self._made_graph, self._makes_graph = self._makes_graph, False
-        self._open_graphs -= 1
+        self.open_graphs -= 1
         self._evaluated = self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
-        """An exception left backward; autograd does not say which."""
+        """An exception left backward. Autograd does not always say which."""
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
         self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
 
     def drop_backward(self, number: int) -> None:
-        """An exception left the backward of this number, if it has not ended and no other has begun.
+        """An exception left the backward of this number. No-op if it has ended, or another one has begun.
 
-        Of a backward on a GPU, autograd's own thread may be the last to let go, while the program is in its next
-        forward, which has recovered already.
+        After a backward on a GPU, autograd's thread may call this late: the program may be in its next forward, which
+        has reset already.
         """
         with self._recovering:
             if self.in_backward and self._backwards == number:
@@ -393,8 +344,8 @@ class Root:
     def before_listing(self) -> None:
         """To be called when the program lists parameters.
 
-        After an evaluation these are the sharded ones, which have the gradients, also if units are kept. After a failed
-        backward the program may come before autograd's thread, which would end it.
+        After an evaluation, show the sharded ones, which have the gradients, even if units stay unsharded. After a
+        failed backward, reset if autograd's thread has not done so yet.
         """
         if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
             self.drop_backward(self._backwards)
@@ -404,74 +355,41 @@ class Root:
                     unit.show_sharded()
 
     def _came_to(self, unit: Unit) -> bool:
-        """Whether this backward came to `unit`, or to one that uses its parameters."""
+        """Return True if this backward came to `unit`, or to one that uses its parameters."""
         return not self._in_this_backward.isdisjoint([unit, *unit.sharers] if unit.lends else [unit])
 
     def _reshard_unused(self) -> None:
-        """What this backward did not come through: frozen units, all-gathers that nobody waited for."""
+        """Reshard units that this backward did not reach: frozen ones, all-gathers that nobody waited for."""
         for unit in self.units:
             if unit.param_state is ParamState.SHARDED or unit.phase is not Phase.IDLE:
                 continue
-            kept = self._makes_graph or not unit.options.reshard_after_backward
-            if unit.param_state is ParamState.GATHERING or not kept:
+            reshards = unit.options.reshard_after_backward and not self._makes_graph
+            if reshards or unit.param_state is ParamState.GATHERING:
                 unit.reshard()
-
-    def before_step(self, stepped: Callable[[], set[int]]) -> None:
-        """To be called before an optimizer's step; `stepped` gives the ids of its parameters."""
-        if self.in_backward or self.in_forward:
-            return
-        if any(map(_shown, self.units)):  # a loop in C: asked in every step
-            for unit in self.units:
-                unit.show_sharded()  # what the program reads next are the stepped parameters
-        if self._backward_order:
-            self._refuse_unreduced_gradients(stepped())
-        if self._open_graphs:
-            self._outdate_graphs(stepped())
-
-    def _refuse_unreduced_gradients(self, stepped: Set[int]) -> None:
-        """A loss of parameters alone, of a unit that is kept unsharded, gives gradients without any of our hooks, so
-        they are not reduced. If another backward follows before the step, it reduces them as well.
-        """
-        for unit in self.units:
-            if unit.has_untaken_gradients and not stepped.isdisjoint(id(param.sharded) for param in unit.params):
-                self.reset()
-                refuse_gradients_past_outputs(unit)
-
-    def _outdate_graphs(self, stepped: Set[int]) -> None:
-        """Count the step as a write to the unsharded parameters.
-
-        Autograd then refuses the backward of a graph that has saved them, as it does without sharding. All-gathers do
-        not count as writes, so such a backward would silently use the new values.
-        """
-        self._open_graphs = 0
-        for group in [group for unit in self.units for group in unit.param_groups]:
-            for param in group.params:
-                if param.unsharded is not None and id(param.sharded) in stepped and group.sharded.is_stepped(param):
-                    increment_version(param.unsharded)
 
     @property
     def awaited(self) -> int:
-        """How many forwards of units wait for their backward."""
+        """The number of forwards of units that wait for their backward."""
         return len(self._backward_order)
 
     def awaits_backward(self, unit: Unit) -> bool:
-        """Whether a graph of `unit` waits for its backward, as far as is known."""
+        """Return True if a graph of `unit` waits for its backward, as far as is known."""
         return self._backward_order.awaits(self._number[unit])
 
     def wait_for_uploads(self) -> None:
-        """To be called before offloaded parameters are written: copies to the device must be done."""
+        """Let the host wait for copies to the device. To be called before offloaded parameters are written."""
         for streams in self._copy_streams:
             streams.up.synchronize()
 
     def _wait_for_copies(self) -> None:
-        """The host reads gradients and writes parameters next."""
+        """Let the host wait for copies: it reads gradients and writes parameters next."""
         for streams in self._copy_streams:
             streams.synchronize()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
     def _can_prefetch(self, unit: Unit, backward: bool) -> bool:
-        """Whether `unit` is not gathered yet and will be used; notes that it is prefetched then."""
+        """Return True if `unit` is still sharded and will be used, and note that it is prefetched."""
         state = unit.param_state
         if state is ParamState.SLICED:
             if not backward and unit.stale:
@@ -484,18 +402,18 @@ class Root:
         return True
 
     def _prefetch_chosen(self, chosen: list[weakref.ref[Unit]], backward: bool) -> None:
-        """Gather the units a user chose, instead of the one that the learned order expects next."""
+        """All-gather the units that the user chose, instead of the one that the recorded order expects next."""
         for ref in chosen:
             unit = ref()
             if unit is not None and self._can_prefetch(unit, backward):
                 unit.all_gather()
 
     def upload_first_units(self, stepped: Set[int], news: Set[int] | None = None) -> None:
-        """Copy the offloaded shards that the next forward begins with to the device, before it asks for them.
+        """Copy the offloaded shards of the first two units of the next forward to the device, ahead of time.
 
-        Two are enough: the copy of the third unit overlaps with the first one's computation. `stepped` are the
-        parameters that have been stepped, by their ids, and `news` those of them that were not at the last call. A
-        unit with other parameters, which are stepped later or by another optimizer, is not copied.
+        The copy of the third unit overlaps with the first one's computation. `stepped` are the ids of the parameters
+        that have been stepped, `news` those of them that were not at the last call. A unit with other trained
+        parameters, which are stepped later or by another optimizer, is not copied.
         """
         if self._copy_streams and not self.in_forward and not self.in_backward:
             for number in self._forward_order.first(2):
@@ -505,35 +423,28 @@ class Root:
                     unit.upload_early()
 
     def _reshard_prefetched(self) -> None:
-        """Units that were prefetched and not used."""
         for unit in self._prefetched:
             unit.reshard()
         self._prefetched.clear()
 
     def give_up_units(self) -> None:
-        """Another root takes over some units or all. Only at rest; graphs that wait for their backward stay valid."""
+        """Let another root take over units. Only at rest; graphs that wait for their backward stay valid."""
         self._reshard_prefetched()
         self.gave_up_units = True
 
     def abandon(self) -> None:
-        """Return every unit to rest after a recording that failed: nothing of it has run, so nothing is waited for."""
-        for unit in self.units:
-            unit.forget_in_flight()
+        """Reset after a recording that failed. Nothing of it has run, so nothing is waited for."""
+        for group in [group for unit in self.units for group in unit.param_groups]:
+            group.forget_in_flight()
         self.reset()
 
     def reset(self) -> None:
-        """Return every unit to rest, waiting for what is in flight."""
+        """Reshard every unit and drop gradients that are not reduced, after waiting for collectives in flight."""
         for unit in self.units:
             unit.reset()
-        self._reducing.clear()
-        self._all_reducing.clear()
+        self._reductions.clear()
         self._prefetched.clear()
         self._backward_order.clear()
-        self._repeated.clear()
         self._in_this_backward.clear()
         self._wait_for_copies()
         self.in_forward = self.in_backward = self._makes_graph = self._made_graph = False
-
-
-_lends = attrgetter("lends")
-_shown = attrgetter("shown")

@@ -1,8 +1,8 @@
-"""Where parameters and gradients lie: for optimizers, clip and scalers, which take many of them as one tensor.
+"""Finds parameters in shards, and their gradients, roots and call orders, for optimizers, clipping and scalers.
 
-An elementwise operation on a range of the shard is the same operation on each parameter in it, as long as what lies
-between them (padding, gaps) is zero and stays so. The same range of the sharded gradient holds the gradients if these
-lie there in the same order and at the same distances.
+An elementwise operation on a range of a shard is the same operation on each parameter in it, as long as padding and
+gaps are zero and stay zero. The same range of the sharded gradient holds the gradients if these have the same order and
+distances.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 
 from ..comm.order.check import Order
-from ..errors import StateError
+from ..errors import StateError, listed
 from ..torch_private import foreach_zero, local_of
 from .param_group import ParamGroup, param_group_of, param_groups_of
 from .params.buffers import META, Shard
@@ -27,23 +27,23 @@ from .root import Root
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Where a parameter lies in a shard: which one it is there, and its bytes."""
+    """The position of a parameter in a shard, and its bytes."""
 
     shard: Shard
     order: int
     begin: int
     end: int
     states: OffloadPlan | None
-    """Where its state rests, if that has to be brought to it for a step."""
+    """Set if the optimizer state of the parameter is on the host and has to be uploaded for a step."""
 
     def precedes(self, other: ShardRange) -> bool:
-        """Whether nothing but padding lies between the two."""
+        """Return True if only padding is between the two."""
         return self.shard is other.shard and self.order + 1 == other.order
 
 
 @dataclass(frozen=True)
 class GradRange:
-    """Where a gradient lies in a gradient shard."""
+    """The position of a gradient in a sharded gradient, and its first byte."""
 
     shard: ShardedGrad
     order: int
@@ -54,7 +54,7 @@ class GradRange:
 
 
 def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]:
-    """By the id of the parameter; those that do not lie in any shard right now have none."""
+    """The ranges of parameters by id. Parameters that are in no shard right now have none."""
     parameters = list(parameters)
     wanted, found = set(map(id, parameters)), {}
     for group in param_groups_of(parameters):
@@ -62,7 +62,7 @@ def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]
         if shard.device == META or isinstance(sharded, FlatShardedParams):
             continue
         states = sharded.offload.states
-        states = states if states is not None and states.offloaded else None  # where the host computes, it is there
+        states = states if states is not None and states.offloaded else None  # no upload if the host computes
         for order, (index, begin) in enumerate(shard.ranges()):
             parameter, local = sharded.params[index].sharded, shard.locals[index]
             if id(parameter) in wanted and local_of(parameter) is local:
@@ -71,21 +71,26 @@ def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]
 
 
 def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """Those that modules no longer have, because they were sharded: the name of each in its unit, by its id."""
+    """The parameters that modules no longer have because sharding replaced them: their names by id."""
     names = {}
     for each in parameters:
         group = param_group_of(each)
         for param in () if group is None else group.params:
-            # Flat units may keep the parameters they were given.
+            # Flat units may keep the original parameters.
             if param.origin() is each and param.sharded is not each:
                 names[id(each)] = param.name
     return names
 
 
-def lost_to(parameters: Iterable[torch.Tensor]) -> tuple[dict[int, str], dict[int, str]]:
-    """Those that modules no longer have while nobody here has what replaced them and is trained.
+def built_too_early(replaced: Iterable[str]) -> str:
+    """The words of all errors about an optimizer that holds parameters which sharding has replaced."""
+    return f"was built before the model was sharded, which has replaced {listed(replaced, 8)}"
 
-    Replaced by sharding, and replaced later by the program: the name of each in its unit, by its id.
+
+def lost_to(parameters: Iterable[torch.Tensor]) -> tuple[dict[int, str], dict[int, str]]:
+    """The parameters that modules no longer have, while `parameters` lacks the trained ones that replaced them.
+
+    Returns those that sharding replaced, and those that the program replaced later: their names by id.
     """
     parameters = list(parameters)
     held = set(map(id, parameters))
@@ -115,7 +120,7 @@ def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
 def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
     roots: dict[Root, None] = {}
     for group in groups:
-        unit = None if group.unit is None else group.unit()
+        unit = group.unit()
         root = None if unit is None or unit.root is None else unit.root()
         if root is not None:
             roots[root] = None
@@ -123,23 +128,23 @@ def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
 
 
 def orders_of(parameters: Iterable[torch.Tensor]) -> list[Order]:
-    """What compares the ranks, for each process group that the parameters are sharded or replicated over."""
+    """The order checks of the process groups that the parameters are sharded or replicated over."""
     return orders_of_groups(param_groups_of(parameters))
 
 
 def orders_of_groups(groups: Iterable[ParamGroup]) -> list[Order]:
     found = {each.order for group in groups for each in (group.shards, group.replicas) if each.order is not None}
-    return sorted(found, key=attrgetter("name"))  # alike on all ranks, because a comparison may wait for them
+    return sorted(found, key=attrgetter("name"))  # the same order on all ranks: a comparison may wait for them
 
 
 def sharded_grads_of(parameters: Iterable[torch.Tensor]) -> list[ShardedGrad]:
-    """The sharded gradients that the parameters, or others of their units, have; oldest first."""
+    """The sharded gradients of the parameters' param groups, oldest first."""
     found = [grad for group in param_groups_of(parameters) for grad in group.gradients.sharded_grads()]
     return sorted(found, key=attrgetter("number"))
 
 
 def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
-    """All gradients that the parameters have from the engine, by the id of the `.grad` object."""
+    """The ranges of all gradients that the engine gave the parameters, by the id of the `.grad` object."""
     found = {}
     for grad in sharded_grads_of(parameters):
         for order, (each, local, begin) in enumerate(zip(grad.grads, grad.locals, grad.begins, strict=True)):
@@ -149,9 +154,9 @@ def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
 
 
 def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
-    """The name of one of `parameters` that belongs to a flat unit, if any does: plain tensors do not show it.
+    """The name of one of `parameters` that belongs to a flat unit, if any: plain tensors do not show it.
 
-    `ranks`: only of units that are cut over so many, or more.
+    `ranks`: only units that are sharded over at least so many ranks.
     """
     for each in parameters:
         group = param_group_of(each)
@@ -163,12 +168,12 @@ def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
 
 
 def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
-    """The same for one that is some elements of a unit, so that a rank does not have all of it."""
+    """`lies_flat` for flat units of several ranks, where a rank does not have the whole parameter."""
     return lies_flat(parameters, ranks=2)
 
 
 def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them does, with a device that computes."""
+    """Return True if any of them is offloaded to the host while a device computes."""
     return any(
         group.sharded.offload.offloaded and not isinstance(group.sharded, FlatShardedParams)
         for group in param_groups_of(parameters)
@@ -177,14 +182,14 @@ def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Scalable:
-    """Gradients as a few flat tensors that may be multiplied as they are, and the parameters that are not in them."""
+    """Gradients as a few flat tensors that can be multiplied as a whole, and the parameters that are not in them."""
 
     flat_gradients: list[FlatGradient]
     others: list[torch.Tensor]
     gaps: list[torch.Tensor]
 
     def clean(self) -> None:
-        """To be called after a multiplication: zero times NaN is NaN, which every later norm would find."""
+        """Zero the gaps after a multiplication: zero times NaN is NaN, which every later norm would include."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gap in self.gaps:
             by_device.setdefault(gap.device, []).append(gap)
@@ -193,16 +198,16 @@ class Scalable:
 
 
 def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
-    """A sharded gradient is used as one tensor only if all of its gradients are those of `parameters`."""
+    """Take a sharded gradient as one tensor if all of its gradients belong to `parameters`."""
     given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in sharded_grads_of(parameters):
         if isinstance(shard, FlatShardedGrad):
-            continue  # plain tensors: the parameters are taken one by one
+            continue  # plain tensors, taken one by one
         if shard.stepped and not given.isdisjoint(map(id, shard.parameters())):
             raise StateError(
-                f"The gradients of {shard.names()} can be neither clipped nor scaled any more: an optimizer made flat "
-                "with step_in_backward=True has stepped them during backward. Leave out step_in_backward=True where "
-                "you clip or scale."
+                f"The gradients of {shard.names()} can no longer be clipped or scaled: a flat optimizer with "
+                "step_in_backward=True has already used them during backward. Do not combine step_in_backward=True "
+                "with clipping or gradient scaling."
             )
         if shard.belongs_to(given):
             given.difference_update(map(id, shard.parameters()))

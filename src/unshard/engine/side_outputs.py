@@ -1,10 +1,14 @@
-"""What a forward leaves on its modules, besides what it returns: a loss may be computed from that too."""
+"""Tensors that outlive forward: its results, and what it leaves on its modules (side outputs).
+
+A loss may be computed from side outputs, so backward may begin there. Tensors that share memory with unsharded
+parameters (a weight, a view of one) are copied, because `reshard` frees that memory.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -12,35 +16,63 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import sequence_nr_of
-from .output_memory import LeftAlias, aliases_in
+from ..torch_private import parts_of, sequence_nr_of, storage_key
+from .nested_tensors import map_tensors, tensors_in
+from .params.buffers import EMPTIED
+from .params.param import unsharded_name
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
-"""Of a longer container only the last ones are looked at."""
+"""Only the last items of a longer container are searched."""
+
+
+def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if a tensor is in memory that `reshard` frees. Called in every forward of every unit."""
+    try:
+        for tensor in tensors:
+            if storage_key(tensor.untyped_storage()) in EMPTIED or type(tensor) is not torch.Tensor:
+                return any(map(_is_in_emptied, tensors))
+    except NotImplementedError:  # no storage: a function transform wraps the tensor, or it is sparse
+        return any(map(_is_in_emptied, tensors))
+    return False
+
+
+def with_own_memory(value: Any) -> Any:
+    """Copy the tensors in `value` that are in memory that `reshard` frees. Gradients flow through the copies."""
+    return map_tensors(lambda tensor: tensor.clone() if _is_in_emptied(tensor) else tensor, value)
+
+
+def _is_in_emptied(tensor: torch.Tensor) -> bool:
+    parts = parts_of(tensor)
+    if parts:
+        return any(map(_is_in_emptied, parts))
+    try:
+        return storage_key(tensor.untyped_storage()) in EMPTIED
+    except NotImplementedError:
+        return False  # sparse: its indices and values are new
 
 
 class SideOutputs:
-    """Where modules keep tensors that their forward computes, mostly nowhere.
+    """Finds the tensors that forward leaves on its modules. Most forwards leave none.
 
-    All attributes are searched after the 1st, 2nd, 4th, 8th ... forward, because a search takes longer than the rest of
-    what is done for a unit; in between only those that had such a tensor before.
+    A search through all attributes takes longer than everything else that is done for a unit. So it runs after the 1st,
+    2nd, 4th, 8th ... forward only; in between, only attributes that had such a tensor before are looked at.
     """
 
     def __init__(self) -> None:
         self._forwards, self._next_search = 0, 1
         self.places: dict[tuple[weakref.ref[nn.Module], str], None] = {}
-        """Attributes that had such a tensor, or one that shares memory with unsharded parameters."""
-        self.aliases: list[LeftAlias] = []
-        """Those that do. Copies are in their places until the next forward."""
+        """Attributes that had a tensor of the graph, or one that shares memory with unsharded parameters."""
+        self.aliases: list[_LeftAlias] = []
+        """Tensors that share this memory. Copies replace them until the next forward."""
 
     def expected(self) -> bool:
-        """Whether it is worth looking. To be asked after every forward."""
+        """Return True if `tensors` may find any. To be called after every forward."""
         self._forwards += 1
         return self._forwards >= self._next_search or bool(self.places)
 
     def tensors(self, modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
-        """Those of the graph that has grown since the node of this number."""
+        """Tensors on the modules that belong to a graph node with the sequence number `since` or a later one."""
         search = self._forwards >= self._next_search
         self.copy_aliases(modules, search)
         if search:
@@ -51,25 +83,80 @@ class SideOutputs:
         return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
 
     def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
-        """Copy tensors that share memory with unsharded parameters, which is emptied after forward.
+        """Replace tensors that share memory with unsharded parameters by copies.
 
-        `search`: look at all attributes, not only at those that had one before.
+        `search`: look at all attributes, not only at those that had such a tensor before.
         """
         if search:
             for module, name, value in _attributes(modules):
-                if next(aliases_in(module, name, value), None) is not None:
+                if next(_aliases_in(module, name, value), None) is not None:
                     self.places[weakref.ref(module), name] = None
         for ref, name in self.places:
             if (owner := ref()) is not None:
-                self.aliases += aliases_in(owner, name, getattr(owner, name, None))
+                self.aliases += _aliases_in(owner, name, getattr(owner, name, None))
         for alias in self.aliases:
             alias.copy()
 
     def restore_aliases(self) -> None:
-        """Let forward see them again: it may have made them once, and they show what is gathered each time."""
+        """Show forward the tensors again: it may have made them only once, and expects the parameters' values."""
         aliases, self.aliases = self.aliases, []
         for alias in aliases:
             alias.restore()
+
+
+class _LeftAlias:
+    """A tensor, or a tuple of tensors, that forward left on a module, in a list or in a dict.
+
+    Between forwards a copy replaces it.
+    """
+
+    def __init__(self, container: Any, key: Any, value: Any):
+        # There are no weak references to lists, but a list does not keep its module alive.
+        self._container = weakref.ref(container) if isinstance(container, nn.Module) else lambda: container
+        self._key, self._value, self._copy = key, value, None
+
+    def copy(self) -> None:
+        if self._copy is None:
+            self._copy = with_own_memory(self._value)
+            self._put(self._copy)
+
+    def restore(self) -> None:
+        """Undo `copy`, unless the program has replaced the copy, or the unit has other memory now."""
+        if self._now() is self._copy and any(map(_is_in_emptied, tensors_in(self._value))):
+            self._put(self._value)
+
+    def _now(self) -> Any:
+        container: Any = self._container()
+        if isinstance(container, nn.Module):
+            return getattr(container, self._key, None)
+        if container is None or isinstance(container, dict):
+            return container and container.get(self._key)
+        return container[self._key] if self._key < len(container) else None
+
+    def _put(self, value: Any) -> None:
+        container: Any = self._container()
+        if isinstance(container, nn.Module):
+            setattr(container, self._key, value)
+        else:
+            container[self._key] = value
+
+
+def _aliases_in(container: Any, key: Any, value: Any, levels: int = 3) -> Iterator[_LeftAlias]:
+    """Yield what shares memory with unsharded parameters in `value`, which is at `key` of a module, list or dict.
+
+    Unsharded parameters themselves do not count: recurrent layers keep theirs in a list, and modules of a flat unit as
+    attributes.
+    """
+    if isinstance(value, torch.Tensor | tuple):
+        tensors = [value] if isinstance(value, torch.Tensor) else [each for each in value if torch.is_tensor(each)]
+        if any(unsharded_name(each) is None and _is_in_emptied(each) for each in tensors):
+            yield _LeftAlias(container, key, value)
+    elif levels and isinstance(value, dict):
+        for name, item in list(value.items())[-_MOST:]:
+            yield from _aliases_in(value, name, item, levels - 1)
+    elif levels and isinstance(value, list | deque):
+        for number in range(max(len(value) - _MOST, 0), len(value)):
+            yield from _aliases_in(value, number, value[number], levels - 1)
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -83,8 +170,9 @@ def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
 
 
 def _grown(value: Any, since: int, levels: int = 3) -> Iterator[torch.Tensor]:
+    """Yield tensors in `value` that belong to a graph node with the sequence number `since` or a later one."""
     if isinstance(value, torch.Tensor):
-        with suppress(RuntimeError):  # of a view that was overwritten: nobody can go back through it either
+        with suppress(RuntimeError):  # a view that was overwritten in place: no backward can run through it either
             if value.requires_grad and value.grad_fn is not None and sequence_nr_of(value) >= since:
                 yield value
     elif levels and isinstance(value, dict | list | tuple | deque):

@@ -1,12 +1,14 @@
 """Side streams: queues of the device beside the compute stream, for copies from and to the host and for reductions.
 
-The only file that creates streams.
+The only file that creates streams. It also knows whether a step is being recorded as a CUDA graph, because recorded
+steps use more streams.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,36 +17,54 @@ from torch.accelerator import current_device_index
 
 from ..torch_private import foreach_copy
 
+recording = False
+"""Whether a step is being recorded as a CUDA graph.
+
+Host time does not matter then. Kernels must not read host memory: a replay would read it again, after torch's allocator
+may have given it to somebody else.
+"""
+
+
+@contextmanager
+def recording_step() -> Iterator[None]:
+    """Set `recording` for all units of this process: a device records one step at a time."""
+    global recording
+    before, recording = recording, True
+    try:
+        yield
+    finally:
+        recording = before
+
 
 class StreamEvent:
-    """A point in a stream that others wait for. It can be recorded again."""
+    """A point in a stream that other streams, or the host, wait for. It can be recorded again."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self.event = torch.Event(device)
 
     def record(self) -> StreamEvent:
-        """Behind all that this thread has queued so far on its current stream: the compute stream, or a side stream."""
+        """Mark the end of what this thread has queued so far on its current stream (compute or side stream)."""
         self.event.record(self._stream())
         return self
 
     def wait(self) -> None:
-        """What this thread queues from now on comes after it; the host goes on."""
+        """Let the current stream of this thread wait for the event. The host does not wait."""
         self.event.wait(self._stream())
 
     def _stream(self) -> torch.Stream | None:
-        """Where this thread queues on the device; None, which events take for the same, costs less."""
+        """This thread's stream on the device. None means the current stream, and costs less than looking it up."""
         if current_device_index() == self._device.index:
             return None
         return torch.accelerator.current_stream(self._device)
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Let the host wait for the event."""
         self.event.synchronize()
 
 
 class SideStream:
-    """A stream of the device. What is queued runs in order; the host does not wait."""
+    """A stream of the device. Work runs in the order in which it is queued; the host does not wait."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -52,16 +72,16 @@ class SideStream:
         self._contexts = threading.local()
 
     def after(self, event: StreamEvent) -> torch.Stream:
-        """A block whose work is queued here, after `event`.
+        """Return a context whose work is queued on this stream, after `event`.
 
-        Memory that is allocated in it belongs to this stream: it can be freed as soon as its last use is queued, and
-        whatever has it next on this stream comes after that.
+        Memory that is allocated inside belongs to this stream. It can be freed as soon as its last use is queued: the
+        next owner of the memory is queued on the same stream, so after that use.
         """
         self._stream.wait_event(event.event)
         return self._context()
 
     def _context(self) -> torch.Stream:
-        """To be entered: a stream object remembers where it was entered from, so each thread has one."""
+        """The stream as a context manager, one for each thread: a stream object remembers the stream it came from."""
         try:
             return self._contexts.mine
         except AttributeError:
@@ -72,9 +92,10 @@ class SideStream:
             return self._contexts.mine
 
     def queue(self, do: Callable[[], object], first: Callable[[], object] | None = None) -> StreamEvent:
-        """Run `do` after all that the compute stream has queued so far, and before that, at any time, `first`.
+        """Queue `do` here, after everything on the compute stream so far; return the event of its end.
 
-        Memory that they allocate and free belongs to this stream.
+        `first` is queued before `do` and does not wait for the compute stream. Memory that both allocate and free
+        belongs to this stream.
         """
         computed = StreamEvent(self._device).record()
         with self._context():
@@ -85,17 +106,17 @@ class SideStream:
             return StreamEvent(self._device).record()
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> StreamEvent:
-        """Copy what the compute stream has made so far."""
+        """Copy `sources`, which the compute stream has written, on this stream."""
         return self.queue(lambda: foreach_copy(targets, sources, True))
 
     def synchronize(self) -> None:
-        """The host waits for everything on this stream."""
+        """Let the host wait for everything on this stream."""
         self._stream.synchronize()
 
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """One each way: a device copies in both directions at once."""
+    """One for each direction, because a device copies in both at once."""
 
     up: SideStream
     """From the host."""
@@ -107,21 +128,9 @@ class CopyStreams:
         self.down.synchronize()
 
 
-@cache
-def copy_streams_of(device: torch.device) -> CopyStreams | None:
-    """The same for all units: their copies share one bus. None where the host computes."""
-    return None if device.type == "cpu" else CopyStreams(SideStream(device), SideStream(device))
-
-
-@cache
-def reduce_stream(device: torch.device) -> SideStream | None:
-    """Where gradients are packed and reduced, the same for all units. None where the host computes."""
-    return None if device.type == "cpu" else SideStream(device)
-
-
 @dataclass(frozen=True)
 class GatherStreams:
-    """Of recorded steps, the same for all units. Two: the next unit is gathered while this one is copied out."""
+    """For all-gathers of recorded steps. Two, so that the next unit is gathered while this one is copied out."""
 
     gather: SideStream
     """Casts, and issues all-gathers."""
@@ -129,7 +138,20 @@ class GatherStreams:
     """Copies packed parameters to their places."""
 
 
+# All units of a process share these streams. The functions return None for the CPU.
+
+
+@cache
+def copy_streams_of(device: torch.device) -> CopyStreams | None:
+    return None if device.type == "cpu" else CopyStreams(SideStream(device), SideStream(device))
+
+
+@cache
+def reduce_stream(device: torch.device) -> SideStream | None:
+    """The stream on which gradients are packed and reduced."""
+    return None if device.type == "cpu" else SideStream(device)
+
+
 @cache
 def gather_streams(device: torch.device) -> GatherStreams | None:
-    """None where the host computes."""
     return None if device.type == "cpu" else GatherStreams(SideStream(device), SideStream(device))

@@ -1,4 +1,4 @@
-"""How a unit's shards are sent: a user's collectives, a group of its own for reductions, memory from a pool."""
+"""How a unit sends: through a user's collectives, in another process group for reductions, from a memory pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MakePool = Callable[[Any, torch.device], Pool | None]
 
 
 class TransportSettings:
-    """What users have set; each change gives every part of the unit another transport."""
+    """The user's settings. Each change gives every param group of the unit another transport."""
 
     def __init__(self, unit: Unit):
         self._unit = unit
@@ -27,18 +27,19 @@ class TransportSettings:
         self._make_pool: MakePool | None = None
 
     def like(self, other: TransportSettings) -> None:
-        """Take over the settings of the unit that this one is a copy of; it has its transports already."""
+        """Take over the settings of the unit that this one is a copy of. The copy already has its transports."""
         self.plugins, self._separate, self._make_pool = other.plugins, other._separate, other._make_pool
 
     def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Send through a user's collectives; `None` keeps what is installed."""
+        """Send through a user's collectives. `None` keeps what is installed."""
         if self._make_pool is not None:
             raise ConflictError(
-                f"{self._unit} takes the memory of its collectives from a pool; a user's collectives bring their own."
+                f"{self._unit} takes the memory of its collectives from a pool, but custom collectives allocate their "
+                "own. Turn one of them off."
             )
         if reduce_scatter is not None and any(param.policy.wire_dtype for param in self._unit.params):
             raise ConflictError(
-                f"{self._unit} has a policy with wire_dtype, which only the library's own reduce-scatter knows. Cast "
+                f"{self._unit} has a policy with wire_dtype, which only the built-in reduce-scatter supports. Cast "
                 "inside your collective instead, or leave wire_dtype None."
             )
         self._unit.refuse_another_transport()
@@ -46,7 +47,7 @@ class TransportSettings:
         self._unit.change_transport(self._transport)
 
     def separate(self, separate: bool) -> None:
-        """Give reduce-scatters a process group of their own, or let them share that of the all-gathers."""
+        """Give reduce-scatters their own process group, or let them share that of the all-gathers."""
         changes = separate != self._separates()
         if changes:
             self._unit.refuse_another_transport()
@@ -55,17 +56,17 @@ class TransportSettings:
             self._unit.change_transport(self._transport)
 
     def allocate_from(self, make_pool: MakePool | None) -> None:
-        """Take the memory of collectives from a pool made for the unit's group, or from the usual allocator."""
+        """Take the memory of collectives from a pool made for the unit's process group, or from torch's allocator."""
         if make_pool is not None and self.plugins != (None, None):
-            raise ConflictError(f"{self._unit} has a user's collectives installed, which allocate their own memory.")
+            raise ConflictError(f"{self._unit} has custom collectives, which allocate their own memory.")
         self._unit.refuse_another_transport()
         self._make_pool = make_pool
         self._unit.change_transport(self._transport)
 
     def _separates(self) -> bool:
-        """Whether reduce-scatters have a process group of their own: as the user set it, else where it is faster."""
+        """True if reduce-scatters have their own process group: the user's choice, by default if that is faster."""
         if self._separate is not None or self._make_pool is not None:
-            # The backend knows the memory of a pool in the collectives of one group only.
+            # The backend registers the memory of a pool for one process group only.
             return bool(self._separate)
         meshes = [group.mesh for group in self._unit.param_groups if group.mesh is not None]
         return any(separate_is_faster(mesh.get_group(), self._unit.device) for mesh in meshes)

@@ -13,28 +13,28 @@ from ..comm.interface import Transport
 from ..errors import ParameterError, StateError, listed
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import version_of
-from .checks.lost_writes import refuse_lost_writes, warn_of_lost_writes
+from . import sharing
+from .checks.values import refuse_lost_writes, warn_of_lost_writes
 from .dtype_rules import Precision
-from .group_use import GroupUse
-from .options import Options
 from .param_group import ParamGroup
 from .params.param import ManagedParam, ParamLocation
 from .params.unsharded import ShownParams
-from .states import GradState, ParamState, Phase, checked_move
+from .states import GradState, Options, ParamState, Phase, checked_move
 
 if TYPE_CHECKING:
     from .root import Root
 
 ROOT = "(root)"
-STATE_KEY = "_unshard_state"  # of a module's `__dict__`: the hooks of its unit
-"""Shown as the name of the root's unit, whose path is empty."""
+"""The name of the root's unit, whose path is empty."""
+STATE_KEY = "_unshard_state"
+"""The key of a unit's hooks (`FSDPState`) in the `__dict__` of its modules."""
 
 
 class Unit:
-    """Parameters, their buffers and their state. Never calls its root, nor other units than those that it shares with.
+    """Parameters, their buffers and their state. The root decides when the methods are called.
 
-    It has a param group for every set of ranks that its parameters are sharded over: one, unless a user chooses other
-    meshes for some of them.
+    A unit has one param group for each set of ranks that its parameters are sharded over: one, unless a user chooses
+    other meshes for some of them. It asks its root only for the other units, for errors that concern all of them.
     """
 
     built = 0
@@ -46,22 +46,24 @@ class Unit:
         Unit.built += 1
         self.name = ""
         self.param_groups = param_groups
-        self.gathers: list[ParamGroup | GroupUse] = list(param_groups)
-        """What is all-gathered with the unit: its param groups, and those of units that it shares parameters with."""
+        self.gathers = list(param_groups)
+        """All-gathered with the unit: its param groups, and those of other units whose parameters it uses."""
+        self.borrowed: list[tuple[ManagedParam, ParamLocation]] = []
+        """Params of other units that its modules hold, and where."""
         self.lends = False
-        """Whether other units use its parameters. They are then reduced at the end of backward."""
+        """Other units use its parameters, so these are reduced at the end of backward."""
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.param_state = ParamState.SHARDED
         self.precision = Precision.POLICY
         self.root: weakref.ref[Root] | None = None
-        """Known from the first forward on."""
+        """Set by the first forward."""
         self._writes_before: list[tuple[int, int]] | None = None
         self.kept_for_forward = False
-        """Whether it is kept for the next forward, if it is kept: not for a backward."""
+        """If the unit stays unsharded, it does so for the next forward, not for a backward."""
         self._shows_sharded = False
         self.shown: list[ShownParams] | None = None
-        """What the program can touch while the unit is kept unsharded or sliced, for each group; None if nothing."""
+        """What the program can change while the unit stays unsharded or sliced, for each param group, if anything."""
         for group in param_groups:
             group.unit = weakref.ref(self)
 
@@ -80,96 +82,91 @@ class Unit:
 
     @property
     def used_params(self) -> list[ManagedParam]:
-        """The same with the parameters of other units that are all-gathered with it."""
+        """Its params, and those of other units that are all-gathered with it."""
         return [param for each in self.gathers for param in each.params]
 
     @property
     def sharers(self) -> list[Unit]:
         """The other units that use one of its param groups, or whose param groups it uses."""
-        uses = [other for each in self.gathers if isinstance(each, GroupUse) for other in each.others()]
-        return list(dict.fromkeys(unit for use in uses if (unit := use.unit) is not None))
+        users = [unit for group in self.gathers for unit in sharing.users_of(group)]
+        return [unit for unit in dict.fromkeys(users) if unit is not self]
 
     @property
     def borrows_from(self) -> list[Unit]:
         """The units whose parameters it uses."""
-        groups = [each.group for each in self.gathers if isinstance(each, GroupUse)]
-        owners = [unit for group in groups if group.unit is not None and (unit := group.unit()) is not None]
+        owners = [owner for group in self.gathers if (owner := group.unit()) is not None]
         return [unit for unit in dict.fromkeys(owners) if unit is not self]
-
-    @property
-    def borrowed(self) -> list[tuple[ManagedParam, ParamLocation]]:
-        """Where its modules hold params of other units."""
-        return [place for each in self.gathers if isinstance(each, GroupUse) for place in each.places]
-
-    def use(self, group: ParamGroup) -> GroupUse:
-        """All-gather `group` with this unit from now on, together with the other units that do."""
-        for each in self.gathers:
-            if isinstance(each, GroupUse) and each.group is group:
-                return each
-        if group not in self.gathers:
-            use = GroupUse(self, group, holds=False, shows=False)
-            self.gathers.append(use)
-            return use
-        held = self.param_state is ParamState.UNSHARDED
-        use = GroupUse(self, group, held or self.param_state is ParamState.GATHERING, held and not self._shows_sharded)
-        self.gathers[self.gathers.index(group)] = use
-        self.lends = True
-        return use
 
     # -- parameters -----------------------------------------------------------------------------------------
 
     def all_gather(self) -> None:
-        """Issue the all-gather if the unit is sharded or sliced; its buffers are in flight until `unshard`."""
-        state = self.param_state
+        """Issue the all-gather if the unit is sharded or sliced. It owns the buffers until `unshard` has waited."""
+        state, sliced = self.param_state, False
         if state is ParamState.SHARDED:
             self._writes_before = None
         elif state is not ParamState.SLICED:
             return
-        elif lost := self._follow_changes():
-            self._refuse_lost_writes(lost)
-        started = 0
+        else:
+            sliced = True
+            if lost := self._follow_changes():
+                self._refuse_lost_writes(lost)
         try:
             for group in self.gathers:
-                group.all_gather(state is ParamState.SLICED)
-                started += 1
+                if group.users:
+                    sharing.all_gather(group, self)
+                else:
+                    group.all_gather(sliced)
         except BaseException:
-            for group in self.gathers[:started]:
-                group.cancel_all_gather()
-                group.reshard()
+            for group in self.gathers:
+                if group.users:
+                    if self in group.holders:
+                        sharing.reshard(group, self)
+                elif group.in_flight:
+                    group.cancel_all_gather()
+                    group.reshard()
             raise
         self.param_state = ParamState.GATHERING
 
     def refresh(self) -> None:
-        """All-gather before a forward; if the unit was kept, only if the program has changed parameters since."""
+        """All-gather before a forward. A unit that is not sharded gathers again if the program changed parameters."""
         if self.param_state is not ParamState.SHARDED:
             self._refuse_replaced()
             if self.stale:
                 self.reshard()
-            self.shown = None  # what forward itself writes is not the program's
+            self.shown = None  # from now on forward writes, not the program
         self.all_gather()
 
     def upload_early(self) -> None:
-        """Copy offloaded shards to the device, because an all-gather follows soon."""
+        """Copy offloaded shards to the device ahead of the next all-gather."""
         if self.param_state is ParamState.SHARDED:
             for group in self.gathers:
-                group.upload_early()
+                if group.users:
+                    sharing.upload_early(group, self)
+                else:
+                    group.upload_early()
 
     def unshard(self) -> None:
-        """Let the modules hold the unsharded parameters; waits for the all-gather."""
+        """Wait for the all-gather and put the unsharded parameters on the modules."""
         if self.param_state is ParamState.UNSHARDED:
             if self._shows_sharded:
                 self._shows_sharded = False
                 for group in self.gathers:
-                    group.show_unsharded()
+                    if group.users:
+                        sharing.show_unsharded(group, self)
+                    else:
+                        group.show_unsharded()
             return
         if self.param_state is not ParamState.GATHERING:
             self.all_gather()
         for group in self.gathers:
-            group.wait_for_all_gather()
+            if group.users:
+                sharing.wait_for_all_gather(group, self)
+            else:
+                group.wait_for_all_gather()
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
-        """Keep the unsharded parameters, while the modules hold the sharded ones until the next `unshard`.
+        """Put the sharded parameters on the modules, and keep the unsharded ones for the next `unshard`.
 
         Slices are dropped.
         """
@@ -179,17 +176,20 @@ class Unit:
             lost = self._follow_changes()
             self._shows_sharded = True
             for group in self.gathers:
-                group.show_sharded()
+                if group.users:
+                    sharing.show_sharded(group, self)
+                else:
+                    group.show_sharded()
             if lost:
                 self._refuse_lost_writes(lost)
 
     @property
     def shows_unsharded(self) -> bool:
-        """Whether the modules hold the unsharded parameters."""
+        """True if the modules hold the unsharded parameters."""
         return self.param_state is ParamState.UNSHARDED and not self._shows_sharded
 
     def reshard(self) -> None:
-        """Empty the unsharded buffer; the modules hold the sharded parameters."""
+        """Put the sharded parameters on the modules and free the unsharded ones."""
         state = self.param_state
         if state is ParamState.SHARDED:
             return
@@ -200,6 +200,9 @@ class Unit:
                 self._refuse_lost_writes(lost)
             return
         for group in self.gathers:
+            if group.users:
+                sharing.reshard(group, self)
+                continue
             if state is ParamState.GATHERING:
                 group.cancel_all_gather()
             group.reshard()
@@ -213,42 +216,48 @@ class Unit:
             return
         lost = self._follow_changes()
         for group in self.gathers:
-            group.keep_slice()
+            if group.users:
+                sharing.reshard(group, self)
+            else:
+                group.keep_slice()
         self._move(ParamState.SLICED)
         if lost:
             self._refuse_lost_writes(lost)
 
     def precision_in(self, training: bool) -> Precision:
-        """What a forward in training or evaluation mode computes in."""
+        """The precision of a forward in training or evaluation mode."""
         full = self.policy.full_precision_in_eval and not training
         return Precision.STORED if full else Precision.POLICY
 
     def compute_dtype_in(self, precision: Precision) -> torch.dtype | None:
-        """The dtype that forward inputs are cast to; None: they are not (no param_dtype, or several stored dtypes)."""
+        """The dtype that forward inputs are cast to; None without param_dtype, or with several stored dtypes."""
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
         stored = {param.local.dtype for param in self.used_params if param.local.is_floating_point()}
         return stored.pop() if len(stored) == 1 else None
 
     def select(self, precision: Precision) -> None:
-        """Compute in `precision` from now on, which takes another all-gather."""
+        """Compute in `precision` from the next all-gather on."""
         if precision is self.precision:
             return
         if self.phase is Phase.BACKWARD and self.param_state is not ParamState.SHARDED:
-            # Marked SHARDED and not freed: a graph of the other precision may still read that buffer in this backward.
+            # Marked SHARDED but not freed: a graph of the other precision may still read that buffer in this backward.
             # The next `reshard` frees it.
             self.unshard()
             self._move(ParamState.SHARDED)
         else:
             self.reshard()
         for group in self.gathers:
-            group.select(precision)
+            if group.users:
+                sharing.select(group, self, precision)
+            else:
+                group.select(precision)
         self.precision = precision
 
     def watch_writes(self) -> None:
-        """Notice from now on that the program writes parameters, sharded ones or those that it can see instead.
+        """Detect writes of the program, to sharded parameters or to what its modules hold instead, from now on.
 
-        Only while the unit is kept: counting the writes costs as much as the rest of an all-gather.
+        Only for a unit that is not resharded: counting writes costs as much as the rest of an all-gather.
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
@@ -258,22 +267,22 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """Whether the program wrote, froze or unfroze a parameter while the unit was kept."""
+        """True if the program wrote, froze or unfroze a parameter since `watch_writes`."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         if not held or self._writes_before is None:
             return False
         return self._writes_before != self._writes() or any(each.touched for each in self.shown or ())
 
     def _follow_changes(self) -> list[str]:
-        """Take over what the program did to unsharded parameters or slices; returns the writes that cannot be kept.
+        """Apply the program's changes of unsharded parameters or slices; returns writes that cannot be applied.
 
-        Callers raise the error last: before that it would leave the unit half resharded.
+        Callers raise the error last, so that it does not leave the unit half resharded.
         """
         shown, self.shown = self.shown, None
         return [name for each in shown or () for name in each.follow()]
 
     def _refuse_replaced(self) -> None:
-        """Raise if modules hold other parameters than those of a unit that is kept: a reshard would drop them."""
+        """Raise if the program replaced parameters of a unit that is not resharded: a reshard would drop them."""
         groups = [group for group in self.param_groups if group.sharded.one_parameter_each]
         names = [repr(param.name) for group in groups for param in group.params if param.is_replaced]
         if names:
@@ -286,17 +295,16 @@ class Unit:
 
     def _refuse_lost_writes(self, lost: list[str]) -> None:
         """Raise for all units at once: most programs write all parameters."""
-        root = None if self.root is None else self.root()
-        for unit in () if root is None else root.units:
+        for unit in self._units_of_model():
             if unit.shown is not None and unit.phase is Phase.IDLE:
                 lost += unit._follow_changes()
                 unit.reshard()
-        refuse_lost_writes(self, lost)
+        refuse_lost_writes(str(self), lost)
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
-        """How often unsharded parameters have been written, if those writes are lost, and whether they lie elsewhere.
+        """The version counters of unsharded parameters whose writes are lost, and whether their memory was replaced.
 
-        On a GPU, recurrent layers move theirs in forward.
+        Without recurrent layers: on a GPU, these replace the memory of their parameters in forward.
         """
         kept = self.unsharded_is_shard
         return {
@@ -317,13 +325,18 @@ class Unit:
             group.rebind_params()
 
     def adopt_tied(self) -> None:
-        """Use the parameters of other units that a program has registered in the place of this unit's."""
+        """Use the parameters of other units that a program has registered instead of this unit's."""
         if self.param_state is ParamState.SHARDED:
             for group in self.param_groups:
-                group.adopt_tied()
+                if self.give_up_tied(group) and group.params:
+                    group.rebind(fewer=True)
+
+    def give_up_tied(self, group: ParamGroup) -> bool:
+        """Drop params of its `group` that were tied to those of other units; returns False if there was none."""
+        return sharing.give_up_tied(group, self)
 
     def drop_empty(self) -> None:
-        """Forget param groups all of whose parameters were tied to those of other units."""
+        """Drop param groups without parameters, because all were tied to those of other units."""
         if self.param_state is ParamState.SHARDED:
             empty = [group for group in self.param_groups if not group.params]
             for group in empty:
@@ -331,29 +344,32 @@ class Unit:
                 self.gathers.remove(group)
 
     def refuse_assigned_data(self) -> None:
-        """Raise if a program assigned to `.data` of a parameter, which has no effect, and undo that."""
+        """Undo assignments to `.data` of parameters, which have no effect, and raise if there were any."""
         for group in self.param_groups:
             group.sharded.warn_of_hooks(self.name)
         names = [name for group in self.param_groups for name in group.sharded.undo_assigned_data()]
         if not names:
             return
-        root = None if self.root is None else self.root()
-        for unit in () if root is None else root.units:  # most programs do it to all parameters
+        for unit in self._units_of_model():  # most programs assign to all parameters
             names += [name for group in unit.param_groups for name in group.sharded.undo_assigned_data()]
         raise ParameterError(
             f"`parameter.data = tensor` was used for {listed(map(repr, names))} ({self}). A sharded parameter, which "
-            "is a DTensor, ignores it, so the values are as they were before. The assignment has been undone and the "
-            "model can be used. To write values, use parameter.copy_(tensor) with a DTensor, or "
+            "is a DTensor, ignores it, so the values have not changed. The assignment has been undone and the model "
+            "stays usable. To write values, use parameter.copy_(tensor) with a DTensor, or "
             "parameter.to_local().copy_(tensor) with this rank's rows, under torch.no_grad()."
         )
 
+    def _units_of_model(self) -> list[Unit]:
+        root = None if self.root is None else self.root()
+        return [] if root is None else root.units
+
     def refuse_another_transport(self) -> None:
-        """Gradients that wait for their reduction lie in buffers of the transport there is."""
+        """Raise if gradients that wait for their reduction are in buffers of the current transport."""
         if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self.param_groups):
             raise StateError(
-                f"{self} has gradients of backwards that did not synchronise them "
-                "(set_requires_gradient_sync(False), set_requires_all_reduce(False)), and how it sends is changed. "
-                "Change that after a backward that synchronises them, or after zero_grad()."
+                f"The collectives of {self} cannot be changed now: it has gradients of backwards that did not reduce "
+                "them (set_requires_gradient_sync(False), set_requires_all_reduce(False)). Change them after a "
+                "backward that reduces, or after zero_grad()."
             )
 
     def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
@@ -363,26 +379,26 @@ class Unit:
             group.change_transport(change(group))
 
     def rest(self) -> None:
-        """Reshard it and the units that it shares parameters with: modules then hold the sharded parameters."""
+        """Reshard it and the units that it shares parameters with, so that modules hold the sharded parameters."""
         self.reshard()
         for unit in self.sharers:
             unit.reshard()
 
     @property
     def tensors_of_memory(self) -> int:
-        """How many tensors and other objects share memory with the unsharded parameters, as far as is known."""
+        """The number of tensors and other objects that share memory with the unsharded parameters."""
         return sum([each.tensors_of_memory for each in self.gathers])
 
     @property
     def unsharded_is_shard(self) -> bool:
-        """Whether the shards are the unsharded parameters themselves."""
+        """True if the shards are the unsharded buffers themselves."""
         return all(group.unsharded_is_shard for group in self.param_groups)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
     @property
     def has_gradients_to_reduce(self) -> bool:
-        """Whether autograd, or backwards without synchronisation, left gradients that can be reduced now."""
+        """True if autograd, or backwards without synchronisation, left gradients that can be reduced now."""
         for group in self.param_groups:
             if group.gradients.any_new or group.gradients.has_sums_to_reduce(self.options):
                 return True
@@ -390,47 +406,35 @@ class Unit:
 
     @property
     def has_untaken_gradients(self) -> bool:
-        """Whether autograd left gradients that no reduction has taken."""
+        """True if autograd left gradients that no reduction has taken."""
         return any(group.gradients.any_new for group in self.param_groups)
-
-    def advance_reduction(self) -> bool:
-        """Take the next step of the reduction in flight, waiting for it; true when no step is left."""
-        done = True
-        for group in self.param_groups:
-            done = group.gradients.advance() and done
-        return done
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` for the sharded parameters."""
-        for parameter in (param.sharded for param in self.params):
+        for param in self.params:
             if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
 
     def drop_unreduced(self) -> None:
-        """Drop what backwards without synchronisation have summed up."""
+        """Drop the sums of backwards without synchronisation."""
         for group in self.param_groups:
             group.gradients.drop_unreduced()
 
     def reset(self) -> None:
-        """Return to rest after a forward or backward that did not end; drops gradients that no parameter has yet."""
+        """Reshard after a forward or backward that did not end, and drop gradients that are not reduced."""
         for group in self.param_groups:
             group.gradients.drop()
         lost = self._follow_changes()
         self.reshard()
         self.phase = Phase.IDLE
         if lost:
-            warn_of_lost_writes(self.name, lost)  # an error would keep the other units from being reset
-
-    def forget_in_flight(self) -> None:
-        """Of collectives that were recorded and never ran; `reset` follows."""
-        for group in self.param_groups:
-            group.forget_in_flight()
+            warn_of_lost_writes(self.name, lost)  # not an error, which would prevent the reset of other units
 
     @property
     def at_rest(self) -> bool:
-        """Whether it is sharded, and nothing is in flight."""
+        """True if it is sharded and nothing is in flight."""
         return self.phase is Phase.IDLE and self.param_state is ParamState.SHARDED
 
     def _move(self, to: ParamState) -> None:

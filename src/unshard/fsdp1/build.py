@@ -26,6 +26,7 @@ from ..engine.api import (
     Unit,
     attributes_of,
     is_packed,
+    lend,
     location_of,
     offload_plan_for,
     param_group_of,
@@ -304,7 +305,7 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
     if not use_orig_params:
         for _, owner, name in places:
             del own_parameters(owner)[name]
-    group.lend(theirs, [make_location(owner, name) for _, owner, name in places], unit)
+    lend(group, theirs, [make_location(owner, name) for _, owner, name in places], unit)
 
 
 # -- before sharding: the compute device, and values for meta tensors -------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.api import FSDPState, ManagedParam, ParamGroup, Unit, location_of, state_of
+from ..engine.api import FSDPState, ManagedParam, ParamGroup, Unit, location_of, share, state_of, users_of
 from ..errors import UnsupportedError
 from ..torch_private import local_of, make_dtensor, spec_of
 
@@ -73,7 +73,7 @@ def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
     new.ignored = [location_of(memo[id(location.module())], location.name) for location in state.ignored]
     new.adopt([memo[id(module)] for module in state.modules()])
     if state.buffers is not None:
-        new.cast_buffers(state.buffers.of_copies(lambda module: memo[id(module)]))
+        new.buffers = state.buffers.of_copies(lambda module: memo[id(module)])
 
 
 def _refuse_without_owner(state: FSDPState, states: list[FSDPState]) -> None:
@@ -89,9 +89,9 @@ def _copy_uses(state: FSDPState, states: list[FSDPState], memo: dict[Any, Any]) 
     """Let the copied unit use the copies of the other units' param groups that the unit uses."""
     for other in states:
         for number, group in enumerate(other.unit.param_groups):
-            if any(use.unit is state.unit for use in group.users()):
+            if state.unit in users_of(group):
                 copied: FSDPState = memo[id(state)]
-                copied.unit.use(memo[id(other)].unit.param_groups[number])
+                share(memo[id(other)].unit.param_groups[number], copied.unit)
 
 
 def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:

@@ -30,6 +30,7 @@ from ..engine.api import (
     cast_boundaries,
     is_extended,
     is_packed,
+    lend,
     location_of,
     offload_plan_for,
     refuse_different_units,
@@ -346,7 +347,7 @@ def _borrow(param: ParamToShard, unit: Unit, policy: MixedPrecisionPolicy, dims:
         mesh, _ = mesh_and_placements(param, dims)
     own_policy = policy.for_parameter(param.names)
     refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, mesh)
-    group.lend(theirs, param.locations, unit)
+    lend(group, theirs, param.locations, unit)
 
 
 def _check_sliceable(params: list[ManagedParam]) -> None:
@@ -388,7 +389,7 @@ def _attach(
         overridden = {child for inner, _ in boundaries for child in inner.modules()}
         named = [(prefix, each) for each, prefix in prefixes.items() if each not in overridden]
         warn_of_rounding(named, policy, unit.name)
-        state.cast_buffers(ModuleBuffers(named, policy, unit.name))
+        state.buffers = ModuleBuffers(named, policy, unit.name)
     for each in outermost:
         swap_class(each)
         state.attach(each)

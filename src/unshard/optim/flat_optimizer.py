@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..engine.api import (
+    built_too_early,
     finish_steps,
     lies_flat,
     note_optimizer_step,
@@ -21,7 +22,7 @@ from ..engine.api import (
     shard_ranges_of,
     unlisten,
 )
-from ..errors import ArgumentError, listed
+from ..errors import ArgumentError
 from ..names import optimizer_parameters
 from ..torch_private import foreach_zero, is_scheduled, local_of, make_dtensor, rewrap_scheduled_step, spec_of
 from .flat_groups import FlatGroups
@@ -141,10 +142,10 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
             "use_orig_params=False it already has one parameter per unit."
         )
     replaced = replaced_by_shards(parameters)
-    names = listed(replaced.values(), most=8)
+    why = f"This {name} {built_too_early(replaced.values())}."
     if not any(isinstance(each, DTensor) and id(each) not in replaced for each in parameters):
         found = (
-            f"This {name} was built before fully_shard, which has replaced its parameters ({names}) by sharded ones."
+            why
             if replaced
             else f"No parameter of this {name} is sharded: either fully_shard was not called yet, or the optimizer was "
             "built before it, from parameters that fully_shard has replaced."
@@ -154,8 +155,7 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
         )
     if replaced:
         warnings.warn(
-            f"This {name} was built before the last call of fully_shard, which has replaced {names} by sharded "
-            "parameters. It will never update these. Build it after all calls to fully_shard.",
+            f"{why} It will never update these. Build it after all calls to fully_shard.",
             stacklevel=4,
         )
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.api import replaced_by_shards, unsharded_name
-from ..errors import ArgumentError, CheckpointError, UnshardError, listed
+from ..engine.api import built_too_early, replaced_by_shards, unsharded_name
+from ..errors import ArgumentError, CheckpointError, UnshardError
 from ..names import optimizer_parameters
 from ..torch_private import local_part, spec_of
 from .boxes import Part, part_of_dtensor
@@ -29,7 +29,7 @@ def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type
         return
     why = ""
     if replaced := list(replaced_by_shards(unknown).values()):
-        why = f": it was built before the model was sharded, which has replaced {listed(replaced)}"
+        why = f": it {built_too_early(replaced)}"
     elif any(unsharded_name(each) for each in unknown):
         why = ": it was built while parameters were unsharded, in forward or summon_full_params"
     raise error(

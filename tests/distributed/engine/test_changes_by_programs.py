@@ -162,7 +162,7 @@ def test_an_optimizer_built_between_two_calls(kind: str) -> None:
     late = adam(nn.Sequential(model[0]))
     early = torch.optim.Adam([*late.param_groups[0]["params"], *(third := nn.Linear(3, 3)).parameters()])
     outer = sharded(third, kind)
-    with refused(RuntimeError, r"before the model was sharded, which has replaced 2 of its \d parameters \(weight"):
+    with refused(RuntimeError, r"before the model was sharded, which has replaced weight.*\(2 of its \d"):
         early.step()
     for parameter in outer.parameters():
         parameter.requires_grad_(False)
@@ -183,7 +183,7 @@ def test_a_conversion_between_forward_and_backward(kind: str) -> None:
         if kind != "plain":
             loss = loss_of(model, 5, kind)
             model.double()
-            with refused(RuntimeError, "changed between forward and backward, by .to.dtype.*run forward again"):
+            with refused(RuntimeError, "changed between forward and backward, .*by .to.dtype.*run forward again"):
                 loss.backward()
             model.float()
             model(torch.ones(1, 7))  # nothing comes back
@@ -345,7 +345,7 @@ def test_data_that_is_assigned_while_the_root_is_kept_unsharded(kind: str) -> No
         for parameter in model.parameters():
             parameter.data = parameter.data * 0.5
         if kind != "plain":
-            with refused(RuntimeError, r"\(root\).*kept unsharded.*`parameter.data = tensor`.*run forward again"):
+            with refused(RuntimeError, r"\(root\).*stayed unsharded.*`parameter.data = tensor`.*run forward again"):
                 model(torch.ones(1, 7))
         train(model, optimizer, range(2, 3), kind)
         return model

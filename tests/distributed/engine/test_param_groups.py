@@ -214,7 +214,7 @@ def test_what_is_set_already_changes_nothing() -> None:
         loss_of(top).backward()
         if top is model:
             model.set_separate_reduce_scatter_group(False)
-            with pytest.raises(StateError, match="did not synchronise"):
+            with pytest.raises(StateError, match="did not reduce"):
                 model.set_separate_reduce_scatter_group(True)
             model.set_separate_reduce_scatter_group(False)
             model.set_requires_gradient_sync(True)

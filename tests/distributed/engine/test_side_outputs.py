@@ -274,7 +274,7 @@ def test_gradients_of_a_unit_that_was_not_gathered_are_refused(how: str) -> None
         ELSEWHERE.clear()
         loss = model(batch(0, 0)).square().mean() + ELSEWHERE[1]
         with pytest.raises(
-            StateError, match=r"Unit 'experts\.1' on rank .* was not gathered.*attribute.*SHARD_GRAD_OP"
+            StateError, match=r"Unit 'experts\.1' on rank .* was not unsharded.*attribute.*SHARD_GRAD_OP"
         ):
             loss.backward()
     ELSEWHERE.clear()

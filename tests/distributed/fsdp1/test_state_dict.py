@@ -300,7 +300,7 @@ def test_pickling_shards_names_the_call_for_full_ones(kind: StateDictType) -> No
     FSDP.set_state_dict_type(model, kind)
     state = model.state_dict()
     with pytest.warns(
-        UserWarning, match=r"own shards only.*state_dict_type\(model, StateDictType.FULL_STATE_DICT"
+        UserWarning, match=r"only its own shards.*state_dict_type\(model, StateDictType.FULL_STATE_DICT"
     ) as one:
         torch.save(state, io.BytesIO())
     assert [each.filename for each in one if each.category is UserWarning] == [__file__]
@@ -313,7 +313,7 @@ def test_shards_of_another_rank_are_refused() -> None:
     model = FSDP(nn.Linear(3, 4), device_mesh=mesh)
     FSDP.set_state_dict_type(model, SHARDED)
     file = io.BytesIO()
-    with pytest.warns(UserWarning, match="own shards only"):
+    with pytest.warns(UserWarning, match="only its own shards"):
         torch.save(model.state_dict(), file)
     saved = [file.getvalue()]
     dist.broadcast_object_list(saved)

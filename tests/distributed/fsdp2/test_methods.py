@@ -344,7 +344,7 @@ def test_memory_of_the_process_group() -> None:
         model.blocks[0].set_custom_all_gather(ToyGather())
     model.blocks[2].set_custom_all_gather(ToyGather())
     for refused in ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"):
-        with pytest.raises(AssertionError, match=r"'blocks.2' on rank \d has a user's collectives"):
+        with pytest.raises(AssertionError, match=r"'blocks.2' on rank \d has custom collectives"):
             getattr(model.blocks[2], refused)(True)
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
         model.blocks[1].set_symm_mem_for_comm()
@@ -452,5 +452,5 @@ def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach())
     model.blocks[0].unshard()
     right.add_param_group({"params": [model.blocks[0].first.weight]})
-    with pytest.raises(RuntimeError, match="gathered parameter"):
+    with pytest.raises(RuntimeError, match="unsharded parameter"):
         right.step()

@@ -63,7 +63,7 @@ def test_pickling_shards_says_what_the_file_holds() -> None:
     """Once for each save, at the line that saves; whoever has made the entries whole hears nothing."""
     model = sharded(Stack(2))
     for state in (model.state_dict(), {"model": model.state_dict()}, copy.deepcopy(model.state_dict())):
-        with pytest.warns(UserWarning, match=r"own shards only.*unshard\.checkpoint\.full_state_dict\(") as caught:
+        with pytest.warns(UserWarning, match=r"only its own shards.*unshard\.checkpoint\.full_state_dict\(") as caught:
             bytes_of_one = pickled(state)
         assert [each.filename for each in caught] == [__file__]
     loaded = torch.load(io.BytesIO(bytes_of_one))  # weights_only

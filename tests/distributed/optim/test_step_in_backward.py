@@ -346,9 +346,9 @@ def test_what_comes_too_late() -> None:
     with late_host():
         model, optimizer = stepped_once(each)
         loss_of(model, each, 1).backward()
-        with pytest.raises(StateError, match=r"neither clipped nor scaled any more.*step_in_backward=True"):
+        with pytest.raises(StateError, match=r"can no longer be clipped or scaled.*step_in_backward=True"):
             clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(StateError, match=r"neither clipped nor scaled"):
+        with pytest.raises(StateError, match=r"can no longer be clipped or scaled"):
             scaler = GradScaler("cpu")
             scaler.scale(torch.ones(()))
             scaler.unscale_(optimizer)

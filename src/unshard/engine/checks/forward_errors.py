@@ -1,7 +1,7 @@
-"""What is added to torch's errors in a user's forward: in which module, which tensors, and what helps.
+"""Adds to torch's errors in a user's forward: the module, the tensors, and a remedy.
 
-If dtypes are mixed, torch's own message names neither the module nor the reason, and the reason is nearly always one
-field of a policy. If sharded and plain tensors are mixed, a parameter of another unit was used.
+If dtypes are mixed, torch's message names neither the module nor the reason, which is nearly always one field of a
+policy. If sharded and plain tensors are mixed, the module used a parameter of another unit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..params.param import unsharded_name
 from ..unit import ROOT, STATE_KEY, Unit
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)|type promoting", re.IGNORECASE)
-# What torch itself says; then some value was of another dtype even where none is in sight.
+# Torch's own messages: these are about dtypes even if the frame shows only one.
 _CERTAINLY = re.compile(
     r"same dtype|expected scalar type|expect parameter to have scalar type|type promoting not supported|dtypes? match|"
     r"type \(.+\) and .+ type \(.+\) should be the same",
@@ -36,7 +36,7 @@ _CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compu
 
 @dataclass(frozen=True)
 class Place:
-    """The deepest piece of a module's own code that an error passed through, and the dtypes in sight there."""
+    """The innermost frame of a module's own code that an error left, and the dtypes in it."""
 
     module: nn.Module
     name: str
@@ -50,7 +50,7 @@ class Place:
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
-    """Append to an error of mixed tensors that left the forward of `top` where it happened and what to do."""
+    """Append the place and a remedy to an error about mixed tensors that left the forward of `top`."""
     if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
     text = str(error)
@@ -63,7 +63,7 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
         return
     place = _innermost(error.__traceback__, top)
     if place is None or (len(place.dtypes) < 2 and not _CERTAINLY.search(text)):
-        return  # whatever it is about, it is not this
+        return  # it is about something else
     where = _where(place, top, unit)
     facts = "; ".join(
         f"{what} {_listed(dtypes)}"
@@ -74,9 +74,9 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
 
 
 _SHARDED_WEIGHT = (
-    "It uses a parameter of another unit, which is sharded at this moment: only the forward of that unit gathers it. "
-    "Call that unit's module itself; or shard both modules as one unit, fully_shard([one, other]); or call "
-    "module.unshard() before and module.reshard() after."
+    "It uses a parameter of another unit, which is sharded now: only that unit's forward unshards it. Call that unit's "
+    "module itself; or shard both modules as one unit, fully_shard([one, other]); or call module.unshard() before and "
+    "module.reshard() after."
 )
 
 
@@ -89,9 +89,9 @@ def _where(place: Place, top: nn.Module, unit: Unit) -> str:
 
 
 def _left_a_unit(trace: TracebackType | None) -> bool:
-    """Whether the error has left the forward of another unit before: the innermost unit judges.
+    """Return True if the error has left the forward of another unit before, which has explained it.
 
-    By the time the error reaches those around it, its parameters are sharded again. The first frame is this unit's.
+    When the error reaches the outer units, the parameters of the inner one are sharded. The first frame is this unit's.
     """
     while trace is not None and (trace := trace.tb_next) is not None:
         if trace.tb_frame.f_code.co_filename == _CALLS:
@@ -102,7 +102,7 @@ def _left_a_unit(trace: TracebackType | None) -> bool:
 
 
 def _first_argument(frame: FrameType) -> Any:
-    """In a method of a module it is the module, whatever its author calls it."""
+    """In a method of a module this is the module, whatever its name."""
     arguments = frame.f_code.co_varnames
     return frame.f_locals.get(arguments[0]) if arguments else None
 
@@ -129,7 +129,7 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.dtype]:
-    """The module's own, and if they agree those of its children that are unsharded: it may use them directly."""
+    """The module's own; if these have one dtype, also unsharded ones of its children, which it may use directly."""
     own = _dtypes(own_parameters(module).items())
     if len(set(own.values())) > 1:
         return own
@@ -152,7 +152,7 @@ def _remedy(unit: Unit, place: Place) -> str:
     if unit.precision is Precision.STORED:
         return (
             "In eval() this unit computes in the dtypes its parameters are stored in (full_precision_in_eval): cast "
-            "what forward makes to the dtype of what it meets."
+            "tensors that forward creates to the dtype of the other operands."
         )
     if len(expected) > 1:
         return (

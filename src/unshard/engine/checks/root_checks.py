@@ -1,13 +1,16 @@
-"""What a root refuses: gradients that nobody expected, parameters of two units, a root above a root."""
+"""What a root refuses: unexpected gradients, a second root, a second thread."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from ...errors import StateError, UnsupportedError
-from ...torch_private import moves_to_shared_memory
+from torch import nn
+
+from ...errors import StateError, ThreadError, UnsupportedError
+from ...torch_private import RUN_BACKWARD, frames, moves_to_shared_memory
 from ..states import ParamState
-from ..unit import Unit
+from ..unit import STATE_KEY, Unit
 
 _REMEDY = (
     "Return the tensor that the loss is computed from, or assign it to an attribute of the module that computes it"
@@ -15,36 +18,37 @@ _REMEDY = (
 
 
 def refuse_shared_memory(unit: Unit, function: Any) -> None:
-    """`Module.share_memory` gives each parameter other memory, which then ends the process in the next step."""
+    """`Module.share_memory` would replace the memory of each parameter, and the next step would crash the process."""
     if moves_to_shared_memory(function):
         raise UnsupportedError(
-            f"share_memory() of {unit}: its parameters are parts of a shard, whose memory cannot be moved to shared "
+            f"share_memory() of {unit}: its parameters are views of a shard, whose memory cannot be moved to shared "
             "memory. Call share_memory() before the module is sharded, which has no effect on the shards, or share a "
             "full state dict with the other processes."
         )
 
 
 def refuse_gradients_of_resharded(unit: Unit) -> None:
-    """Gradients that were computed with whatever was in the memory of a unit that was not gathered."""
+    """Raise if a backward ran through a unit while it was sharded, with undefined values of its parameters."""
     if unit.has_untaken_gradients and unit.param_state is not ParamState.UNSHARDED and not unit.unsharded_is_shard:
         raise StateError(
-            f"Backward came into {unit} past everything its forward returned or left on its modules, so that it was "
-            f"not gathered, and its gradients cannot be trusted. {_REMEDY}; or keep the unit unsharded until backward "
-            "(reshard_after_forward=False, ShardingStrategy.SHARD_GRAD_OP)."
+            f"Backward reached {unit} through a tensor that its forward neither returned nor left on its modules, so "
+            f"the unit was not unsharded and its gradients are wrong. {_REMEDY}; or keep the unit unsharded until "
+            "backward (reshard_after_forward=False, ShardingStrategy.SHARD_GRAD_OP)."
         )
 
 
 def refuse_gradients_past_outputs(unit: Unit) -> None:
     raise StateError(
-        f"{unit} has gradients of a backward that came past everything its forward returned or left on its modules, so "
-        f"that they were not reduced over the ranks. {_REMEDY}. A loss of parameters alone is computed inside forward, "
-        "or before it, or with the sharded parameters after reshard()."
+        f"{unit} has gradients of a backward through a tensor that its forward neither returned nor left on its "
+        f"modules, so they were not reduced over the ranks. {_REMEDY}. Compute a loss of parameters alone inside "
+        "forward, or before it, or with the sharded parameters after reshard()."
     )
 
 
 def refuse_split_backward(units: list[Unit]) -> None:
-    """A pipeline schedule computes gradients of inputs and of parameters in two backwards, and takes the parameters
-    that the modules hold for those of the graph. If they hold sharded ones, it finds no parameters, and says nothing.
+    """Raise if a pipeline schedule computes gradients of inputs and of parameters in two backwards.
+
+    It searches the graph for the parameters that the modules hold. If these are sharded, it silently finds none.
     """
     for unit in units:
         kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronise
@@ -59,7 +63,7 @@ def refuse_split_backward(units: list[Unit]) -> None:
 
 
 def refuse_graph_of_emptied(units: list[Unit]) -> None:
-    """A graph that `make_fx` writes refers to unsharded parameters, and is run when their memory is empty."""
+    """Raise if `make_fx` traces units: its graph would run after the memory of unsharded parameters is freed."""
     for unit in units:
         if unit.options.reshard_after_forward is not False and not unit.unsharded_is_shard:
             raise UnsupportedError(
@@ -75,3 +79,31 @@ def refuse_second_root(name: str) -> None:
         f"Unit {name!r} ran its own forward before its parent's and became a root. Run the outermost module first, or "
         "do not apply fully_shard above it."
     )
+
+
+def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> None:
+    """Raise if `thread` is in the forward of `unit`, the root's, or in a backward.
+
+    Only the stack of the thread tells this from a forward that an interrupt left. `forward_only`: the caller is a
+    backward inside that forward.
+    """
+    for frame in frames(sys._current_frames().get(thread)):
+        if frame.f_code is RUN_BACKWARD:
+            if forward_only:
+                return
+            refuse_thread(unit)
+        if _is_call_of(frame.f_locals.get("self"), unit):
+            refuse_thread(unit)
+
+
+def refuse_thread(unit: Unit) -> None:
+    raise ThreadError(
+        f"Another thread is in a forward or backward of the model of {unit}. Its units are unsharded and resharded by "
+        "one thread at a time: let one thread run the model, or put a lock around forward, backward and the "
+        "optimizer's step. Copies of the model (copy.deepcopy) in several threads do not help: the order of their "
+        "collectives must be the same on all ranks."
+    )
+
+
+def _is_call_of(module: Any, unit: Unit) -> bool:
+    return isinstance(module, nn.Module) and getattr(module.__dict__.get(STATE_KEY), "unit", None) is unit

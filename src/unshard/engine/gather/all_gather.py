@@ -17,7 +17,7 @@ from ...layout.collective_tensors import Region, RegionRange, lay_out
 from ...layout.rows import RowSharding
 from ...policies import MixedPrecisionPolicy
 from ...torch_private import foreach_copy, local_of, make_dtensor, no_transforms
-from .. import step_recording
+from .. import side_stream
 from ..dtype_rules import Segments, sent_dtype
 from ..params.buffers import Buffer, ShardLayout, UnshardedBuffer
 from ..params.offload import IssuedOnSideStream, Upload
@@ -97,7 +97,7 @@ class AllGatherPlan:
             self.buffer.take()
         if self.copies:
             self.staging.take()
-        if self._special or step_recording.active:
+        if self._special or side_stream.recording:
             return self._start_special(label)
         if self.cast_to:
             foreach_copy(self.cast_to, self.cast_from)
@@ -111,7 +111,7 @@ class AllGatherPlan:
             if self._upload_issues:
                 return self._upload.start(self.cast_to, self._uploaded, issue)
             self._upload.start(self.cast_to, self._uploaded).wait()
-        elif step_recording.active and self._streams is not None:
+        elif side_stream.recording and self._streams is not None:
             return self._start_recorded(self._streams, issue)
         elif self.cast_to:
             foreach_copy(self.cast_to, self.cast_from)
@@ -150,7 +150,7 @@ class AllGatherPlan:
         """Copy packed parameters to their places, after the collective."""
         if not self._copied_out:
             self.buffer.take()
-            for copy in self._recorded_copies() if step_recording.active else self.copies:
+            for copy in self._recorded_copies() if side_stream.recording else self.copies:
                 copy()
         self.forget()
 

@@ -18,11 +18,10 @@ from ...comm.order.waiting import leak
 from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import DTensorSpec
 from .. import observer
-from ..options import Options
 from ..params.buffers import Shard
 from ..params.param import ManagedParam
 from ..params.sharded import ShardedParams
-from ..states import GradState, checked_move
+from ..states import GradState, Options, checked_move
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
 from .unreduced import Gradients, UnreducedGradients

@@ -13,13 +13,13 @@ import torch
 from ...comm.interface import Done, Label, Transport, Work
 from ...layout.collective_tensors import Grouping, lay_out
 from ...torch_private import foreach_add, foreach_copy, foreach_div
-from .. import observer, step_recording
+from .. import observer, side_stream
 from ..dtype_rules import sent_dtype
-from ..options import Options
 from ..params.buffers import Buffer, Shard, ShardBuffer, pieces
 from ..params.param import ManagedParam
 from ..params.sharded import ShardedParams
 from ..side_stream import SideStream, StreamEvent, reduce_stream
+from ..states import Options
 from .sharded_grad import ShardedGrad
 from .unreduced import Gradients, Packing
 
@@ -203,7 +203,7 @@ class Reduction:
         # 2. The compute stream owns the gradients. It waits until they are packed before they are freed: without the
         # wait, the next kernel could get their memory and overwrite them. A recorded step keeps them alive until
         # `advance` instead, so that the next unit's backward need not wait.
-        if step_recording.active:
+        if side_stream.recording:
             flight.packed_gradients = gradients.copy()
         else:
             self._packed.wait()

@@ -9,7 +9,7 @@ import torch
 
 from ...layout.collective_tensors import Region, lay_out
 from ...torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_zero, storage_use_count
-from .. import step_recording
+from .. import side_stream
 from ..dtype_rules import sent_dtype
 from ..params.buffers import Buffer, Shard
 
@@ -34,7 +34,7 @@ class Pack:
         self._fill(columns + self.filler[columns[0].dtype])
 
     def _fill(self, columns: list[torch.Tensor]) -> None:
-        if step_recording.active:
+        if side_stream.recording:
             self._fill_by_pieces(columns)
         else:
             chunk_cat_into(self.table, columns, self.table.shape[0])

@@ -1,7 +1,8 @@
-"""Parameters of a model that no unit manages: added after sharding, or shared with a module outside all units."""
+"""Parameters that no unit manages: added after sharding, or shared with a module outside all units."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,40 +15,41 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ...errors import listed
-from ...torch_private import is_replicated, own_modules, own_parameters, stack_level_of_program
-from ..params.param import ParamLocation
+from ..errors import listed
+from ..torch_private import is_replicated, own_modules, own_parameters, stack_level_of_program
+from .params.param import ParamLocation
+from .unit import Unit
 
 _SHOWN = 5
 
 
 class Unmanaged:
-    """Looks for them before the first forward, and before one that follows a change of the modules below the root.
+    """Searches for such parameters before the first forward, and after changes of the modules below the root.
 
-    Torch calls hooks when a module is given a parameter or a module, so forwards in between pay nothing. Some libraries
-    write to `module._modules` instead, for which there is no hook, so the 2nd, 4th, 8th ... forward looks as well.
+    Torch calls hooks when a parameter or a module is registered, so forwards in between cost nothing. Some libraries
+    write to `module._modules` instead, for which there is no hook, so the 2nd, 4th, 8th ... forward searches as well.
     """
 
     _watched: weakref.WeakKeyDictionary[nn.Module, Unmanaged] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.changed = True
-        """Whether the modules have changed since the last look."""
+        """The modules have changed since the last search."""
         self._asked = 0
         self._named: set[str] = set()
         self._frozen: list[tuple[dict[str, Any], str]] = []
-        """Parameters that no unit manages and that were not trained at the last look."""
+        """Parameters that no unit manages and that were frozen at the last search."""
         _register()
 
     def due(self) -> bool:
-        """Whether it is time to look. To be asked before every forward of the root that makes a graph."""
+        """Return True if it is time to search. To be called before every forward of the root that makes a graph."""
         self._asked += 1
         if self.changed or self._asked & (self._asked - 1) == 0:
             return True
         return any((parameter := held.get(name)) is not None and parameter.requires_grad for held, name in self._frozen)
 
     def check(self, top: nn.Module, managed: Iterable[ParamLocation], ranks: int) -> None:
-        """`top`: the root module. `managed`: where units, or their callers, know of a parameter."""
+        """Warn of new ones below `top`, the root module. `managed`: where units, or their callers, know a parameter."""
         self.changed = False
         known = {(id(location.parameters), location.name) for location in managed}
         names, self._frozen = [], []
@@ -64,23 +66,23 @@ class Unmanaged:
         self._named.update(news)
         if news and ranks > 1:
             warnings.warn(
-                f"No unit manages these parameters: {listed(news, _SHOWN)}. They came to the model after it was "
+                f"No unit manages these parameters: {listed(news, _SHOWN)}. They were added after the model was "
                 f"sharded, so their gradients are not reduced: each of the {ranks} ranks trains its own. Add modules "
-                "and parameters before sharding the root; freeze them (requires_grad_(False)) if they are not to be "
+                "and parameters before sharding the root; freeze them (requires_grad_(False)) if they should not be "
                 "trained; or name them as ignored when sharding, and reduce their gradients in your program.",
                 stacklevel=stack_level_of_program(),
             )
 
     @classmethod
     def notice(cls, module: nn.Module) -> None:
-        """The module is about to be given a parameter or a module."""
+        """To be called when a parameter or a module is about to be registered in `module`."""
         watched = cls._watched.get(module)
         if watched is not None:
             watched.changed = True
 
 
 def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """With what comes before the names of their parameters; what torch's `replicate` has, it reduces."""
+    """Yield modules with the prefixes of their parameters, without those of `replicate`, which reduces their own."""
     seen: set[nn.Module] = set()
     waiting = [("", top)]
     while waiting:
@@ -104,5 +106,39 @@ def _module_comes(module: nn.Module, name: str, child: Any) -> None:
 
 
 def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
-    if own_parameters(module).get(name) is None:  # else it is replaced, which its unit notices
+    if own_parameters(module).get(name) is None:  # otherwise it is replaced, which its unit detects
         Unmanaged.notice(module)
+
+
+def warn_of_untied(units: list[Unit]) -> None:
+    """Warn of modules outside all units that still hold an original parameter, which sharding replaced in a unit.
+
+    Nearly always no object holds an original parameter any more, and there is nothing to search for.
+    """
+    kept: dict[int, tuple[str, Unit]] = {}
+    for unit in units:
+        for param in unit.params:
+            origin = param.origin()
+            if origin is not None and origin is not param.sharded and param.sharded.requires_grad:
+                kept[id(origin)] = param.name, unit
+    if kept:
+        for module in all_modules():
+            for name, parameter in own_parameters(module).items():
+                if id(parameter) in kept:
+                    _warn_of_untied(*kept[id(parameter)], f"{name!r} of a {type(module).__name__}")
+
+
+def all_modules() -> Iterator[nn.Module]:
+    for each in gc.get_objects():
+        # Not `isinstance`, which reads `__class__`: some objects then import a module or warn.
+        if issubclass(type(each), nn.Module) and "_parameters" in each.__dict__:
+            yield each
+
+
+def _warn_of_untied(name: str, unit: Unit, other: str) -> None:
+    warnings.warn(
+        f"Parameter {name!r} of {unit} was shared with {other} that no unit contains. After sharding, they are two "
+        "separate parameters. Shard a module that contains both as one unit, or both with "
+        "fully_shard([first, second]).",
+        stacklevel=stack_level_of_program(),
+    )

@@ -1,0 +1,139 @@
+"""What a root keeps about its units: the order in which they run, and the reductions in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .reduce.sharded_grad import LISTENERS, listeners
+from .unit import Unit
+
+
+class ForwardOrder:
+    """Records the order of units, as numbers, in a forward and expects the same in the next one.
+
+    Once a forward deviates from the recorded order, nothing is expected until its end, and its own order is recorded.
+    """
+
+    def __init__(self) -> None:
+        self._learned: list[int] = []
+        self._seen: list[int] = []
+        self._on_track = False
+
+    def begin(self) -> None:
+        self._seen = []
+        self._on_track = True
+
+    def visit(self, unit: int) -> int | None:
+        """Record that `unit` runs now; returns the unit expected next."""
+        position = len(self._seen)
+        self._seen.append(unit)
+        self._on_track = self._on_track and position < len(self._learned) and self._learned[position] == unit
+        if self._on_track and position + 1 < len(self._learned):
+            return self._learned[position + 1]
+        return None
+
+    def first(self, count: int) -> list[int]:
+        """The units that the next forward begins with."""
+        return self._learned[:count]
+
+    def end(self) -> None:
+        self._learned, self._seen = self._seen, []
+
+
+class BackwardOrder:
+    """A stack of the units, as numbers, whose forwards still wait for their backward."""
+
+    def __init__(self, limit: int):
+        # Bounded, because a program may run forwards forever without a backward.
+        self._stack: deque[int] = deque(maxlen=limit)
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    def awaits(self, unit: int) -> bool:
+        """Return True if a backward of `unit` is expected."""
+        return unit in self._stack
+
+    def push(self, unit: int) -> None:
+        self._stack.append(unit)
+
+    def drop_to(self, length: int) -> None:
+        while len(self._stack) > length:
+            self._stack.pop()
+
+    def visit(self, unit: int) -> int | None:
+        """Record that the backward of `unit` begins; returns the unit expected next."""
+        if unit not in self._stack:
+            return None
+        while self._stack.pop() != unit:
+            pass
+        return self._stack[-1] if self._stack else None
+
+    def clear(self) -> None:
+        self._stack.clear()
+
+
+class Reductions:
+    """The units whose gradients are being reduced: over the ranks that shard, then over the replicas."""
+
+    def __init__(self, units: list[Unit]):
+        self._root_unit = units[0]
+        self._most = max(unit.options.reduce_buffers for unit in units)
+        """How many reduce-scatter inputs may be alive at once."""
+        self.scattering: deque[Unit] = deque()
+        self._all_reducing: deque[Unit] = deque()
+        self.repeated: set[Unit] = set()
+        """Units that ran more than once since the last backward, so their gradients may come in several backwards."""
+
+    def make_room(self, unit: Unit) -> None:
+        """Wait until the reduction of `unit` can start. The previous one has overlapped with the unit's backward."""
+        if self._all_reducing:
+            self._finish(self._all_reducing)
+        while len(self.scattering) >= self._most or unit in self.scattering:
+            oldest = self.scattering.popleft()
+            done = True
+            for group in oldest.param_groups:
+                done = group.gradients.advance() and done
+            if not done:
+                self._all_reducing.append(oldest)
+            elif LISTENERS:
+                self._tell_listeners(oldest)
+        if unit in self._all_reducing:
+            self._finish(self._all_reducing)
+
+    def finish_unit(self, unit: Unit) -> None:
+        """Wait for the reduction of `unit`, if any, before its modules hold unsharded parameters again."""
+        for units in (self.scattering, self._all_reducing):
+            if unit in units:
+                units.remove(unit)
+                self._finish(deque([unit]))
+
+    def finish(self) -> None:
+        self._finish(self._all_reducing)
+        self._finish(self.scattering)
+
+    def _finish(self, units: deque[Unit]) -> None:
+        while units:
+            unit = units.popleft()
+            done = False
+            while not done:
+                done = True
+                for group in unit.param_groups:
+                    done = group.gradients.advance() and done
+            if LISTENERS:
+                self._tell_listeners(unit)
+
+    def _tell_listeners(self, unit: Unit) -> None:
+        """The parameters of `unit` have their gradients.
+
+        These are complete, unless the unit, or one that uses its parameters, ran more than once.
+        """
+        if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
+            ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
+            for listener in listeners():
+                listener.gradients_ready(ready)
+
+    def clear(self) -> None:
+        self.scattering.clear()
+        self._all_reducing.clear()
+        self.repeated.clear()
