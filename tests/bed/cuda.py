@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from unshard import fully_shard
 from unshard.comm.groups import Pool, pool_of_group
 from unshard.comm.process_group import ProcessGroupTransport
-from unshard.fsdp2 import meshes
+from unshard.fsdp2 import placements
 
 
 def full_on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def real_collectives(pooled: bool = False) -> Iterator[None]:
             transport.pool = pool_of_group(group, device) or Pool(torch.cuda.MemPool(), device)
         return transport
 
-    with mock.patch.object(meshes, "transport_for", transport_for):
+    with mock.patch.object(placements, "transport_for", transport_for):
         yield
 
 
