@@ -141,7 +141,7 @@ def test_weights_that_are_shared_with_a_module_outside() -> None:
     embedding, head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
     head.weight = embedding.weight
     fully_shard(head)
-    with pytest.warns(UserWarning, match=r"'weight' of Unit '\(root\)'.*'weight' of a Embedding that no unit holds"):
+    with pytest.warns(UserWarning, match=r"'weight' of Unit '\(root\)'.*'weight' of a Embedding that no unit contains"):
         head(torch.ones(1, 3))
     head(torch.ones(1, 3))
 

@@ -314,7 +314,7 @@ def test_steps_of_replaced_parameters() -> None:
         early.step()  # before: as ever
         model = shard(module)
         with pytest.raises(
-            RuntimeError, match=r"before the model was sharded.*2 of its 2 .*weight, bias.*model.parameters\(\)"
+            RuntimeError, match=r"before the model was sharded.*weight, bias.*2 of its 2 .*model.parameters\(\)"
         ):
             early.step()
         early.add_param_group({"params": list(model.parameters())})

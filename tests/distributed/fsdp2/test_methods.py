@@ -441,7 +441,7 @@ def test_an_optimizer_of_gathered_parameters_is_refused() -> None:
     model.blocks[0].unshard()
     wrong = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"SGD holds the gathered parameter 'first.weight'"):
+    with pytest.raises(RuntimeError, match=r"SGD holds the unsharded parameter 'first.weight'"):
         wrong.step()
     right = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(reference.parameters(), lr=0.1)
