@@ -871,3 +871,34 @@ def test_arguments_of_capture() -> None:
         for value in (0, -1, True, 1.5):
             with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 1"):
                 capture(print, model, optimizer, **{name: value})
+
+
+@world(2)
+def test_a_call_inside_forward() -> None:
+    """The inner step neither records nor replays, because it would record half a forward."""
+    with simulated_recorder() as happened:
+        training = Training(captured=False)
+        inner = capture(lambda x: x.sum(), training.model, training.optimizer, warmup=1)
+        training.model.blocks[0].register_forward_hook(lambda module, args, output: inner(torch.ones(2)) and None)
+        with pytest.warns(UserWarning, match="it is called inside forward or backward of the model"):
+            losses = training.run(4)
+        assert inner.recordings == 0 and "record" not in happened
+        for mine, theirs in zip(losses, Training(captured=False).run(4), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@world(2)
+def test_gradients_that_are_not_reduced_before_a_call() -> None:
+    results = []
+    for is_captured in (False, True):
+        warns = pytest.warns(UserWarning, match="unreduced gradients") if is_captured else nullcontext()
+        with simulated_recorder(), warns:
+            training = Training(is_captured, wrap(Stack(), [], use_orig_params=True))
+            losses = []
+            for number in range(4):
+                with training.model.no_sync():
+                    training.model(batch()).square().mean().backward()
+                losses += training.run(1, first=number)
+            results.append(torch.stack(losses))
+            assert not is_captured or training.step.recordings == 0
+    assert torch.equal(*results)
