@@ -136,7 +136,7 @@ def other_numbers_of_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        (another_order, "did not come to do the same"),
+        (another_order, "did not join"),
         (other_numbers_of_micro_batches, "step its optimizer"),
         (a_rank_raises, "rank 2 raised ValueError: bad data"),
         (a_rank_ends, "the worker ended with exit status 3"),

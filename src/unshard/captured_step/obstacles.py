@@ -109,7 +109,7 @@ class HostEffects:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register the hook once, for good: to other captured steps, a hook that comes and goes would be a change."""
+    """Register the hook once and never remove it: other captured steps would see a change of hooks."""
     register_optimizer_step_pre_hook(_note_step)
 
 

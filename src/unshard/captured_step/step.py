@@ -233,7 +233,7 @@ class CapturedStep(Generic[P, R]):
             if self._late >= TRIES:
                 self._refuse(
                     signature,
-                    f"{self._late} times another rank did not come to record a call within {PATIENCE:.0f} s. Call the "
+                    f"{self._late} times another rank did not join a recording within {PATIENCE:.0f} s. Call the "
                     "step on all ranks, with the same shapes and settings",
                 )
         elif answer is Answer.REFUSED and due:

@@ -135,7 +135,7 @@ class Loading:
         return self.manifest.checksum, list(given), self._differences
 
     def refuse(self, answers: list[Comparison], strict: bool) -> None:
-        """Raise if the checkpoint does not fit on any rank."""
+        """Raise if the checkpoint does not match the run on at least one rank."""
         if len({checksum for checksum, _, _ in answers}) > 1:
             raise CheckpointError(
                 f"The ranks read different manifests in {self.folder}. All ranks must see the same disk."

@@ -145,7 +145,7 @@ _INFINITY_BITS = 0x7FF0000000000000  # of a float64; the bits of NaN are larger
 
 
 def smallest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """`number`, a float64, <- the smallest of the ranks' non-negative numbers; NaN if any is NaN.
+    """Set `number` (float64) to the minimum of the ranks' non-negative numbers; NaN if any is NaN.
 
     A rank without a number passes -1. The result is -1 if no rank has a number.
     """

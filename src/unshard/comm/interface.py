@@ -102,7 +102,7 @@ class Transport(ABC):
             self.order.progress.next_unlabelled = what
 
     def raised(self, text: str) -> bool:
-        """Tell the other ranks of an exception on this one. Returns False if ranks do not tell each other anything."""
+        """Announce an exception to the other ranks. Returns False if this transport has no announcements."""
         return self.order is not None and self.order.raised(text)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:

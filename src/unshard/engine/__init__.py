@@ -1,1 +1,1 @@
-"""Unshards units while they compute and reduces their gradients. Knows no front-end."""
+"""Unshards units while they compute and reduces their gradients. Does not depend on any front-end."""

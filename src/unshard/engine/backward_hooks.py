@@ -116,8 +116,8 @@ def watch_parameters(parameters: Iterable[torch.Tensor | None], reached: Hook) -
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same tensor with its own graph node.
 
-    The backward of an alias made by indexing passes the gradient on, while that of a view reshapes it. Not every tensor
-    subclass supports such indexing.
+    Prefers `tensor[...]`, whose backward passes the gradient through; the backward of a view reshapes it. Not every
+    tensor subclass supports such indexing.
     """
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 

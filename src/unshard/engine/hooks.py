@@ -332,7 +332,7 @@ class FSDPState:
         load_quant_states(module, state_dict, prefix)
 
     def wait_for_uploads(self) -> None:
-        """To be called before parameters are written on the host."""
+        """Call this before writing parameters on the host."""
         root = self._root()
         if root is not None:
             root.wait_for_uploads()
@@ -362,7 +362,7 @@ class FSDPState:
             root.reset()
 
     def before_listing(self) -> None:
-        """To be called when the program lists parameters."""
+        """Call this when the program lists parameters."""
         root = self._root()
         if root is not None:
             root.before_listing()

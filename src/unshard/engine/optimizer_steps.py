@@ -24,11 +24,11 @@ from .shard_lookup import orders_of_groups, roots_of_groups
 
 
 class _Checked(NamedTuple):
-    """An optimizer as it was when it was last checked."""
+    """The result of the last check of an optimizer."""
 
     parameters: int
     state: int
-    """The id of its state; a load makes another object."""
+    """The id of `optimizer.state`, which loading replaces."""
     replacements: int
     """How many parameters of any model had been replaced."""
     groups: weakref.WeakSet[ParamGroup]
@@ -45,7 +45,7 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_optimizers() -> None:
-    """To be called for every new unit: it makes earlier checks out of date."""
+    """Call this for every new unit: it invalidates earlier checks."""
     _register()
     _checked.clear()
 
@@ -136,7 +136,7 @@ def note_optimizer_step(optimizer: Any) -> None:
 
 
 def _last_checked(optimizer: Any) -> _Checked:
-    """As before the step; made again if another rank, in another thread, has built a unit since."""
+    """Return the last check; repeat it if another rank (in another thread) has built a unit since."""
     return _checked.get(optimizer) or _look_at(optimizer)
 
 

@@ -340,7 +340,7 @@ class ParamGroup:
         )
 
     def _refresh_unsharded(self) -> None:
-        """To be called when params were given other unsharded parameters."""
+        """Call this after params have received other unsharded parameters."""
         self._swap.refresh()
         self.gradients.watch(self._swap.unsharded)
 

@@ -342,7 +342,7 @@ class Root:
                 self.fail_backward(None)
 
     def before_listing(self) -> None:
-        """To be called when the program lists parameters.
+        """Call this when the program lists parameters.
 
         After an evaluation, show the sharded ones, which have the gradients, even if units stay unsharded. After a
         failed backward, reset if autograd's thread has not done so yet.
@@ -377,7 +377,7 @@ class Root:
         return self._backward_order.awaits(self._number[unit])
 
     def wait_for_uploads(self) -> None:
-        """Let the host wait for copies to the device. To be called before offloaded parameters are written."""
+        """Let the host wait for copies to the device. Call this before writing offloaded parameters."""
         for streams in self._copy_streams:
             streams.up.synchronize()
 
@@ -411,9 +411,8 @@ class Root:
     def upload_first_units(self, stepped: Set[int], news: Set[int] | None = None) -> None:
         """Copy the offloaded shards of the first two units of the next forward to the device, ahead of time.
 
-        The copy of the third unit overlaps with the first one's computation. `stepped` are the ids of the parameters
-        that have been stepped, `news` those of them that were not at the last call. A unit with other trained
-        parameters, which are stepped later or by another optimizer, is not copied.
+        The copy of the third unit overlaps with the first one's computation. `stepped`: ids of all parameters stepped
+        so far. `news`: the ids added since the last call. Skips units that still have unstepped trainable parameters.
         """
         if self._copy_streams and not self.in_forward and not self.in_backward:
             for number in self._forward_order.first(2):

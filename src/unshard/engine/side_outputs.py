@@ -67,7 +67,7 @@ class SideOutputs:
         """Tensors that share this memory. Copies replace them until the next forward."""
 
     def expected(self) -> bool:
-        """Return True if `tensors` may find any. To be called after every forward."""
+        """Return True if `tensors` may find any. Call this after every forward."""
         self._forwards += 1
         return self._forwards >= self._next_search or bool(self.places)
 

@@ -18,10 +18,10 @@ from torch.accelerator import current_device_index
 from ..torch_private import foreach_copy
 
 recording = False
-"""Whether a step is being recorded as a CUDA graph.
+"""True while a step is being recorded as a CUDA graph.
 
 Host time does not matter then. Kernels must not read host memory: a replay would read it again, after torch's allocator
-may have given it to somebody else.
+may have reused it.
 """
 
 

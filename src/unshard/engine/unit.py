@@ -60,10 +60,10 @@ class Unit:
         """Set by the first forward."""
         self._writes_before: list[tuple[int, int]] | None = None
         self.kept_for_forward = False
-        """If the unit stays unsharded, it does so for the next forward, not for a backward."""
+        """True if an unsharded unit is kept for the next forward, not for a backward."""
         self._shows_sharded = False
         self.shown: list[ShownParams] | None = None
-        """What the program can change while the unit stays unsharded or sliced, for each param group, if anything."""
+        """Per param group, the tensors that the program can change while the unit is kept or sliced; else None."""
         for group in param_groups:
             group.unit = weakref.ref(self)
 

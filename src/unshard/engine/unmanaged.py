@@ -75,7 +75,7 @@ class Unmanaged:
 
     @classmethod
     def notice(cls, module: nn.Module) -> None:
-        """To be called when a parameter or a module is about to be registered in `module`."""
+        """Call this before a parameter or a module is registered in `module`."""
         watched = cls._watched.get(module)
         if watched is not None:
             watched.changed = True

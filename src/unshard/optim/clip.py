@@ -187,9 +187,9 @@ def _nonzero_gradients(
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float, foreach: bool | None = None) -> None:
-    """Scale gradients, whose total norm is `norm`, so that it is at most `limit`.
+    """Scale gradients with total norm `norm` down to a norm of at most `limit`.
 
-    Multiplies even if the factor is 1: to read it, the host would have to wait for the device.
+    Multiplies even by 1: checking the factor would make the host wait for the device.
     """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)

@@ -718,7 +718,7 @@ def test_ranks_that_come_late() -> None:
                     time.sleep(1.0)
                 training.step(batch())
             assert "record" not in happened
-            late = [str(each.message) for each in found if "did not come to record a call" in str(each.message)]
+            late = [str(each.message) for each in found if "did not join a recording" in str(each.message)]
             assert len(late) == 1
 
 

@@ -362,11 +362,11 @@ def test_a_rank_that_does_not_come() -> None:
             step(model, [0, 1, 2])
         if is_last():
             store.wait(["the other rank has given up"])
-            with pytest.raises(OrderError, match="rank 1 did not come"):
+            with pytest.raises(OrderError, match="rank 1 did not join"):
                 step(model, [0, 1, 2])
         else:
             order_of(model)._peer_seconds = 0.5
-            expected = r"wants to all-gather unit 'blocks.2'.* within 0.5 s rank 1 did not come"
+            expected = r"wants to all-gather unit 'blocks.2'.* within 0.5 s rank 1 did not join"
             with pytest.raises(OrderError, match=expected):
                 model.blocks[2].unshard()
             store.set("the other rank has given up", "")

@@ -162,7 +162,7 @@ class Order:
         return label
 
     def meet(self, what: str) -> Label:
-        """`compare_call` for a rare call whose collectives do not look for errors: waits until all ranks have come.
+        """`compare_call` for a rare call whose collectives do not look for errors: waits until all ranks have joined.
 
         Waits as long as the collectives would.
         """
@@ -207,7 +207,7 @@ class Order:
                 for old in [each for each in texts if not self._predictor.knows(each)]:
                     del texts[old]
             texts[number] = f"{number}.{label.unit} {label.describe()}"
-        # Once as many collectives in a row were expected as there are labels, a whole iteration was.
+        # As many correct predictions in a row as there are labels cover a whole iteration.
         self._learning = new or (self._learning and self._expected_in_a_row < known)
         if not new:
             # Always compare steps: a step at the wrong point raises nowhere, but the weights are wrong.
@@ -263,7 +263,7 @@ class Order:
         missing = self._store.missing(position)
         self._publish_error(
             f"Rank {self._store.rank} wants to {shown(text)} (position {position} of the process group of "
-            f"{named(self.ranks)}), but within {waited:g} s {named(missing)} did not come to do the same: "
+            f"{named(self.ranks)}), but within {waited:g} s {named(missing)} did not join: "
             f"{listed(self._peers.doing(missing))}. {self._peers.cause()} If the others are only slow, give "
             "init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to a number of seconds."
         )

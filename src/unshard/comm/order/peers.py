@@ -92,7 +92,7 @@ class Announcer:
         self._thread.start()
 
     def add(self, peers: Peers) -> None:
-        """Announce a process group, at once: if the rank is killed soon, it must not seem to have sharded nothing."""
+        """Announce a process group immediately: a rank that is killed soon must not look as if it never sharded."""
         with self._lock:
             self._peers.add(peers)
         self._wake.set()
@@ -149,7 +149,7 @@ class Announcer:
         self.announce()
 
     def end(self, how: str) -> None:
-        """Announce that this rank takes no further part in the job."""
+        """Announce that this rank leaves the job."""
         if self._process == os.getpid():  # not in a forked child
             with suppress(RuntimeError):
                 self.announce(ended=how)
@@ -198,7 +198,7 @@ class Peers:
         announcer.add(self)
 
     def position(self, now: float) -> tuple[int, str, float]:
-        """How many collectives were announced, the last of them, and since when it is the last. Announcer only."""
+        """Return the number of announced collectives, the last one, and since when. Only for the announcer."""
         issued, text = self.progress.last_announced()
         if self._position[0] != issued:
             self._position = issued, now
@@ -220,7 +220,7 @@ class Peers:
         return [described(each, mine, False, now) for each in self.others() if each.rank in ranks]
 
     def any_gave_up(self) -> bool:
-        """Return True if another rank has raised an error because it waited for ranks that did not come."""
+        """Return True if another rank has raised an error because it waited for ranks that did not join."""
         mine = self.own()
         return any(each.waited_for and raised_alone(each, mine) for each in self.others())
 

@@ -144,7 +144,7 @@ def _give_up(work: Any) -> None:
 
 
 class WaitThread:
-    """Waits for works whose own wait cannot be given up, one after the other. The thread ends with this object.
+    """Waits, one at a time, for works whose own wait cannot be interrupted. The thread ends with this object.
 
     It is a daemon thread, because a collective that never completes may still block it when the program ends.
     """

@@ -23,7 +23,7 @@ _LOADERS = {
     False: "optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))",
     True: "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict",
 }
-"""What loads the optimizer state of a full model, by whether the parameters are DTensors."""
+"""The call that loads full optimizer state. Key: True if the parameters are DTensors."""
 
 _EACH_ITS_OWN = (
     "optimizer.state_dict() has the shards of one rank, and each rank can load only what it saved itself. For a file "

@@ -27,7 +27,7 @@ from .extension import Extensions
 
 
 class AllGatherPlan:
-    """Gathers a shard into the unsharded buffer. Every tensor that this takes is made once, by the constructor.
+    """Gathers a shard into the unsharded buffer. The constructor creates every tensor that a gather uses.
 
     Large parameters are gathered straight into the unsharded buffer. Packed ones are gathered into `staging`, which is
     freed as soon as they are copied out. If the dtype changes, the cast writes into this rank's piece of the output and
@@ -104,7 +104,7 @@ class AllGatherPlan:
         return self._transport.all_gather(self.outputs, self.inputs, label=label)
 
     def _start_special(self, label: Label) -> Work:
-        """The same for an offloaded shard, gather protocols, nothing to gather, and recorded steps."""
+        """`start` for offloaded shards, gather protocols, recorded steps, and units with nothing to gather."""
         sender = self._extensions or (self._transport if self.outputs else None)
         issue = Done if sender is None else partial(sender.all_gather, self.outputs, self.inputs, label=label)
         if self._upload is not None:

@@ -50,7 +50,7 @@ def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
 
 
 class Extension:
-    """A parameter with its own gather protocol. Its gathered tensors are made once; their memory comes and goes."""
+    """A parameter with its own gather protocol. Its gathered tensors are created once and refilled."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Extensions:
         return [(member.param, member.parameter) for member in self._members if member.parameter is not None]
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, label: Label | None) -> Work:
-        """As `Transport.all_gather`, for `outputs` and these parameters."""
+        """Like `Transport.all_gather`, but also gathers these parameters."""
         own_outputs: list[torch.Tensor] = []
         own_inputs: list[torch.Tensor] = []
         transport = self._transport

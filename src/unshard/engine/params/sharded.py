@@ -59,7 +59,7 @@ class ShardedParams:
         return [param.sharded for param in self.params]
 
     def origins(self) -> list[nn.Parameter]:
-        """Return the parameters before sharding that still exist."""
+        """Return the original parameters, from before sharding, that are still alive."""
         return [origin for param in self.params if (origin := param.origin()) is not None]
 
     @property

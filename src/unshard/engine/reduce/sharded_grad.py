@@ -139,7 +139,7 @@ class ShardedGrad:
 
     @property
     def idle(self) -> bool:
-        """True if nobody would notice that it is written or freed. A user may still hold the last step's `.grad`.
+        """True if it can be overwritten or freed safely. A user may still hold the last step's `.grad`.
 
         Idle gradients stay idle until they are delivered, because nobody can get a reference before.
         """

@@ -19,7 +19,7 @@ Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Pack:
-    """A packed region as a table with a row per rank, its parameters, and zeros (`filler`) for its last columns."""
+    """A packed region of the reduce-scatter input: a table with one row per rank; `filler` zeroes its last columns."""
 
     table: torch.Tensor
     members: tuple[int, ...]
