@@ -129,6 +129,7 @@ def test_checkpoint_on_two_real_ranks(run: Run, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.slow
 def test_endurance(run: Run) -> None:
     rows = rows_of(
         run("endurance", *SIMULATED, "--cases", "tiny:1x4:fp32", "--steps", "10", "--warmup", "4"),
