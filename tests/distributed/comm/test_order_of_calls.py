@@ -212,7 +212,10 @@ CALLS: dict[str, tuple[Callable[[nn.Module, Path], Any], str]] = {
     "full": (lambda model, path: checkpoint.full_state_dict(model), "gather the full state dict"),
     "load full": (lambda model, path: checkpoint.load_full_state_dict(model, {}), "load a full state dict"),
     "summon": (_summon, r"gather full parameters \(summon_full_params or a state dict\)"),
-    "state dict": (lambda model, path: model.state_dict(), "gather full parameters"),
+    "state dict": (
+        lambda model, path: model.state_dict(),
+        r"gather full parameters \(summon_full_params or a state dict\)",
+    ),
     "optimizer": (
         lambda model, path: FullyShardedDataParallel.optim_state_dict(
             model, torch.optim.SGD(model.parameters(), momentum=0.9)
