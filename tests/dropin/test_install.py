@@ -26,7 +26,7 @@ from torch.distributed._composable import replicate_with_fsdp
 import unshard
 import unshard.composable
 from unshard import dropin
-from unshard.dropin import STATE_MEMBERS, torch_composable_fsdp, torch_fsdp
+from unshard.dropin import STATE_MEMBERS, torch_composable, torch_composable_fsdp, torch_fsdp
 from unshard.engine.api import FSDPState
 from unshard.errors import StateError, UnsupportedError
 
@@ -288,6 +288,8 @@ def test_the_legacy_call() -> None:
     assert not hasattr(composable, "fully_shard")
     with dropin.stand_in():
         from torch.distributed._composable import fully_shard
+
+        assert fully_shard is torch_composable.fully_shard  # test beds import it from there
 
         assert fully_shard is unshard.composable.fully_shard is not unshard.fully_shard
     assert not hasattr(composable, "fully_shard")

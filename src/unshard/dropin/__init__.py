@@ -17,10 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..composable import fully_shard as legacy_fully_shard
 from ..engine.api import FSDPState, name_stages
 from ..errors import UnsupportedError
-from . import modules, references
+from . import modules, references, torch_composable
 
 __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 
@@ -51,7 +50,7 @@ def install(child_processes: bool = False) -> None:
         _replace_modules(stand_ins)
         references.replace(stand_ins, _undo)
         # PyTorch has removed the legacy composable call, so no replaced module has its name.
-        _set(importlib.import_module("torch.distributed._composable"), "fully_shard", legacy_fully_shard)
+        _set(importlib.import_module("torch.distributed._composable"), "fully_shard", torch_composable.fully_shard)
         for name, member in STATE_MEMBERS.items():
             _set(FSDPState, name, member)
         name_stages("FSDP", logging.getLogger("torch.distributed.fsdp.fully_shard"))
