@@ -77,7 +77,7 @@ class Gathering:
             receives.append(dist.P2POp(dist.irecv, _bytes(buffer), stored.file))
             if not direct:
                 received.append((target, buffer))
-        _wait_for(receives)
+        _exchange(receives)
         for target, buffer in received:
             copy_pieces(target, buffer)
         return full
@@ -86,10 +86,10 @@ class Gathering:
         views = dict(zip(held.part.boxes, held.views(), strict=True))
         mine = [views[stored.box] for stored in entry.boxes if stored.file == self._rank]
         buffers = [view.to(self._device, held.dtype).resolve_conj().resolve_neg().contiguous() for view in mine]
-        _wait_for([dist.P2POp(dist.isend, _bytes(each), 0) for each in buffers])
+        _exchange([dist.P2POp(dist.isend, _bytes(each), 0) for each in buffers])
 
 
-def _wait_for(operations: list[dist.P2POp]) -> None:
+def _exchange(operations: list[dist.P2POp]) -> None:
     # A batch uses the communicator of the group. Single sends make NCCL create one for every pair of ranks.
     with exchanging(_WHAT):
         for work in dist.batch_isend_irecv(operations) if operations else ():

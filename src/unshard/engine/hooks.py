@@ -78,7 +78,7 @@ class FSDPState:
         self._root: Callable[[], Root | None] = lambda: None
         self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
-        """For each forward under way, the id of the exception that was being handled when it began."""
+        """For each forward in progress, the id of the exception that was being handled when it began."""
         self._first_node = 0
         self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None

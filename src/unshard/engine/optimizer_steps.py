@@ -65,7 +65,7 @@ def _before_step(optimizer: Any, *unused: Any) -> None:
         check_optimizer(optimizer, optimizer_parameters(optimizer))
         if optimizer not in _guarded:
             optimizer.register_state_dict_pre_hook(refuse_local_state)
-            # The id of the loaded state may be that of the old one, which is gone.
+            # Python may reuse the id of the old state, which is gone, for the loaded one.
             optimizer.register_load_state_dict_post_hook(_forget)
             _guarded.add(optimizer)
         checked = _checked[optimizer] = _look_at(optimizer)

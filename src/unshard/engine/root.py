@@ -115,7 +115,7 @@ class Root:
             self._prefetched.add(unit)
 
     def recover(self) -> None:
-        """Reset if an exception left the backward, or the root's forward, that a new forward finds under way."""
+        """Reset if an exception left a backward, or the root's forward, which still looks active to a new forward."""
         if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)

@@ -47,7 +47,7 @@ class TransportSettings:
         self._unit.change_transport(self._transport)
 
     def separate(self, separate: bool) -> None:
-        """Give reduce-scatters their own process group, or let them share that of the all-gathers."""
+        """Give reduce-scatters their own process group, or let them share the one of the all-gathers."""
         changes = separate != self._separates()
         if changes:
             self._unit.refuse_another_transport()

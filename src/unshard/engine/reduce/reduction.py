@@ -128,7 +128,7 @@ class Reduction:
         # If wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if traits.reduces_groups and not exchanged else Grouping.BY_SEGMENT
-        # Packed by the sizes in the compute dtype, as in the all-gather. So the order is that of the shard, which flat
+        # Packed by the sizes in the compute dtype, as in the all-gather. So the order matches the shard, which flat
         # optimizers rely on.
         self._regions = shard.layout.collective_regions(shard.items, members, grouping, traits.packing)
         self._shard, self._sharded, self._params = shard, sharded, sharded.params
