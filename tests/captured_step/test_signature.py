@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unshard.captured_step.optimizers import OptimizerSettings
-from unshard.captured_step.signature import Arguments, SameObjects, Signature
+from unshard.captured_step.signature import Arguments, OptimizerSettings, SameObjects, Signature
 
 
 def test_the_same_objects() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from unshard.optim import GradScaler, clip_grad_norm_
-from unshard.optim.gradients import reduce_group_of
+from unshard.optim.clip import reduce_group_of
 
 INF = float("inf")
 KINDS = {"torch": torch.amp.GradScaler, "unshard": GradScaler}

@@ -20,9 +20,8 @@ from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped, stack_level_of_program
 from .obstacles import HostEffects, describe, refusing_seeds
-from .optimizers import LearningRates
 from .recording import PATIENCE, Agreement, Answer, HostState, Recorder, Recording, next_number
-from .signature import Arguments, Signature, changed_rates, difference
+from .signature import Arguments, LearningRates, Signature, changed_rates, difference
 from .trained import Identity, Trained
 
 P = ParamSpec("P")

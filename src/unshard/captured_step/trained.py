@@ -48,8 +48,7 @@ from ..torch_private import (
     storage_key,
     tree_flatten,
 )
-from .optimizers import OptimizerSettings
-from .signature import SameObjects, TrainedSignature, values_of
+from .signature import OptimizerSettings, SameObjects, TrainedSignature, values_of
 
 Snapshots = tuple[GradientSnapshot, ...]
 """The gradients of each param group."""

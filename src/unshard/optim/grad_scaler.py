@@ -16,7 +16,7 @@ from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..names import optimizer_parameters
 from ..torch_private import OpenGradScaler, local_of, unscale_and_check
-from .gradients import ReduceGroup, check_process_group, local_gradient, reduce_group_of
+from .clip import ReduceGroup, check_process_group, local_gradient, reduce_group_of
 
 _UNSCALE = "unscale gradients (GradScaler)"
 

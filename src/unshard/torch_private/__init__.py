@@ -6,7 +6,6 @@ way" means that torch has no public API for it.
 
 from . import versions as versions  # first: checks the version before anything else can fail
 from .autograd import *
-from .callers import *
 from .distributed import *
 from .optimizers import *
 from .tensors import *
