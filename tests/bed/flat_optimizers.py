@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from unshard import CPUOffloadPolicy, fully_shard
 from unshard.engine.params.sharded import ShardedParams
-from unshard.engine.reduce.sharded_grad import ShardedGrad
+from unshard.engine.sharded_grad import ShardedGrad
 
 optim = torch.optim
 

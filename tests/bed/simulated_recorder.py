@@ -19,7 +19,7 @@ from unshard.captured_step.recording import Recording
 from unshard.captured_step.signature import Arguments
 from unshard.comm.order.check import RecordedCollectives
 from unshard.engine.api import recording_step
-from unshard.engine.reduce.gradients import GroupGradients
+from unshard.engine.gradients import GroupGradients
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unshard.engine.api import recording_step
-from unshard.engine.reduce.unreduced import Pack
+from unshard.engine.unreduced import Pack
 
 SHAPES = [(7, 3), (2,), (8, 2, 2), (1, 5)]
 

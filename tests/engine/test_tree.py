@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from unshard.engine.nested_tensors import cast_floats, map_tensors, tensors_in
+from unshard.engine.forward_tensors import cast_floats, map_tensors, tensors_in
 from unshard.errors import StateError
 
 Point = namedtuple("Point", "x y")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from unshard.engine import reduction
 from unshard.engine import side_stream as stream
-from unshard.engine.reduce import reduction
-from unshard.engine.reduce.reduction import Reduction
+from unshard.engine.reduction import Reduction
 from unshard.engine.side_stream import SideStream, StreamEvent
 
 SLEEP = 20_000_000  # cycles, about 10 ms

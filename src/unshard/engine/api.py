@@ -1,14 +1,12 @@
 """The engine's surface: all names that other folders may import from it. Other names may change at any time."""
 
 from . import observer
-from .checks.root_checks import refuse_shared_memory
-from .checks.values import refuse_shards_of_another_rank
-from .dtype_rules import Dtypes, Precision, dtypes_for
-from .gather.all_gather import Slicing
-from .gather.extension import is_extended, refuse_opaque
+from .all_gather import Slicing
+from .checks import refuse_shards_of_another_rank, refuse_shared_memory
+from .extension import is_extended, refuse_opaque
+from .forward_tensors import cast_floats, tensors_in
 from .gradient_snapshot import NO_GRADIENTS, GradientSnapshot, keep_gradient_memory, kept_grads
 from .hooks import FSDPState, UnshardHandle, state_of
-from .nested_tensors import cast_floats, tensors_in
 from .observer import Members, name_stages
 from .optimizer_steps import note_optimizer_step
 from .param_group import ParamGroup, param_group_of
@@ -18,8 +16,7 @@ from .params.offload import OffloadPlan, offload_plan_for
 from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
 from .params.quantized import attributes_of, is_packed, load_quant_states, set_quant_state
 from .params.sharded import ShardedParams
-from .reduce.reduction import division
-from .reduce.sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
+from .reduction import division
 from .root import Root
 from .shard_lookup import (
     GradRange,
@@ -37,7 +34,8 @@ from .shard_lookup import (
     shard_ranges_of,
     sharded_grads_of,
 )
+from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .sharing import lend, refuse_different_units, share, users_of
 from .side_stream import CopyStreams, StreamEvent, recording_step
-from .states import GradState, Options, ParamState, Phase
+from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, dtypes_for
 from .unit import Unit

@@ -22,7 +22,7 @@ from ..torch_private import (
     next_sequence_nr,
     sequence_nr_of,
 )
-from .nested_tensors import map_tensors
+from .forward_tensors import map_tensors
 
 Hook = Callable[..., None]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .param_group import ParamGroup
 from .params.buffers import Buffer
-from .reduce.sharded_grad import ShardedGrad
+from .sharded_grad import ShardedGrad
 from .states import GradState
 
 

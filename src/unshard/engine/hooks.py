@@ -25,27 +25,33 @@ from ..torch_private import (
     next_sequence_nr,
 )
 from .backward_hooks import watch_inputs, watch_outputs, watch_parameters
-from .checks.forward_errors import explain
-from .checks.root_checks import refuse_second_root
-from .checks.values import (
+from .checks import (
     FULL_STATE_DICT,
+    explain,
     refuse_plain_tensors,
+    refuse_second_root,
     refuse_shards_of_another_rank,
-    warn_of_lost_writes,
     warn_when_pickled,
 )
-from .dtype_rules import Precision
-from .nested_tensors import cast_floats, cast_inputs, map_tensors, moved, tensors_in
+from .forward_tensors import (
+    SideOutputs,
+    cast_floats,
+    cast_inputs,
+    map_tensors,
+    moved,
+    shares_memory,
+    tensors_in,
+    with_own_memory,
+)
 from .observer import traced
 from .optimizer_steps import watch_optimizers
 from .params.module_casts import CastBoundary, ModuleBuffers
 from .params.param import ManagedParam, ParamLocation
 from .params.quantized import load_quant_states
 from .root import Root
-from .side_outputs import SideOutputs, shares_memory, with_own_memory
-from .states import Options, ParamState, Phase
+from .states import Options, ParamState, Phase, Precision
 from .transport_settings import TransportSettings
-from .unit import ROOT, STATE_KEY, Unit
+from .unit import ROOT, STATE_KEY, Unit, warn_of_lost_writes
 
 _NESTED = 0  # marks a nested call in `FSDPState._handled`, where all other numbers are ids
 _FINDING_ROOT = threading.RLock()

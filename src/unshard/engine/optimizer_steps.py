@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..comm.order.check import Order
+from ..errors import StateError, UnsupportedError, listed
 from ..names import optimizer_parameters
-from ..torch_private import inside_backward, never_compiled
-from .checks.optimizers import check_optimizer, refuse_local_state, refuse_stepped_by_another
-from .checks.root_checks import refuse_gradients_past_outputs
+from ..torch_private import (
+    caller_in_checkpoint,
+    inside_backward,
+    never_compiled,
+    own_parameters,
+    stack_level_of_program,
+    stepped_by_plain_scaler,
+)
+from .checks import rank_of_other_shard, refuse_gradients_past_outputs
 from .param_group import ParamGroup, param_groups_of
-from .params.param import Replacements, Steps, steps_of_this_rank
-from .reduce.sharded_grad import LISTENERS
+from .params.param import Replacements, Steps, dropped_name, steps_of_this_rank, unsharded_name
 from .root import Root
-from .shard_lookup import orders_of_groups, roots_of_groups
+from .shard_lookup import built_too_early, cut_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
+from .sharded_grad import LISTENERS
+from .unmanaged import all_modules
 
 
 class _Checked(NamedTuple):
@@ -146,3 +158,221 @@ def _look_at(optimizer: Any) -> _Checked:
     steps = {steps_of_this_rank(), *(group.sharded.steps for group in groups)}
     orders = orders_of_groups(groups)
     return _Checked(len(parameters), id(optimizer.state), Replacements.seen, weakref.WeakSet(groups), steps, orders)
+
+
+# -- checks at the first step -----------------------------------------------------------------------------
+
+_LOADERS = {
+    False: "optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))",
+    True: "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict",
+}
+"""The call that loads full optimizer state. Key: True if the parameters are DTensors."""
+
+_EACH_ITS_OWN = (
+    "optimizer.state_dict() has the shards of one rank, and each rank can load only what it saved itself. For a file "
+    "of all ranks, save"
+)
+
+_OVER_WHOLE: dict[type, str] = {
+    torch.optim.LBFGS: "inner products over all parameters",
+    torch.optim.Adafactor: "means over the rows and columns of each parameter",
+}
+
+
+def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
+    _refuse_unsharded(optimizer, parameters)
+    _refuse_replaced(optimizer, parameters)
+    _warn_of_dropped(optimizer, parameters)
+    if not getattr(optimizer, "streams_state", False):
+        _refuse_state_on_the_host(optimizer, parameters)
+    _refuse_unsharded_state(optimizer, parameters)
+    _warn_of_plain_scaler(parameters)
+    _warn_of_whole_parameters(optimizer, parameters)
+    _refuse_state_of_another_rank(optimizer, parameters)
+
+
+def refuse_local_state(optimizer: Any) -> None:
+    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save one rank's shards only.
+
+    Users may still save the state dict on each rank.
+    """
+    caller = caller_in_checkpoint()
+    name = None if caller is None else cut_flat(optimizer_parameters(optimizer))
+    if name is not None:
+        raise UnsupportedError(
+            f"{caller} asks this {type(optimizer).__name__} for its state dict, in which rank {dist.get_rank()} has "
+            f"its own shard of the state of {name!r} as a plain tensor: a checkpoint would keep one rank's shard. Save "
+            "FullyShardedDataParallel.optim_state_dict(model, optimizer) instead, and load it with "
+            "FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state_dict), inside "
+            "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+        )
+
+
+def _warn_of_plain_scaler(parameters: list[Any]) -> None:
+    """A warning at the first step, not an error: a rank that skips this step would not raise."""
+    name = cut_flat(parameters) if stepped_by_plain_scaler() else None
+    if name is not None:
+        warnings.warn(
+            f"torch.amp.GradScaler looks for infinities only in this rank's shard of {name!r}, so ranks may skip "
+            "different steps and train different weights. Use unshard.optim.ShardedGradScaler.",
+            stacklevel=stack_level_of_program(),
+        )
+
+
+def _warn_of_whole_parameters(optimizer: Any, parameters: list[Any]) -> None:
+    """Unlike DTensors, plain tensors with this rank's elements do not know the rest of the parameter."""
+    over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
+    name = cut_flat(parameters) if over else None
+    if name is not None:
+        warnings.warn(
+            f"{type(optimizer).__name__} computes {over}, but rank {dist.get_rank()} has only its own elements of "
+            f"{name!r}, as a plain tensor: the steps differ from those of the unsharded model. Use an optimizer that "
+            "steps each element by itself (AdamW, SGD), or fully_shard.",
+            stacklevel=stack_level_of_program(),
+        )
+
+
+def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None:
+    """Raise if one rank saved the state and all loaded it, so that this rank has moments of other elements.
+
+    DTensors know which rank made them. Plain tensors show it only if their sizes differ.
+    """
+    _refuse_state_of_other_size(optimizer, parameters)
+    for entry in optimizer.state.values():
+        for key, value in _tensors(entry).items():
+            other = rank_of_other_shard(value)
+            if other is not None:
+                raise StateError(
+                    f"This {type(optimizer).__name__} has loaded the state of rank {other} on rank {dist.get_rank()} "
+                    f"({key!r} of a parameter of shape {tuple(value.shape)}). {_EACH_ITS_OWN} "
+                    "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, and load it with "
+                    f"{_LOADERS[True]}."
+                )
+
+
+def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
+    """Only for torch's optimizers: their state has the parameter's shape, or no dimensions."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim.") or kind in _OVER_WHOLE:
+        return
+    for each in parameters:
+        wrong = {key: its for key, its in _tensors(optimizer.state.get(each)).items() if its.shape != each.shape}
+        name = cut_flat([each]) if wrong else None
+        if name is not None:
+            key, state = next(iter(wrong.items()))
+            raise StateError(
+                f"This {kind.__name__} has {key!r} of {state.numel()} elements for {name!r}, of which rank "
+                f"{dist.get_rank()} has {each.numel()}: it has loaded the state of another rank, or of another number "
+                f"of ranks. {_EACH_ITS_OWN} what FullyShardedDataParallel.optim_state_dict(model, optimizer) returns, "
+                f"and load it with {_LOADERS[False]}."
+            )
+
+
+def refuse_stepped_by_another(optimizer: Any) -> None:
+    """Raise if another optimizer has stepped with the same gradients during backward."""
+    own = vars(optimizer).get("unshard_step_in_backward")
+    parameters = optimizer_parameters(optimizer)
+    mine = set(map(id, parameters))
+    for shard in sharded_grads_of(parameters):
+        if (
+            shard.stepper is not None
+            and shard.stepper() not in (None, own)
+            and not mine.isdisjoint(map(id, shard.parameters()))
+        ):
+            raise StateError(
+                f"Another optimizer, with flat(..., step_in_backward=True), has stepped {shard.names()} during "
+                "backward. Turn that off with flat(that_optimizer, step_in_backward=False) before this one steps. If "
+                "you have dropped it, it is part of a reference cycle (a hook that names it is enough): call "
+                "gc.collect()."
+            )
+
+
+def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
+    """Raise if modules no longer have parameters of the optimizer: its steps would have no effect."""
+    by_sharding, by_program = lost_to(parameters)
+    if not by_sharding and not by_program:
+        return
+    elsewhere = {id(each) for module in all_modules() for each in own_parameters(module).values()}
+    early = [name for key, name in by_sharding.items() if key not in elsewhere]
+    late = [name for key, name in by_program.items() if key not in elsewhere]
+    kind = type(optimizer).__name__
+    if early:
+        raise StateError(
+            f"This {kind} {built_too_early(early)} ({len(early)} of its {len(parameters)} parameters). Its steps would "
+            "not change the model. Build it from model.parameters() after all sharding."
+        )
+    if late:
+        raise StateError(
+            f"This {kind} holds {len(late)} of its {len(parameters)} parameters ({listed(late)}) as they were before "
+            "the model was given others, by load_state_dict(..., assign=True) or an assignment to a module's "
+            "attribute; its steps would not change the model. Build the optimizer after that, or load without "
+            "assign=True, which keeps the parameters."
+        )
+
+
+def _warn_of_dropped(optimizer: Any, parameters: list[Any]) -> None:
+    """Warn if the optimizer was built before parameters were tied, and holds some that the model no longer has."""
+    dropped = [names for each in parameters if (names := dropped_name(each)) is not None]
+    if dropped:
+        pairs = listed(f"{name} is {owner} now" for name, owner in dropped)
+        warnings.warn(
+            f"This {type(optimizer).__name__} was built before parameters of the model were tied to others: {pairs}. "
+            "It still holds the former ones, which no module has. Build it after tying.",
+            stacklevel=stack_level_of_program(),
+        )
+
+
+def _refuse_unsharded(optimizer: Any, parameters: list[Any]) -> None:
+    """Raise if the optimizer was built while parameters were unsharded: it would step copies."""
+    for parameter in parameters:
+        if name := unsharded_name(parameter):
+            raise StateError(
+                f"This {type(optimizer).__name__} holds the unsharded parameter {name!r} instead of the sharded one. "
+                "Its steps would be lost. Build optimizers while the model is at rest: before the first forward, or "
+                "after backward or reshard()."
+            )
+
+
+def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
+    """Raise if state was made for, or saved from, the parameters before they were sharded."""
+    entries = {id(each): optimizer.state[each] for each in parameters if each in optimizer.state}
+    for group in param_groups_of(parameters) if entries else ():
+        sharded = group.sharded
+        for param in sharded.params if sharded.one_parameter_each else ():
+            tensors, full = _tensors(entries.get(id(param.sharded))), torch.Size(param.sharding.shape)
+            # Some optimizers also keep other tensors of that shape, or local tensors, which are full on a single rank.
+            if not tensors or param.local.shape == full or not all(_is(full, each) for each in tensors.values()):
+                continue
+            distributed = isinstance(param.sharded, DTensor)
+            raise StateError(
+                f"This {type(optimizer).__name__} has state of the unsharded parameter {param.name!r}: the shape of "
+                f"{next(iter(tensors))!r} is {tuple(full)}. The parameter was sharded{' to a DTensor' * distributed}, "
+                f"its shape is {tuple(param.local.shape)} on rank {sharded.rank}. Build the optimizer after the model "
+                f"was sharded, and load what was saved from the unsharded model with {_LOADERS[distributed]}."
+            )
+
+
+def _is(full: torch.Size, tensor: torch.Tensor) -> bool:
+    return tensor.shape == full and not isinstance(tensor, DTensor)
+
+
+def _tensors(entry: Any) -> dict[Any, torch.Tensor]:
+    """The tensors of a parameter's state, without those that have no dimensions (counters)."""
+    items = entry.items() if isinstance(entry, Mapping) else ()
+    return {key: value for key, value in items if isinstance(value, torch.Tensor) and value.ndim}
+
+
+def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
+    """Raise if a plain optimizer would keep state on the device that the user wants on the host."""
+    wanted = set(map(id, parameters))
+    for group in param_groups_of(parameters):
+        sharded = group.sharded
+        names = [param.name for param in sharded.params if id(param.sharded) in wanted]
+        if sharded.offload.states is not None and names:
+            some = listed(map(repr, names), 4)
+            raise StateError(
+                f"This {type(optimizer).__name__} steps {some} of a unit whose OptimizerOffloadPolicy keeps "
+                "optimizer state on the host. Only flat optimizers bring it to the device and back. After building it, "
+                "add: optimizer = unshard.optim.flat(optimizer). An optimizer that cannot be flat needs units with "
+                "another offload_policy."
+            )

@@ -15,15 +15,14 @@ from ..comm.order.waiting import leak
 from ..errors import CollectiveError, OrderError, ParameterError, StateError
 from ..torch_private import current_graph_task, storage_use_count
 from . import observer
-from .dtype_rules import Precision
-from .gather.all_gather import AllGatherPlan, Slicing
+from .all_gather import AllGatherPlan, Slicing
+from .gradients import GroupGradients
 from .params.offload import OffloadPlan
 from .params.param import ManagedParam, ParamLocation
 from .params.sharded import ShardedParams
 from .params.unsharded import ShownParams, UnshardedParams
-from .reduce.gradients import GroupGradients
-from .reduce.sharded_grad import LISTENERS, finish_steps
-from .states import GradState
+from .sharded_grad import LISTENERS, finish_steps
+from .states import GradState, Precision
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -20,19 +20,18 @@ from ..torch_private import (
     traced_by_make_fx,
 )
 from .backward_hooks import BackwardEnd
-from .checks.root_checks import (
+from .checks import (
     refuse_gradients_of_resharded,
     refuse_graph_of_emptied,
     refuse_split_backward,
     refuse_thread,
     refuse_two_threads,
 )
-from .dtype_rules import Precision
 from .observer import traced
-from .reduce.sharded_grad import LISTENERS, finish_steps
 from .schedule import BackwardOrder, ForwardOrder, Reductions
+from .sharded_grad import LISTENERS, finish_steps
 from .sharing import refuse_shared_with_others
-from .states import ParamState, Phase
+from .states import ParamState, Phase, Precision
 from .unit import Unit
 from .unmanaged import Unmanaged, warn_of_untied
 

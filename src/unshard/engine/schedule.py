@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .reduce.sharded_grad import LISTENERS, listeners
+from .sharded_grad import LISTENERS, listeners
 from .unit import Unit
 
 

@@ -21,8 +21,8 @@ from .params.buffers import META, Shard
 from .params.flat_sharded import FlatShardedParams
 from .params.offload import OffloadPlan
 from .params.param import former_name
-from .reduce.sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 from .root import Root
+from .sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 
 
 @dataclass(frozen=True)

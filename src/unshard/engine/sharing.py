@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from ..errors import ArgumentError, StateError, listed
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import inside_backward
-from .dtype_rules import Precision
 from .param_group import ParamGroup, param_group_of
 from .params.param import ManagedParam, ParamLocation, mark_dropped
-from .states import ParamState, Phase
+from .states import ParamState, Phase, Precision
 
 if TYPE_CHECKING:
     from .unit import Unit

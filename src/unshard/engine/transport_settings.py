@@ -10,8 +10,9 @@ import torch
 from ..comm.interface import Pool, Transport
 from ..comm.transports import separate_is_faster, transport_for
 from ..comm.user_collectives import AllGather, PluginTransport, ReduceScatter
-from ..errors import ConflictError
+from ..errors import ConflictError, StateError
 from .param_group import ParamGroup
+from .states import GradState
 from .unit import Unit
 
 MakePool = Callable[[Any, torch.device], Pool | None]
@@ -42,26 +43,40 @@ class TransportSettings:
                 f"{self._unit} has a policy with wire_dtype, which only the built-in reduce-scatter supports. Cast "
                 "inside your collective instead, or leave wire_dtype None."
             )
-        self._unit.refuse_another_transport()
+        self._refuse_pending_gradients()
         self.plugins = (gather or self.plugins[0], reduce_scatter or self.plugins[1])
-        self._unit.change_transport(self._transport)
+        self._change()
 
     def separate(self, separate: bool) -> None:
         """Give reduce-scatters their own process group, or let them share the one of the all-gathers."""
         changes = separate != self._separates()
         if changes:
-            self._unit.refuse_another_transport()
+            self._refuse_pending_gradients()
         self._separate = separate
         if changes:
-            self._unit.change_transport(self._transport)
+            self._change()
 
     def allocate_from(self, make_pool: MakePool | None) -> None:
         """Take the memory of collectives from a pool made for the unit's process group, or from torch's allocator."""
         if make_pool is not None and self.plugins != (None, None):
             raise ConflictError(f"{self._unit} has custom collectives, which allocate their own memory.")
-        self._unit.refuse_another_transport()
+        self._refuse_pending_gradients()
         self._make_pool = make_pool
-        self._unit.change_transport(self._transport)
+        self._change()
+
+    def _refuse_pending_gradients(self) -> None:
+        """Raise if gradients that wait for their reduction are in buffers of the current transport."""
+        if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self._unit.param_groups):
+            raise StateError(
+                f"The collectives of {self._unit} cannot be changed now: it has gradients of backwards that did not "
+                "reduce them (set_requires_gradient_sync(False), set_requires_all_reduce(False)). Change them after a "
+                "backward that reduces, or after zero_grad()."
+            )
+
+    def _change(self) -> None:
+        self._unit.rest()
+        for group in self._unit.param_groups:
+            group.change_transport(self._transport(group))
 
     def _separates(self) -> bool:
         """True if reduce-scatters have their own process group: the user's choice, by default if that is faster."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..comm.interface import Transport
-from ..errors import ParameterError, StateError, listed
+from ..errors import ParameterError, listed
 from ..policies import MixedPrecisionPolicy
-from ..torch_private import version_of
+from ..torch_private import stack_level_of_program, version_of
 from . import sharing
-from .checks.values import refuse_lost_writes, warn_of_lost_writes
-from .dtype_rules import Precision
 from .param_group import ParamGroup
 from .params.param import ManagedParam, ParamLocation
 from .params.unsharded import ShownParams
-from .states import GradState, Options, ParamState, Phase, checked_move
+from .states import Options, ParamState, Phase, Precision, checked_move
 
 if TYPE_CHECKING:
     from .root import Root
@@ -299,7 +296,13 @@ class Unit:
             if unit.shown is not None and unit.phase is Phase.IDLE:
                 lost += unit._follow_changes()
                 unit.reshard()
-        refuse_lost_writes(str(self), lost)
+        raise ParameterError(
+            f"{self}: the program wrote {listed(map(repr, lost))} while the unit was kept for a later forward or "
+            "backward. Modules then hold copies in the compute dtype, or slices, which cannot be copied back to the "
+            "sharded parameters without losing precision. The writes are dropped, and the model stays usable. Write "
+            "parameters while they are sharded: before forward, after backward, or after reshard() of the unit; with "
+            "FullyShardedDataParallel, inside summon_full_params()."
+        )
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
         """The version counters of unsharded parameters whose writes are lost, and whether their memory was replaced.
@@ -363,21 +366,6 @@ class Unit:
         root = None if self.root is None else self.root()
         return [] if root is None else root.units
 
-    def refuse_another_transport(self) -> None:
-        """Raise if gradients that wait for their reduction are in buffers of the current transport."""
-        if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self.param_groups):
-            raise StateError(
-                f"The collectives of {self} cannot be changed now: it has gradients of backwards that did not reduce "
-                "them (set_requires_gradient_sync(False), set_requires_all_reduce(False)). Change them after a "
-                "backward that reduces, or after zero_grad()."
-            )
-
-    def change_transport(self, change: Callable[[ParamGroup], Transport]) -> None:
-        """Send each param group through another transport from now on."""
-        self.rest()
-        for group in self.param_groups:
-            group.change_transport(change(group))
-
     def rest(self) -> None:
         """Reshard it and the units that it shares parameters with, so that modules hold the sharded parameters."""
         self.reshard()
@@ -439,3 +427,13 @@ class Unit:
 
     def _move(self, to: ParamState) -> None:
         self.param_state = checked_move(self, self.param_state, to)
+
+
+def warn_of_lost_writes(unit_name: str, written: list[str]) -> None:
+    warnings.warn(
+        f"Unsharded parameters of unit {unit_name!r} were written ({listed(written)}), and the writes are lost: the "
+        "next all-gather overwrites them with the sharded parameters. Write parameters while they are sharded: before "
+        "forward, after a backward that reshards, or after reshard() of the unit. A parameter that forward itself "
+        "writes, as nn.Embedding(max_norm=...) does, must be excluded from sharding.",
+        stacklevel=stack_level_of_program(),
+    )

@@ -23,7 +23,7 @@ from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.comm.process_group import ProcessGroupTransport
 from unshard.engine.params.buffers import Buffer
 from unshard.engine.params.buffers import Shard as ParamShard
-from unshard.engine.reduce.reduction import Reduction
+from unshard.engine.reduction import Reduction
 
 WIDTH, BLOCKS, RANKS = 192, 4, 4
 UNIT = WIDTH * (WIDTH + 1)  # elements of a block: one weight that travels alone, one bias that is packed

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from unshard import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from unshard.engine.reduce.gradients import local_gradient
+from unshard.engine.gradients import local_gradient
 
 
 def mesh_of(dp: int) -> DeviceMesh:

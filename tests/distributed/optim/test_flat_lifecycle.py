@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.comm import process_group
-from unshard.engine.reduce.sharded_grad import ShardedGrad
+from unshard.engine.sharded_grad import ShardedGrad
 from unshard.optim import GradScaler, clip_grad_norm_, flat
 from unshard.torch_private import local_of, set_local_tensor
 

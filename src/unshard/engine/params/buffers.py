@@ -14,7 +14,7 @@ from ...layout.collective_tensors import ROW_LAYOUT, BufferLayout, Grouping, Lay
 from ...layout.flat import FlatSharding
 from ...layout.rows import RowSharding
 from ...torch_private import contiguous_stride, foreach_zero, storage_key
-from ..dtype_rules import Segments, sent_dtype
+from ..states import Segments, sent_dtype
 
 EMPTIED: set[int] = set()
 """Keys of the storages that are emptied and refilled. Reading a tensor over an empty one ends the process."""

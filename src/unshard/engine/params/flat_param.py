@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import StateError
 from ...torch_private import no_transforms
-from ..nested_tensors import tensors_in
+from ..forward_tensors import tensors_in
 from .param import ManagedParam, ParamLocation, ParamSwap
 
 

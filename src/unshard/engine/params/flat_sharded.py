@@ -13,9 +13,9 @@ from ...comm.interface import Transport
 from ...errors import ArgumentError, ParameterError, StateError
 from ...layout.collective_tensors import Region, UnitLayout
 from ...layout.flat import FLAT_LAYOUT, FlatSharding
-from ..dtype_rules import Segments
-from ..reduce.sharded_grad import FlatShardedGrad, ShardedGrad
-from ..reduce.unreduced import UnreducedGradients
+from ..sharded_grad import FlatShardedGrad, ShardedGrad
+from ..states import Segments
+from ..unreduced import UnreducedGradients
 from .buffers import Shard
 from .flat_param import FlatParam, FlatParamSwap, PlaceholderParam, placeholder_for
 from .offload import OffloadPlan

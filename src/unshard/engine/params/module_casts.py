@@ -15,8 +15,8 @@ from torch import nn
 
 from ...policies import DtypeOverride, MixedPrecisionPolicy
 from ...torch_private import BATCH_NORM, own_buffers, own_parameters, version_of
-from ..dtype_rules import Precision
-from ..nested_tensors import cast_floats
+from ..forward_tensors import cast_floats
+from ..states import Precision
 from .param import ManagedParam
 
 _log = logging.getLogger("unshard")

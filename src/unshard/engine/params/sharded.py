@@ -25,10 +25,10 @@ from ...torch_private import (
     stack_level_of_program,
     storage_key,
 )
-from ..dtype_rules import Segments
-from ..gather.extension import is_extended
-from ..reduce.sharded_grad import ShardedGrad
-from ..reduce.unreduced import UnreducedGradients
+from ..extension import is_extended
+from ..sharded_grad import ShardedGrad
+from ..states import Segments
+from ..unreduced import UnreducedGradients
 from .buffers import META, Shard
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation, ParamSwap, mark_replaced, steps_of_this_rank

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...comm.interface import Transport
 from ...errors import StateError, UnsupportedError
 from ...torch_private import as_dtensor, no_transforms, set_local_tensor, version_of
-from ..dtype_rules import Precision
-from ..gather.all_gather import AllGatherPlan, Slices, Slicing
-from ..gather.extension import Extension, Extensions
+from ..all_gather import AllGatherPlan, Slices, Slicing
+from ..extension import Extension, Extensions
+from ..states import Precision
 from .buffers import Shard, UnshardedBuffer
 from .offload import Upload
 from .param import ManagedParam, mark_unsharded

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...comm.interface import Label, Transport
-from ...comm.order.waiting import leak
-from ...errors import CollectiveError, OrderError, listed
-from ...torch_private import DTensorSpec
-from .. import observer
-from ..params.buffers import Shard
-from ..params.param import ManagedParam
-from ..params.sharded import ShardedParams
-from ..states import GradState, Options, checked_move
+from ..comm.interface import Label, Transport
+from ..comm.order.waiting import leak
+from ..errors import CollectiveError, OrderError, listed
+from ..torch_private import DTensorSpec
+from . import observer
+from .params.buffers import Shard
+from .params.param import ManagedParam
+from .params.sharded import ShardedParams
 from .reduction import Outcome, Reduction, ReductionInFlight
 from .sharded_grad import ShardedGrad, gradient_of
+from .states import GradState, Options, checked_move
 from .unreduced import Gradients, UnreducedGradients
 
 _is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # no Python function: hot

@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...comm.interface import Transport
-from ...errors import listed
-from ...layout.collective_tensors import Region
-from ...torch_private import (
+from ..comm.interface import Transport
+from ..errors import listed
+from ..layout.collective_tensors import Region
+from ..torch_private import (
     DTensorSpec,
     foreach_add,
     local_of,
@@ -30,10 +30,10 @@ from ...torch_private import (
     storage_use_count,
     version_of,
 )
-from .. import observer
-from ..params.buffers import Shard, ShardBuffer
-from ..params.offload import OffloadPlan
-from ..params.param import ManagedParam
+from . import observer
+from .params.buffers import Shard, ShardBuffer
+from .params.offload import OffloadPlan
+from .params.param import ManagedParam
 
 _made = itertools.count()
 _Views = TypeVar("_Views")

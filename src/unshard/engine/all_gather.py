@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from ...comm.interface import Done, Label, Transport, Work
-from ...layout.collective_tensors import Region, RegionRange, lay_out
-from ...layout.rows import RowSharding
-from ...policies import MixedPrecisionPolicy
-from ...torch_private import foreach_copy, local_of, make_dtensor, no_transforms
-from .. import side_stream
-from ..dtype_rules import Segments, sent_dtype
-from ..params.buffers import Buffer, ShardLayout, UnshardedBuffer
-from ..params.offload import IssuedOnSideStream, Upload
-from ..params.param import ManagedParam
-from ..side_stream import GatherStreams, gather_streams
+from ..comm.interface import Done, Label, Transport, Work
+from ..layout.collective_tensors import Region, RegionRange, lay_out
+from ..layout.rows import RowSharding
+from ..policies import MixedPrecisionPolicy
+from ..torch_private import foreach_copy, local_of, make_dtensor, no_transforms
+from . import side_stream
 from .extension import Extensions
+from .params.buffers import Buffer, ShardLayout, UnshardedBuffer
+from .params.offload import IssuedOnSideStream, Upload
+from .params.param import ManagedParam
+from .side_stream import GatherStreams, gather_streams
+from .states import Segments, sent_dtype
 
 
 class AllGatherPlan:

@@ -10,17 +10,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...comm.interface import Done, Label, Transport, Work
-from ...layout.collective_tensors import Grouping, lay_out
-from ...torch_private import foreach_add, foreach_copy, foreach_div
-from .. import observer, side_stream
-from ..dtype_rules import sent_dtype
-from ..params.buffers import Buffer, Shard, ShardBuffer, pieces
-from ..params.param import ManagedParam
-from ..params.sharded import ShardedParams
-from ..side_stream import SideStream, StreamEvent, reduce_stream
-from ..states import Options
+from ..comm.interface import Done, Label, Transport, Work
+from ..layout.collective_tensors import Grouping, lay_out
+from ..torch_private import foreach_add, foreach_copy, foreach_div
+from . import observer, side_stream
+from .params.buffers import Buffer, Shard, ShardBuffer, pieces
+from .params.param import ManagedParam
+from .params.sharded import ShardedParams
 from .sharded_grad import ShardedGrad
+from .side_stream import SideStream, StreamEvent, reduce_stream
+from .states import Options, sent_dtype
 from .unreduced import Gradients, Packing
 
 # Collectives average in these dtypes. In any other one the sum could overflow, so it is divided before and after.

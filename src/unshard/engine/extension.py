@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm.agreement import require_agreement
-from ...comm.interface import Label, Transport, Work, Works
-from ...errors import ProtocolError, UnsupportedError
-from ...policies import MixedPrecisionPolicy
-from ...torch_private import as_dtensor, contiguous_stride, local_of, preserve_version_counter, storage_key
-from ..params.buffers import Buffer, will_empty
-from ..params.param import ManagedParam, mark_unsharded
+from ..comm.agreement import require_agreement
+from ..comm.interface import Label, Transport, Work, Works
+from ..errors import ProtocolError, UnsupportedError
+from ..policies import MixedPrecisionPolicy
+from ..torch_private import as_dtensor, contiguous_stride, local_of, preserve_version_counter, storage_key
+from .params.buffers import Buffer, will_empty
+from .params.param import ManagedParam, mark_unsharded
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

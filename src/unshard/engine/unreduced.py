@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...layout.collective_tensors import Region, lay_out
-from ...torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_zero, storage_use_count
-from .. import side_stream
-from ..dtype_rules import sent_dtype
-from ..params.buffers import Buffer, Shard
+from ..layout.collective_tensors import Region, lay_out
+from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_zero, storage_use_count
+from . import side_stream
+from .params.buffers import Buffer, Shard
+from .states import sent_dtype
 
 Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
 """By number of the parameter; a list if every parameter has one."""

@@ -1,1 +1,0 @@
-"""All-gathers: from the shard to the unsharded parameters."""

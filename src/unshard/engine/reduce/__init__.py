@@ -1,1 +1,0 @@
-"""Reductions: from gradients to sharded gradients."""
