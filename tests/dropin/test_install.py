@@ -26,7 +26,7 @@ from torch.distributed._composable import replicate_with_fsdp
 import unshard
 import unshard.composable
 from unshard import dropin
-from unshard.dropin import STATE_MEMBERS, torch_composable, torch_composable_fsdp, torch_fsdp
+from unshard.dropin import STATE_MEMBERS, torch_composable, torch_fsdp
 from unshard.engine.api import FSDPState
 from unshard.errors import StateError, UnsupportedError
 
@@ -92,7 +92,7 @@ def test_modules_without_a_file_of_their_own(installed: None) -> None:
 def test_every_name_is_ours_or_missing(installed: None) -> None:
     """No name of PyTorch's trees leads to PyTorch's code, whoever asks for it, PyTorch apart."""
     seen = {"ours": 0, "missing": 0}
-    for tree in (torch_fsdp, torch_composable_fsdp):
+    for tree in (torch_fsdp, torch_fsdp._fully_shard):
         assert set(tree.__all__) <= set(dir(tree))
     for name, module in THEIRS.modules.items():
         stand_in = sys.modules[name]

@@ -14,8 +14,8 @@ from bed.programs import DROPIN, TORCHRUN, python
 from bed.world import mostly_slow
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from unshard import cli
 from unshard.comm.process_group import EXIT_DELAY
-from unshard.dropin import running
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -301,12 +301,12 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert running.run([]) == running.run(["-m"]) == running.run(["-m", "-x"]) == 2
+    assert cli.run([]) == cli.run(["-m"]) == cli.run(["-m", "-x"]) == 2
     assert "usage: unshard run" in capsys.readouterr().err
-    assert running.run(["--no-python", "program"]) == 2
+    assert cli.run(["--no-python", "program"]) == 2
     assert "--no-python" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        running.run(["--no-such-option", "program.py"])
+        cli.run(["--no-such-option", "program.py"])
     assert "--no-such-option" in capsys.readouterr().err
-    assert running.run(["no_such_file.py"]) == 2
+    assert cli.run(["no_such_file.py"]) == 2
     assert "no file 'no_such_file.py'" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""`python -m unshard.dropin script.py ...`; also `torchrun ... -m unshard.dropin script.py ...`."""
+"""`python -m unshard.dropin script.py ...` is `unshard run`; also `torchrun ... -m unshard.dropin script.py ...`."""
 
 import sys
 
-from .running import run
+from ..cli import run
 
 if __name__ == "__main__":
     sys.exit(run(sys.argv[1:]))

@@ -20,7 +20,7 @@ FILES = {
     "torch.distributed.fsdp": "unshard.dropin.torch_fsdp",
     "torch.distributed.fsdp.wrap": "unshard.dropin.torch_fsdp.wrap",
     "torch.distributed.fsdp._fully_shard": "unshard.dropin.torch_fsdp._fully_shard",
-    "torch.distributed._composable.fsdp": "unshard.dropin.torch_composable_fsdp",
+    "torch.distributed._composable.fsdp": "unshard.dropin.torch_fsdp._fully_shard",
 }
 
 
