@@ -22,8 +22,8 @@ from .fsdp1.api import (
     StateDictSettings,
     StateDictType,
 )
-from .fsdp1.flat_parameter import FlatParameter
-from .fsdp1.optim_legacy import OptimStateKeyType
+from .fsdp1.optim_load import OptimStateKeyType
+from .fsdp1.state import FlatParameter
 from .fsdp1.wrapper import FullyShardedDataParallel
 from .fsdp2.fully_shard import fully_shard
 from .fsdp2.module import (

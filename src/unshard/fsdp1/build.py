@@ -48,10 +48,8 @@ from ..torch_private import (
     served_device_types,
     spec_of,
 )
-from .api import BackwardPrefetch, WrapperPolicy, policy_for
-from .flat_parameter import FLAT_PARAM, Handle, flat_sharded_of
-from .groups import check_tensor_parallel
-from .state import Call, CastBuffers, WrapperState
+from .api import BackwardPrefetch, WrapperPolicy, check_tensor_parallel, policy_for
+from .state import FLAT_PARAM, Call, CastBuffers, Handle, WrapperState, flat_sharded_of
 
 Places = list[tuple[str, nn.Module, str]]
 """Full name of a parameter, its module, and its name in the module, for each place where it is registered."""

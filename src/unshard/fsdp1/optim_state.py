@@ -1,10 +1,12 @@
-"""Optimizer state of a wrapped model by the names of the original parameters: saving and loading."""
+"""Optimizer state of a wrapped model by the names of the original parameters; `optim_load.py` loads it."""
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,18 +14,80 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.order.waiting import SharedCall
-from ..errors import ArgumentError, StateError, listed
+from ..engine.api import FlatShardedParams
+from ..errors import ArgumentError, StateError, UnsupportedError, listed
 from ..names import clean_tensor_name, optimizer_parameters
-from ..state.model import OptimizedParam
+from ..state.model import OptimizedParam, optimized_param
 from ..state.optimizer import refuse_unknown_parameters
-from ..torch_private import as_dtensor, step_without_hooks
-from .api import StateDictSettings, StateDictType
-from .groups import tensor_parallel_groups
-from .optim_params import UnitParams, names_of, units_of
-from .sharded_tensors import all_gathered, full_tensor, full_value, shard_tensor, tp_local
+from ..torch_private import HELPERS, HelperCall, as_dtensor, helper_call, step_without_hooks
+from .api import StateDictSettings, StateDictType, tensor_parallel_groups
+from .full_params import all_gathered, full_value, shard_tensor
+from .state import WrapperState, flat_sharded_of, in_memory_order, shard_begins, wrapper_states
 from .state_dict import get_state_dict_type
 
 StateDict = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UnitParams:
+    """A unit with parameters, and their original names, in order."""
+
+    state: WrapperState
+    sharded: FlatShardedParams
+    names: tuple[str, ...]
+    parameters: list[tuple[nn.Parameter, list[OptimizedParam]]]
+    """The parameters that an optimizer has, each with the original parameters inside it."""
+
+    @property
+    def group(self) -> Any:
+        """The process group of the ranks that hold the shards; None if the unit is not sharded."""
+        return self.state.call.groups.own if self.state.call.groups.traits.shards else None
+
+    def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's shard of one state, from the states of the optimizer's parameters, by number; zero otherwise."""
+        if states and not self.sharded.originals:
+            return next(iter(states.values()))
+        flat = torch.zeros_like(self.sharded.flat.local, dtype=dtype)
+        for number, begin in shard_begins(self.sharded, self.state.transports[0].rank):
+            if number in states:
+                here = in_memory_order(states[number], self.sharded.params[number])
+                flat[begin : begin + here.numel()] = here.to(flat.device)
+        return flat
+
+    def of_param(self, unsharded: torch.Tensor, number: int) -> torch.Tensor:
+        """A copy of one original parameter's elements of an unsharded state, in the parameter's shape."""
+        cut = self.sharded.params[number].sharding
+        return unsharded.as_strided(cut.shape, cut.stride, cut.begin).clone()  # type: ignore[arg-type, union-attr]
+
+
+def units_of(model: nn.Module) -> list[UnitParams]:
+    """The units below `model` that have parameters, in the order of `modules()`."""
+    paths = {id(module): clean_tensor_name(f"{name}.") if name else "" for name, module in model.named_modules()}
+    found = []
+    for state in wrapper_states(model):
+        sharded = flat_sharded_of(state.unit)
+        if sharded is None:
+            continue
+        first = [param.locations[0] for param in sharded.params]
+        names = tuple(f"{paths.get(id(each.module()), '')}{each.name}" for each in first)
+        group = state.unit.param_groups[0]
+        pairs = [optimized_param(name, group, param) for name, param in zip(names, sharded.params, strict=True)]
+        parameters = [(parameter, [inside]) for parameter, inside in pairs]
+        if not sharded.originals:
+            parameters = [(sharded.flat.sharded, [inside for _, inside in pairs])]
+        found.append(UnitParams(state, sharded, names, parameters))
+    return found
+
+
+def names_of(model: nn.Module, units: list[UnitParams]) -> dict[int, list[str]]:
+    """Original names by the parameter's id; a flat parameter has several."""
+    names = {id(parameter): [clean_tensor_name(name)] for name, parameter in model.named_parameters()}
+    for unit in units:
+        names.update({id(parameter): [each.name for each in inside] for parameter, inside in unit.parameters})
+    return names
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -47,17 +111,17 @@ def optim_state_dict(
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     keys = _keys(optim, given, model)
     if for_loading:
-        given = _with_first_states(optim, given, keys)
+        given = with_first_states(optim, given, keys)
     for unit in units:  # also those that this optimizer does not step: another rank's may
         held = enumerate(id(parameter) for parameter, _ in unit.parameters)
         own = {number: given["state"].get(keys[key], {}) for number, key in held if key in keys}
         state.update(_unsharded_states(unit, own, settings))
-    sharded = _sharded_ids(units)
+    sharded = sharded_ids(units)
     for parameter in optimizer_parameters(optim):
         own_state = given["state"].get(keys.get(id(parameter)))
         if own_state and id(parameter) not in sharded:
             (name,) = names[id(parameter)]
-            state.setdefault(name, {key: _copy(value) for key, value in own_state.items()})
+            state.setdefault(name, {key: copied(value) for key, value in own_state.items()})
     if getattr(settings.optim_state_dict_config, "rank0_only", False) and dist.get_rank(group) != 0:
         return {}
     if "param_groups" not in given:
@@ -85,7 +149,7 @@ def _keys(optim: torch.optim.Optimizer, given: StateDict, model: nn.Module) -> d
     return {id(parameter): key for parameter, key in zip(own, keys or range(len(own)), strict=True)}
 
 
-def _sharded_ids(units: list[UnitParams]) -> set[int]:
+def sharded_ids(units: list[UnitParams]) -> set[int]:
     return {id(parameter) for unit in units for parameter, _ in unit.parameters}
 
 
@@ -115,7 +179,7 @@ def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: Sta
         for number in having:
             for member in originals(number):
                 if unsharded is None:
-                    result[unit.names[member]][name] = _copy(described[number][name][1])
+                    result[unit.names[member]][name] = copied(described[number][name][1])
                 else:
                     of_param = as_dtensor(unit.of_param(unsharded, member), unit.sharded.params[member].tp_spec)
                     result[unit.names[member]][name] = _to_save(unit, of_param, settings)
@@ -132,7 +196,7 @@ def _describe(value: Any, numel: int) -> tuple[str, Any]:
     return "same", value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy tensors: optimizers count steps in place, so parameters must not share a counter."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -201,153 +265,10 @@ def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSetti
     return full.cpu() if offload else full
 
 
-# -- loading ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def optim_state_dict_to_load(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    optim_state_dict: StateDict,
-    is_named_optimizer: bool = False,
-    load_directly: bool = False,
-    group: Any = None,
-    settings: StateDictSettings | None = None,
-) -> StateDict:
-    """The argument for `optim.load_state_dict`, with this rank's shards. `load_directly` also loads it."""
-    settings = settings or get_state_dict_type(model)
-    if getattr(settings.optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = broadcast_states(optim_state_dict, group)
-    _require_state_dict(optim, optim_state_dict)
-    given, units = optim_state_dict["state"], units_of(model)
-    names = names_of(model, units)
-    refuse_unknown_parameters(optim, names, ArgumentError)
-    _warn_about_missing(optim, names, given)
-    loaded: dict[int, StateDict] = {}
-    for unit in units:
-        process_group, device = unit.state.call.groups.own, unit.state.unit.device
-        unsharded = {
-            name: {key: full_tensor(value, process_group, device) for key, value in given[name].items()}
-            for name in unit.names
-            if name in given
-        }
-        for number, (parameter, inside) in enumerate(unit.parameters):
-            own = {each.name: unsharded[each.name] for each in inside if each.name in unsharded}
-            if any(own.values()):
-                loaded[id(parameter)] = _sharded_states(unit, number, own)
-    state: dict[Any, StateDict] = {}
-    sharded = _sharded_ids(units)
-    current = {id(parameter): name for name, parameter in model.named_parameters()} if is_named_optimizer else None
-    for number, parameter in enumerate(optimizer_parameters(optim)):
-        name = names[id(parameter)][0]
-        key = number if current is None else current[id(parameter)]
-        if id(parameter) in loaded:
-            state[key] = loaded[id(parameter)]
-        elif name in given and id(parameter) not in sharded:
-            state[key] = dict(given[name])
-    result: StateDict = {"state": state}
-    if "param_groups" in optim_state_dict:
-        result["param_groups"] = _param_groups(optim, optim_state_dict["param_groups"], names, current)
-        if is_named_optimizer:  # PyTorch's compare the keys with those that they would save
-            for mine, theirs in zip(optim.state_dict()["param_groups"], result["param_groups"], strict=False):
-                theirs.update({key: value for key, value in mine.items() if key not in theirs})
-    if load_directly:
-        optim.load_state_dict(result)
-    return result
-
-
-def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) -> StateDict:
-    """This rank's state of the optimizer's parameter `number`, from full states of the original ones inside it."""
-    result: StateDict = {}
-    param, inside = unit.sharded.params[number], unit.parameters[number][1]
-    for name in dict.fromkeys(name for states in own.values() for name in states):
-        values = {each: states[name] for each, states in own.items() if name in states}
-        _check_states(name, values, inside)
-        first = next(iter(values.values()))
-        if not isinstance(first, torch.Tensor) or first.ndim == 0:
-            result[name] = _copy(first)
-        elif unit.sharded.originals and param.sharding.world == 1:
-            result[name] = tp_local(param, first).clone()
-        else:
-            local = param.local if unit.sharded.originals else unit.sharded.flat.local
-            result[name] = torch.zeros_like(local, dtype=first.dtype)
-            for each in inside:
-                each.fill(result[name], values[each.name])
-    return result
-
-
-def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam]) -> None:
-    """Refuse states that cannot become one: a flat parameter needs those of all its parameters, each in its shape."""
-    first, one = next(iter(values.items()))
-    missing = [each.name for each in inside if each.name not in values]
-    if missing:
-        raise ArgumentError(
-            f"The optimizer state to load has {name!r} for {first!r}, but not for {', '.join(missing)}, in the "
-            "same flat parameter: its state is one tensor. Add it, or wrap with use_orig_params=True."
-        )
-    is_single = not isinstance(one, torch.Tensor) or one.ndim == 0
-    for param in inside:
-        value, expected = values[param.name], param.part.shape
-        if is_single and param.name != first and not _same(one, value):
-            raise ArgumentError(
-                f"The optimizer state to load has {name!r} = {one} for {first!r}, and {value} for {param.name!r} in "
-                "the same flat parameter, which has one. Make them equal, or wrap with use_orig_params=True."
-            )
-        if isinstance(value, torch.Tensor) and value.ndim > 0 and tuple(value.shape) != expected:
-            raise ArgumentError(
-                f"The optimizer state to load has {name!r} of shape {tuple(value.shape)} for {param.name!r}, "
-                f"expected {expected}, the parameter's. Is it a state dict of this model, from optim_state_dict?"
-            )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return True if two states without dimensions are equal, on whichever devices."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other)
-    return other.ndim == 0 and one.dtype == other.dtype and one.item() == other.item()
-
-
-def _require_state_dict(optim: Any, given: Any) -> None:
-    if isinstance(given, torch.optim.Optimizer) or isinstance(optim, dict):
-        raise ArgumentError(
-            "optim_state_dict_to_load takes (model, optim, optim_state_dict): the optimizer and its state dict are the "
-            "other way round."
-        )
-    if not isinstance(given, dict) or "state" not in given:
-        found = (
-            f"one with the keys {sorted(map(str, given))}" if isinstance(given, dict) else f"a {type(given).__name__}"
-        )
-        raise ArgumentError(f"optim_state_dict must be what optim_state_dict() returned, got {found}.")
-
-
-def _param_groups(
-    optim: Any, given: list[StateDict], names: dict[int, list[str]], current: dict[int, str] | None
-) -> list[StateDict]:
-    """The options of the given groups, with the optimizer's own numbers (or current names) of the parameters."""
-    groups: list[StateDict] = []
-    numbers = iter(range(len(optimizer_parameters(optim))))
-    by_name = {name: each for each in given for name in each["params"]}
-    for mine in optim.param_groups:
-        own = [name for parameter in mine["params"] for name in names[id(parameter)]]
-        source = next((by_name[name] for name in own if name in by_name), given[min(len(groups), len(given) - 1)])
-        params = [next(numbers) if current is None else current[id(each)] for each in mine["params"]]
-        groups.append({**{key: value for key, value in source.items() if key != "params"}, "params": params})
-    return groups
-
-
-def broadcast_states(optim_state_dict: StateDict | None, group: Any = None) -> StateDict:
-    """Rank 0's state dict, on all ranks."""
-    holder = [optim_state_dict]
-    group = dist.group.WORLD if group is None else group
-    with SharedCall("broadcast optimizer state", [group], meet=True):
-        dist.broadcast_object_list(holder, group=group, group_src=0)
-    return holder[0]  # type: ignore[return-value]
-
-
 # -- the state that the first step would create ----------------------------------------------------------------------
 
 
-def _first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
+def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
     """The state that the first step would create for each of these parameters, by id.
 
     The optimizer steps zeros of the same shapes, with gradients of zero, so neither it nor the parameters change.
@@ -368,11 +289,11 @@ def _first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Paramete
     return {key: created[zero] for key, zero in zeros.items() if created.get(zero)}
 
 
-def _with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
+def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
     """The optimizer's own state dict `given`, with state for all parameters that a step would create some for."""
-    without = [each for each in _trainable(optim) if not given["state"].get(keys[id(each)])]
+    without = [each for each in trainable(optim) if not given["state"].get(keys[id(each)])]
     try:
-        created = _first_states(optim, without) if without else {}
+        created = first_states(optim, without) if without else {}
     except Exception as error:
         raise StateError(
             f"{type(optim).__name__} did not create its state in a step with gradients of zero ({error}). Take a step "
@@ -381,34 +302,60 @@ def _with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dic
     return {**given, "state": {**given["state"], **{keys[key]: states for key, states in created.items()}}}
 
 
-def _warn_about_missing(optim: Any, names: dict[int, list[str]], given: StateDict) -> None:
-    """Warn about parameters without state in `given`, the state to load, if a step would create some."""
-    if not isinstance(optim, torch.optim.Optimizer):
-        return
-    missing = {id(each) for each in _trainable(optim) if not any(given.get(name) for name in names[id(each)])}
-    without: list[str] = []
-    for group in optim.param_groups:
-        own = [each for each in group["params"] if id(each) in missing]
-        if own and _creates_state(optim, min(own, key=torch.Tensor.numel)):
-            without += [name for each in own for name in names[id(each)]]
-    if without:
-        warnings.warn(
-            f"The optimizer state to load has no state for {len(without)} parameters of this {type(optim).__name__} "
-            f"({listed(map(repr, without))}): they start without. torch.distributed.checkpoint.load fills only what "
-            "is in the state dict that it is given, and an optimizer that has taken no step has no state. If the "
-            "checkpoint has some, pass FullyShardedDataParallel.optim_state_dict(model, optim, for_loading=True) to "
-            "load.",
-            stacklevel=5,
+def trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Parameters that a step can change on this rank; those without elements here have their state elsewhere."""
+    return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]
+
+
+# -- PyTorch's checkpoint helpers ------------------------------------------------------------------------------------
+
+ASKED_FOR = "_fqn_modifiers"
+"""The method that the helpers call on every module first: it returns names of children to omit from state dicts."""
+
+DROPIN = "unshard.dropin.install() at the start of the program makes these functions work, too"
+
+
+def answer(module: nn.Module, inner: Callable[[], Any], wrapped: bool) -> Any:
+    """The result of `_fqn_modifiers()` of a sharded module: `inner()`, unless the helper would get the names wrong.
+
+    `wrapped`: a wrapper adds a prefix to the names of its parameters, but not in state dicts.
+    """
+    call = helper_call()
+    if call is not None and not call.knows_wrapper:
+        _refuse_optimizers(module, call)
+        if wrapped and call.name.startswith("set_") and call.full_state_dict:
+            raise UnsupportedError(
+                f"{HELPERS}.{call.name} does not know the names of unshard's FullyShardedDataParallel: with "
+                "full_state_dict=True it would not find its parameters in the state dict. Call "
+                f"model.load_state_dict(state_dict) with the full state dict on all ranks. {DROPIN}."
+            )
+    return inner()
+
+
+def _refuse_optimizers(module: nn.Module, call: HelperCall) -> None:
+    """Refuse optimizers of wrapped models: their state is a plain tensor that differs on each rank."""
+    theirs = {id(each) for optim in call.optimizers for each in optimizer_parameters(optim)}
+    for unit in units_of(module) if theirs else ():
+        if theirs.isdisjoint(id(parameter) for parameter, _ in unit.parameters):
+            continue
+        raise UnsupportedError(
+            f"{HELPERS}.{call.name} does not know unshard's FullyShardedDataParallel: it would take each rank's shard "
+            f"of the optimizer state of {unit.state.unit} for all of it, and a checkpoint would keep one rank's. "
+            "Call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save and "
+            "FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state_dict) to load it, inside "
+            "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT) for "
+            f"torch.distributed.checkpoint. {DROPIN}."
         )
 
 
-def _creates_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    try:
-        return bool(_first_states(optim, [parameter]))
-    except Exception:  # a step that needs more than gradients probably keeps state
-        return True
+def attach_to_helpers(module: nn.Module) -> None:
+    """Give `_fqn_modifiers` to a module without a wrapper."""
+    reference = weakref.ref(module)  # a module must not refer to itself
 
+    def asked() -> Any:
+        alive = reference()
+        assert alive is not None
+        own = getattr(type(alive), ASKED_FOR, None)
+        return answer(alive, dict if own is None else partial(own, alive), wrapped=False)
 
-def _trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Parameters that a step can change on this rank; those without elements here have their state elsewhere."""
-    return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]
+    module.__dict__[ASKED_FOR] = asked

@@ -1,25 +1,35 @@
-"""State of a wrapped module (or of one that the legacy call sharded): its unit, arguments, buffers and hooks."""
+"""State of a module that was wrapped, or sharded by the legacy call: unit, flat parameter, arguments and buffers."""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.interface import Done, Label, Tensors, Transport, Work
-from ..engine.api import FSDPState, Phase, Precision, Root, Unit, division, state_of
+from ..comm.interface import Transport
+from ..engine.api import (
+    Dtypes,
+    FlatShardedParams,
+    FSDPState,
+    ManagedParam,
+    Phase,
+    Precision,
+    Root,
+    Unit,
+    division,
+    sharded_grads_of,
+    state_of,
+)
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
-from ..torch_private import dtensor_extensions, low_precision_of, never_compiled, own_buffers, root_mesh
-from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
-from .flat_parameter import Handle, flat_sharded_of
-from .groups import Groups
+from ..layout.flat import FlatOffsets
+from ..torch_private import dtensor_extensions, never_compiled, own_buffers, root_mesh
+from .api import CPUOffload, Groups, MixedPrecision, ShardingStrategy, default_settings
 
 
 class TrainingState(Enum):
@@ -97,22 +107,6 @@ class WrapperState(FSDPState):
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
         return self.own_buffers.original_dtypes()
-
-    def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let a user's hook reduce and divide the gradients."""
-        self.has_comm_hook = True
-        sharded = flat_sharded_of(self.unit)
-        if sharded is None:
-            return
-        originals = {param.sharded.dtype for param in sharded.params}
-        dtype = _compressed_dtype(hook, state, self.call.groups.own, originals)
-        if dtype is not None:
-            self.unit.param_groups[0].gradients.forget_buffers()
-            sharded.reduce_in(dtype)
-            return
-        self.unit.options.divide_factor, self.unit.options.divide_in_halves = 1.0, True
-        for group in self.unit.param_groups:
-            group.wrap_reduce_transport(lambda inner: HookedTransport(inner, state, hook))
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -262,70 +256,6 @@ def _cast(buffers: dict[str, torch.Tensor | None], name: str, dtype: torch.dtype
         buffers[name] = buffer.to(dtype)
 
 
-# -- `register_comm_hook` --------------------------------------------------------------------------------------------
-
-
-class HookedTransport(Transport):
-    """Gathers through the transport inside, and gives gradients to a user's hook.
-
-    The hook of a sharded unit gets (state, flat gradient, this rank's shard to fill). The hook of a unit that is not
-    sharded gets (state, gradient) and changes the gradient in place.
-    """
-
-    def __init__(self, inner: Transport, state: Any, hook: Callable[..., Any]):
-        self._inner, self._state, self._hook = inner, state, hook
-        self.rank, self.world = inner.rank, inner.world
-        self.traits = dataclasses.replace(inner.traits, reduces_in_place=False, waits_in_stream=False)
-        self.pool = inner.pool
-
-    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
-        return self._inner.all_gather(outputs, inputs, label=label)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        for output, unreduced in zip(outputs, inputs, strict=True):
-            if self.world > 1:
-                self._call_hook(unreduced, output)
-            else:  # one rank: the unit is not sharded
-                self._call_hook(unreduced)
-                output.copy_(unreduced[: output.numel()])
-        return Done()
-
-    def all_reduce(self, tensors: list[torch.Tensor], *, label: Label | None = None, average: bool) -> Work:
-        for tensor in tensors:
-            self._call_hook(tensor)
-        return Done()
-
-    def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        return self._inner.carrier(dtype)
-
-    def _call_hook(self, *tensors: torch.Tensor) -> None:
-        """Call the hook and copy its result back if necessary.
-
-        PyTorch's low-precision hooks (`torch.distributed.algorithms._comm_hooks.default_hooks`) replace the memory of
-        the tensors that they get.
-        """
-        given = [each.detach() for each in tensors]
-        self._hook(self._state, *given)
-        if given[-1].data_ptr() != tensors[-1].data_ptr():
-            tensors[-1].copy_(given[-1])
-
-
-def _compressed_dtype(hook: Callable[..., Any], state: Any, group: Any, originals: set[torch.dtype]) -> Any:
-    """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
-
-    The engine then reduces in that dtype itself, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
-    `originals`: the dtypes of the unit's parameters.
-    """
-    usual = division(group.size(), 1, frozenset(), None, False, in_halves=True)
-    factors = (
-        getattr(state, "gradient_predivide_factor", None),
-        getattr(state, "gradient_postdivide_factor", None),
-    )
-    same_ranks = getattr(state, "process_group", None) is group and factors == (usual.before, usual.after)
-    restores = {getattr(state, "parameter_type", None)} == originals
-    return low_precision_of(hook) if same_ranks and restores else None
-
-
 # -- functions of PyTorch's `_traversal_utils` that programs call ----------------------------------------------------
 
 
@@ -348,3 +278,191 @@ def _get_fsdp_states(module: nn.Module) -> list[Any]:
 def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
     """Handles of the units that have parameters."""
     return [state.handle for state in wrapper_states(module) if state.handle is not None]
+
+
+# -- `FlatParameter` and the handle of a flat unit, with the attributes that programs read in PyTorch ----------------
+
+
+FLAT_PARAM = "_flat_param"
+_IS_FLAT_PARAM = "_is_flat_param"
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    """Makes plain parameters with an attribute instances: optimizers use no fused kernels for subclasses."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, _IS_FLAT_PARAM, False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """All parameters of a unit as one 1-D tensor. At rest it is this rank's shard, including padding.
+
+    `_fqns`, `_shapes`, `_numels`: names, shapes and sizes of the original parameters. `_numels_with_padding`: also the
+    padding between them. `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has
+    memory only while the unit is unsharded. `_mp_shard`: exists if the unit computes in another dtype, and never has
+    memory, because the shard is cast directly into the unsharded buffer.
+    """
+
+
+class ParamInfo(NamedTuple):
+    """The module and the name that an original parameter is registered under."""
+
+    param_name: str
+    module: nn.Module | None
+    module_name: str
+
+
+class SharedParamInfo(NamedTuple):
+    """A further registration of a shared parameter, and its first one (`prim_`)."""
+
+    param_name: str
+    module: nn.Module | None
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module | None
+    prim_module_name: str
+
+
+class Handle:
+    """The handle of one unit. It copies nothing and reads everything from the unit."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded: FlatShardedParams,
+        flat: FlatOffsets,
+        shards: Transport,
+        strategy: ShardingStrategy,
+    ):
+        self._module = weakref.ref(module)
+        self._sharded, self._flat, self._shards = sharded, flat, shards
+        self._sharding_strategy = strategy
+        self._use_orig_params = sharded.originals
+        self._set_metadata()
+
+    @property
+    def flat_param(self) -> nn.Parameter:
+        parameter = self._sharded.flat.sharded
+        if not getattr(parameter, _IS_FLAT_PARAM, False):
+            self._set_metadata()  # the parameter was replaced
+        self._set_tensors(parameter)
+        return parameter
+
+    @property
+    def _fully_sharded_module(self) -> nn.Module | None:
+        return self._module()
+
+    @property
+    def _dtypes(self) -> Dtypes:
+        return self._sharded.shard.segments.kinds[0]
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        return self._dtypes.original
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        return self._dtypes.compute
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._dtypes.reduce
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        return self._shards.world > 1
+
+    @property
+    def rank(self) -> int:
+        return self._shards.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._shards.world
+
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        return self.flat_param.grad
+
+    def _set_tensors(self, parameter: Any) -> None:
+        """Set the attributes that change from step to step."""
+        flat, dtypes = self._sharded.flat, self._dtypes
+        self._set_param_infos(parameter)
+        parameter._local_shard = flat.local
+        empty = torch.empty(0, dtype=dtypes.compute, device=flat.local.device)
+        parameter._full_param_padded = empty if flat.padded is None else flat.padded
+        if dtypes.compute != dtypes.original:
+            parameter._mp_shard = empty
+            parameter._full_prec_full_param_padded = torch.empty(0, dtype=dtypes.original, device=flat.local.device)
+        if self._use_orig_params:
+            parameter.grad = self._gradient()
+
+    def _gradient(self) -> torch.Tensor | None:
+        """The sharded gradient, of which the gradients of the original parameters are views."""
+        dtype, numel = self._dtypes.gradient, self._sharded.flat.local.numel()
+        for grad in sharded_grads_of(self._sharded.parameters()):
+            return grad.flat(dtype, 0, numel)
+        if self._sharded.has_elements:
+            return None
+        # This rank has only padding, so there is no parameter whose gradient a user could clear or read.
+        return torch.zeros(numel, dtype=dtype, device=self._sharded.flat.local.device)
+
+    def _set_metadata(self) -> None:
+        """Set the attributes that never change: names, sizes and positions of the original parameters."""
+        params, flat = self._sharded.params, self._flat
+        parameter: Any = self._sharded.flat.sharded
+        setattr(parameter, _IS_FLAT_PARAM, True)
+        parameter._fqns = tuple(param.name for param in params)
+        parameter._shapes = tuple(torch.Size(param.sharding.shape) for param in params)
+        parameter._strides = tuple(param.sharding.stride for param in params)
+        parameter._numels = tuple(param.sharding.numel for param in params)
+        parameter._numels_with_padding = flat.padded
+        parameter._is_padding_mask = tuple(padding for _, padding in flat.numels)
+        parameter._num_params = len(params)
+        parameter._unpadded_unsharded_size = torch.Size((flat.length,))
+        parameter._padded_unsharded_size = torch.Size((flat.shard_numel * self._shards.world,))
+        parameter._sharded_size = torch.Size((flat.shard_numel,))
+        own = min(max(flat.length - self._shards.rank * flat.shard_numel, 0), flat.shard_numel)
+        parameter._shard_numel_padded = flat.shard_numel - own
+        parameter._params = [param.sharded for param in params] if self._use_orig_params else None
+        parameter._tensors = [None] * len(params) if self._use_orig_params else None
+
+    def _set_param_infos(self, parameter: Any) -> None:
+        """Set only when a program reads the parameter: the reference cycle keeps the modules alive."""
+        infos, shared = [], []
+        for param in self._sharded.params:
+            first, *others = [(location.name, location.module()) for location in param.locations]
+            path = param.name.rpartition(".")[0]
+            infos.append(ParamInfo(first[0], first[1], path))
+            shared += [SharedParamInfo(name, module, "", first[0], first[1], path) for name, module in others]
+        parameter._param_infos, parameter._shared_param_infos = tuple(infos), tuple(shared)
+        parameter._modules = {info.module for info in infos}
+
+
+def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
+    """The sharded parameters of a flat unit; None if the unit has no parameters."""
+    if not unit.param_groups:
+        return None
+    sharded = unit.param_groups[0].sharded
+    assert isinstance(sharded, FlatShardedParams)
+    return sharded
+
+
+def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
+    """Numbers of the parameters that `rank` has elements of, and the offsets of these in its shard."""
+    for region in sharded.shard.regions:  # one, or none if the unit has no elements here
+        yield from region.begins(region.runs[0], rank)
+
+
+def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:
+    """The elements of a parameter, its gradient or its state, in the order of the flat parameter.
+
+    A tensor of another shape than the parameter holds only this rank's elements, already in this order.
+    """
+    if tensor.shape != torch.Size(param.sharding.shape) or tensor.ndim == 1:
+        return tensor.reshape(-1)
+    stride = param.sharding.stride
+    if tuple(tensor.stride()) != stride:
+        ordered = torch.empty_strided(param.sharding.shape, stride, dtype=tensor.dtype, device=tensor.device)  # type: ignore[arg-type]
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((param.sharding.numel,), (1,), tensor.storage_offset())

@@ -36,10 +36,17 @@ from .api import (
     StateDictType,
     default_settings,
 )
-from .flat_parameter import FLAT_PARAM, flat_sharded_of
-from .sharded_tensors import full_tensor, full_value, is_sharded, offloaded, shard_flat, shard_tensor, tp_local
-from .state import WrapperState, wrapper_states
-from .summon import summon_full_params
+from .full_params import (
+    full_tensor,
+    full_value,
+    is_sharded,
+    offloaded,
+    shard_flat,
+    shard_tensor,
+    summon_full_params,
+    tp_local,
+)
+from .state import FLAT_PARAM, WrapperState, flat_sharded_of, wrapper_states
 
 Keys = list[tuple[str, ManagedParam, ParamLocation]]
 """Keys of a state dict, and the parameters that they name."""

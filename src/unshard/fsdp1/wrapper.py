@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.api import UnshardHandle, refuse_shared_memory, state_of
-from ..errors import ArgumentError, ConflictError, TrainingStateError, UnsupportedError
+from ..errors import TrainingStateError, UnsupportedError
 from ..names import FSDP_PREFIX, behind_checkpoints
 from ..torch_private import frame_not_compiled
-from . import optim_legacy
-from . import optim_state as optim_states
+from . import optim_load, optim_state
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,15 +26,17 @@ from .api import (
     checked_cpu_offload,
     checked_mixed_precision,
     checked_prefetch,
+    data_parallel_mesh,
+    resolve_groups,
 )
 from .auto_wrap import Policy, auto_wrap
 from .build import build_state, resolve_ignored
-from .clip import clip_grad_norm
-from .flat_parameter import Handle
-from .groups import data_parallel_mesh, resolve_groups
-from .optim_params import ASKED_FOR, answer
+from .full_params import summon_full_params
+from .gradients import clip_grad_norm, register_comm_hook
+from .optim_state import ASKED_FOR, answer
 from .state import (
     Call,
+    Handle,
     TrainingState,
     WrapperState,
     _get_fsdp_handles,
@@ -45,7 +46,6 @@ from .state import (
     wrapper_states,
 )
 from .state_dict import StateDictHandler, get_state_dict_type, set_state_dict_type, state_dict_type
-from .summon import summon_full_params
 
 FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 
@@ -267,16 +267,7 @@ class FullyShardedDataParallel(nn.Module):
 
         `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
         """
-        if not callable(hook):
-            raise ArgumentError(f"hook must be a function, got {hook!r}.")
-        states = states_below_root(self, "register_comm_hook", ConflictError)
-        for each in states:
-            if each.has_comm_hook:
-                raise ConflictError("A communication hook is already registered.")
-            if each.call.groups.replicas is not None:
-                raise ConflictError(f"{each.call.groups.strategy.name} reduces in two steps, which hooks cannot do.")
-        for each in states:
-            each.install_comm_hook(state, hook)
+        register_comm_hook(self, state, hook)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's own parameters. With `async_op`, only issue the all-gather; the handle waits."""
@@ -328,7 +319,7 @@ class FullyShardedDataParallel(nn.Module):
         has no state before its first step. `for_loading=True` adds the state that the first step would create, without
         changing the optimizer or the parameters.
         """
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
+        return optim_state.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -340,16 +331,16 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`."""
-        return optim_states.optim_state_dict_to_load(
+        return optim_load.optim_state_dict_to_load(
             model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
 
-    full_optim_state_dict = staticmethod(optim_legacy.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(optim_legacy.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(optim_legacy.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(optim_legacy.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(optim_legacy.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(optim_legacy.rekey_optim_state_dict)
+    full_optim_state_dict = staticmethod(optim_load.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_load.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_load.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_load.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_load.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_load.rekey_optim_state_dict)
 
     # -- attributes that programs read ----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Clips gradients by their total norm, however they are distributed, with one reduction of one number.
 
-`fsdp1/clip.py` computes the norm for wrapped models, and uses the checks and `clip` of this file. Gradient scalers use
-its last part: local gradients, and the ranks that have to agree on them.
+`fsdp1/gradients.py` computes the norm for wrapped models, and uses the checks and `clip` of this file. Gradient scalers
+use its last part: local gradients, and the ranks that have to agree on them.
 """
 
 from __future__ import annotations

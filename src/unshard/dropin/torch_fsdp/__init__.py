@@ -3,10 +3,13 @@
 from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
 from ...fsdp1.api import *
-from ...fsdp1.flat_parameter import FLAT_PARAM, FlatParameter, ParamInfo, SharedParamInfo
-from ...fsdp1.groups import STRATEGIES
-from ...fsdp1.optim_legacy import OptimStateKeyType
+from ...fsdp1.api import STRATEGIES
+from ...fsdp1.optim_load import OptimStateKeyType
 from ...fsdp1.state import (
+    FLAT_PARAM,
+    FlatParameter,
+    ParamInfo,
+    SharedParamInfo,
     TrainingState,
     _get_fsdp_handles,
     _get_fsdp_states,

@@ -1,14 +1,12 @@
-"""`clip_grad_norm_` of a wrapped model: the norm of gradients that are sharded as flat parameters.
-
-`optim/clip.py` checks the arguments and scales. Only the norm differs: it adds up in PyTorch's order and in float32, so
-that equal gradients have a bitwise identical norm.
-"""
+"""Gradients of a wrapped model: `clip_grad_norm_` and `register_comm_hook`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.interface import Done, Label, Tensors, Transport, Work
 from ..comm.order.waiting import SharedCall
+from ..engine.api import division
+from ..errors import ArgumentError, ConflictError
 from ..optim.clip import CLIP, checked_limit, checked_order, clip
-from ..torch_private import foreach_norm
-from .flat_parameter import flat_sharded_of, shard_begins
-from .groups import Groups
-from .state import WrapperState, wrapper_states
+from ..torch_private import foreach_norm, low_precision_of
+from .api import Groups
+from .state import WrapperState, flat_sharded_of, shard_begins, states_below_root, wrapper_states
 
 Params = dict[nn.Parameter, None]
 """An ordered set."""
@@ -146,3 +146,93 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
     dtype = functools.reduce(torch.promote_types, [each.dtype for each in gradients], torch.float32)
     norms = [each.to(gradients[0].device) for each in foreach_norm(gradients, order, dtype=dtype)]
     return torch.linalg.vector_norm(torch.stack(norms), order, dtype=dtype).to(device, torch.float32)
+
+
+# -- `register_comm_hook` --------------------------------------------------------------------------------------------
+
+
+def register_comm_hook(root: nn.Module, hook_state: object, hook: Callable[..., Any]) -> None:
+    """Let a user's hook reduce and divide the gradients of all units below `root`."""
+    if not callable(hook):
+        raise ArgumentError(f"hook must be a function, got {hook!r}.")
+    states = states_below_root(root, "register_comm_hook", ConflictError)
+    for state in states:
+        if state.has_comm_hook:
+            raise ConflictError("A communication hook is already registered.")
+        if state.call.groups.replicas is not None:
+            raise ConflictError(f"{state.call.groups.strategy.name} reduces in two steps, which hooks cannot do.")
+    for state in states:
+        state.has_comm_hook = True
+        sharded = flat_sharded_of(state.unit)
+        if sharded is None:
+            continue
+        group, options = state.unit.param_groups[0], state.unit.options
+        originals = {param.sharded.dtype for param in sharded.params}
+        dtype = _compressed_dtype(hook, hook_state, state.call.groups.own, originals)
+        if dtype is not None:
+            group.gradients.forget_buffers()
+            sharded.reduce_in(dtype)
+        else:
+            options.divide_factor, options.divide_in_halves = 1.0, True
+            group.wrap_reduce_transport(lambda inner: HookedTransport(inner, hook_state, hook))
+
+
+class HookedTransport(Transport):
+    """Gathers through the transport inside, and gives gradients to a user's hook.
+
+    The hook of a sharded unit gets (state, flat gradient, this rank's shard to fill). The hook of a unit that is not
+    sharded gets (state, gradient) and changes the gradient in place.
+    """
+
+    def __init__(self, inner: Transport, state: Any, hook: Callable[..., Any]):
+        self._inner, self._state, self._hook = inner, state, hook
+        self.rank, self.world = inner.rank, inner.world
+        self.traits = dataclasses.replace(inner.traits, reduces_in_place=False, waits_in_stream=False)
+        self.pool = inner.pool
+
+    def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
+        return self._inner.all_gather(outputs, inputs, label=label)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
+        for output, unreduced in zip(outputs, inputs, strict=True):
+            if self.world > 1:
+                self._call_hook(unreduced, output)
+            else:  # one rank: the unit is not sharded
+                self._call_hook(unreduced)
+                output.copy_(unreduced[: output.numel()])
+        return Done()
+
+    def all_reduce(self, tensors: list[torch.Tensor], *, label: Label | None = None, average: bool) -> Work:
+        for tensor in tensors:
+            self._call_hook(tensor)
+        return Done()
+
+    def carrier(self, dtype: torch.dtype) -> torch.dtype:
+        return self._inner.carrier(dtype)
+
+    def _call_hook(self, *tensors: torch.Tensor) -> None:
+        """Call the hook and copy its result back if necessary.
+
+        PyTorch's low-precision hooks (`torch.distributed.algorithms._comm_hooks.default_hooks`) replace the memory of
+        the tensors that they get.
+        """
+        given = [each.detach() for each in tensors]
+        self._hook(self._state, *given)
+        if given[-1].data_ptr() != tensors[-1].data_ptr():
+            tensors[-1].copy_(given[-1])
+
+
+def _compressed_dtype(hook: Callable[..., Any], state: Any, group: Any, originals: set[torch.dtype]) -> Any:
+    """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
+
+    The engine then reduces in that dtype itself, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
+    `originals`: the dtypes of the unit's parameters.
+    """
+    usual = division(group.size(), 1, frozenset(), None, False, in_halves=True)
+    factors = (
+        getattr(state, "gradient_predivide_factor", None),
+        getattr(state, "gradient_postdivide_factor", None),
+    )
+    same_ranks = getattr(state, "process_group", None) is group and factors == (usual.before, usual.after)
+    restores = {getattr(state, "parameter_type", None)} == originals
+    return low_precision_of(hook) if same_ranks and restores else None
