@@ -3,7 +3,7 @@
 from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture
 from .comm.agreement import sync_module_states
-from .comm.user_collectives import AllGather, Comm, ReduceScatter
+from .comm.interface import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
 from .errors import CheckpointError, CollectiveError, OrderError, UnshardError
 from .fsdp1.api import (

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 
 from unshard.comm.order.check import WARN_SECONDS
-from unshard.comm.order.peers import RECENT, Peers, absent_ranks, first_line_of, raised_lately
-from unshard.comm.order.store import Announcement
+from unshard.comm.order.peers import RECENT, Announcement, Peers, absent_ranks, first_line_of, raised_lately
 
 MINE = Announcement(0, issued=50)
 
@@ -89,9 +88,10 @@ def test_when_a_rank_says_that_it_waits(
     they: Announcement, limit: float, said: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     announcer = SimpleNamespace(interval=5.0, add=lambda peers: None, last_raised={})
-    store = SimpleNamespace(name="", rank=0, ranks=[0, 1], announcements=lambda: [they])
+    store = SimpleNamespace(name="", rank=0, ranks=[0, 1])
     progress, now = SimpleNamespace(last_announced=lambda: (50, "all-gather unit 'b'")), 1000.0
     peers, times = Peers(store, announcer, progress, warn_seconds=min(WARN_SECONDS, limit)), []
+    peers.others = lambda: [they]
     with mock.patch("time.time", lambda: now):
         peers.position(now)
     for seconds in range(0, 300, 5):

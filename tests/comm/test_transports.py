@@ -31,8 +31,7 @@ from unshard.comm.groups import group_like, group_of
 from unshard.comm.interface import Label, Transport, Work
 from unshard.comm.order import check, waiting
 from unshard.comm.process_group import ProcessGroupTransport
-from unshard.comm.transports import OrderCheckedTransport, SoloTransport, SplitTransport, transport_for
-from unshard.comm.user_collectives import PluginTransport
+from unshard.comm.transports import OrderCheckedTransport, PluginTransport, SoloTransport, SplitTransport, transport_for
 from unshard.errors import OrderError, UnsupportedError
 from unshard.torch_private import group_timeout, number_of_groups
 

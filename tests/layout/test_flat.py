@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from unshard.layout.collective_tensors import Grouping, LayoutParam, lay_out
-from unshard.layout.flat import FLAT_LAYOUT, FlatSharding, flat_offsets, is_dense
+from unshard.layout.collective_tensors import FLAT_LAYOUT, Grouping, LayoutParam, lay_out
+from unshard.layout.shardings import FlatSharding, flat_offsets, is_dense
 
 NUMELS = (15, 5, 15, 3)
 

@@ -15,7 +15,7 @@ from unshard.layout.collective_tensors import (
     RegionRange,
     lay_out,
 )
-from unshard.layout.rows import RowSharding
+from unshard.layout.shardings import RowSharding
 
 collective_regions = ROW_LAYOUT.collective_regions
 

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
 from ..state.boxes import Box, full_box
-from ..state.model import HeldTensor, ModelState, model_state
-from ..state.optimizer import check_optimizer
+from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from .files import CheckpointFiles
 from .folders import later_than, resolve
 from .manifest import Manifest

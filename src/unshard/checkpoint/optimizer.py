@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from ..engine.api import finish_steps, shard_ranges_of
 from ..errors import CheckpointError, listed
 from ..state.boxes import Part, whole
-from ..state.model import HeldTensor, ModelState, OptimizedParam
-from ..state.optimizer import is_sharded, params_of, part_of_state
+from ..state.model import HeldTensor, ModelState, OptimizedParam, is_sharded, params_of, part_of_state
 from ..torch_private import local_of, make_dtensor, spec_of
 from .matching import Differences
 from .plan import TensorEntry

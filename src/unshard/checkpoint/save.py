@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
 from ..state.boxes import whole
-from ..state.model import HeldTensor, ModelState, model_state
-from ..state.optimizer import check_optimizer
+from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from . import storage
 from .files import host_buffers, padding_after, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only

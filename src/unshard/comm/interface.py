@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..layout.collective_tensors import PACK_SMALL, PackingRule
 from .groups import Pool
@@ -137,3 +138,44 @@ class Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class Comm(ABC):
+    """A user's collective, which also allocates the tensors that it works on."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor for the collective to work on."""
+
+
+class AllGather(Comm):
+    """A user's all-gather.
+
+    A subclass may also define `gather_many(outputs, inputs, group) -> Work | None`, which gathers several tensors of
+    several dtypes at once, directly into the parameters' memory. Then nothing is allocated or copied.
+    """
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        """Fill `output_tensor` with the `input_tensor` of every rank. The input is this rank's piece of the output."""
+
+
+class ReduceScatter(Comm):
+    """A user's reduce-scatter.
+
+    A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, which reduces several
+    tensors at once, as `AllGather.gather_many` does.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Fill `output_tensor` with this rank's piece of the reduced `input_tensor`s."""

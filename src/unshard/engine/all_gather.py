@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from ..comm.interface import Done, Label, Transport, Work
 from ..layout.collective_tensors import Region, RegionRange, lay_out
-from ..layout.rows import RowSharding
+from ..layout.shardings import RowSharding
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import foreach_copy, local_of, make_dtensor, no_transforms
 from . import side_stream

@@ -13,8 +13,17 @@ from .param_group import ParamGroup, param_group_of
 from .params.flat_sharded import FlatShardedParams
 from .params.module_casts import ModuleBuffers, boundary_policy, cast_boundaries, warn_of_rounding
 from .params.offload import OffloadPlan, offload_plan_for
-from .params.param import ManagedParam, ParamLocation, location_of, unregistered_location_of, unsharded_name
-from .params.quantized import attributes_of, is_packed, load_quant_states, set_quant_state
+from .params.param import (
+    ManagedParam,
+    ParamLocation,
+    attributes_of,
+    is_packed,
+    load_quant_states,
+    location_of,
+    set_quant_state,
+    unregistered_location_of,
+    unsharded_name,
+)
 from .params.sharded import ShardedParams
 from .reduction import division
 from .root import Root

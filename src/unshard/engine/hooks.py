@@ -46,8 +46,7 @@ from .forward_tensors import (
 from .observer import traced
 from .optimizer_steps import watch_optimizers
 from .params.module_casts import CastBoundary, ModuleBuffers
-from .params.param import ManagedParam, ParamLocation
-from .params.quantized import load_quant_states
+from .params.param import ManagedParam, ParamLocation, load_quant_states
 from .root import Root
 from .states import Options, ParamState, Phase, Precision
 from .transport_settings import TransportSettings

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..comm.interface import Pool, Transport
-from ..comm.transports import separate_is_faster, transport_for
-from ..comm.user_collectives import AllGather, PluginTransport, ReduceScatter
+from ..comm.interface import AllGather, Pool, ReduceScatter, Transport
+from ..comm.transports import PluginTransport, separate_is_faster, transport_for
 from ..errors import ConflictError, StateError
 from .param_group import ParamGroup
 from .states import GradState

@@ -36,7 +36,7 @@ from ..engine.api import (
     unregistered_location_of,
 )
 from ..errors import ArgumentError, ArgumentTypeError, PolicyError, StateError
-from ..layout.flat import FlatSharding, flat_offsets, is_dense
+from ..layout.shardings import FlatSharding, flat_offsets, is_dense
 from ..names import behind_checkpoints, modules_until
 from ..policies import CPUOffloadPolicy, OffloadPolicy
 from ..torch_private import (

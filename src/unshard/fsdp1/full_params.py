@@ -18,7 +18,7 @@ from ..comm.order.waiting import SharedCall
 from ..comm.transports import transport_for
 from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
 from ..errors import ConflictError, UnsupportedError
-from ..layout.rows import RowSharding
+from ..layout.shardings import RowSharding
 from ..torch_private import (
     ShardedTensor,
     as_dtensor,

@@ -14,8 +14,7 @@ from torch import nn
 from ..comm.order.waiting import SharedCall
 from ..errors import ArgumentError, listed
 from ..names import clean_tensor_name, optimizer_parameters
-from ..state.model import OptimizedParam
-from ..state.optimizer import refuse_unknown_parameters
+from ..state.model import OptimizedParam, refuse_unknown_parameters
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -17,8 +17,7 @@ from ..comm.order.waiting import SharedCall
 from ..engine.api import FlatShardedParams
 from ..errors import ArgumentError, StateError, UnsupportedError, listed
 from ..names import clean_tensor_name, optimizer_parameters
-from ..state.model import OptimizedParam, optimized_param
-from ..state.optimizer import refuse_unknown_parameters
+from ..state.model import OptimizedParam, optimized_param, refuse_unknown_parameters
 from ..torch_private import HELPERS, HelperCall, as_dtensor, helper_call, step_without_hooks
 from .api import StateDictSettings, StateDictType, tensor_parallel_groups
 from .full_params import all_gathered, full_value, shard_tensor

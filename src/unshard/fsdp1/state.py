@@ -27,7 +27,7 @@ from ..engine.api import (
     state_of,
 )
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
-from ..layout.flat import FlatOffsets
+from ..layout.shardings import FlatOffsets
 from ..torch_private import dtensor_extensions, never_compiled, own_buffers, root_mesh
 from .api import CPUOffload, Groups, MixedPrecision, ShardingStrategy, default_settings
 

@@ -38,7 +38,7 @@ from ..engine.api import (
     warn_of_rounding,
 )
 from ..errors import AppliedTwiceError, ArgumentError, ArgumentTypeError, StateError, UnsupportedError
-from ..layout.rows import RowSharding
+from ..layout.shardings import RowSharding
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
 from ..torch_private import is_replicated, local_of, make_sharded_parameter, own_parameters, spec_of
 from .module import swap_class

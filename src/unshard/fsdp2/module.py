@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..comm.groups import pool_of_group, symmetric_pool
-from ..comm.user_collectives import AllGather, ReduceScatter
+from ..comm.interface import AllGather, ReduceScatter
 from ..engine.api import (
     FSDPState,
     ManagedParam,

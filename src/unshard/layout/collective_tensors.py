@@ -157,6 +157,32 @@ class RowLayout:
 ROW_LAYOUT = RowLayout()
 
 
+class FlatLayout:
+    """The unit is one region, whichever parameters a collective is for."""
+
+    same_unsharded = True
+
+    def collective_regions(
+        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
+    ) -> tuple[Region, ...]:
+        return tuple(self.unsharded_regions(items, members))
+
+    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
+        present = [index for index, item in enumerate(items) if item.sharding.numel]
+        if not present:
+            return []
+        first = items[present[0]]
+        if any(
+            item.segment != first.segment or item.sharding.shard_numel != first.sharding.shard_numel for item in items
+        ):
+            raise AssertionError("the parameters of a flat unit must have the same dtypes and the same shard size")
+        starts = tuple(items[index].sharding.begin for index in present)
+        return [Region((DtypeRun(first.segment, tuple(present), starts, first.sharding.shard_numel),), packed=False)]
+
+
+FLAT_LAYOUT = FlatLayout()
+
+
 def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], rule: PackingRule) -> set[int]:
     """Parameters with regions of their own."""
     possible = {index for index in members if not items[index].sharding.needs_copy}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..engine.api import ManagedParam
 from ..errors import CheckpointError
-from ..layout.flat import FlatSharding
+from ..layout.shardings import FlatSharding
 from ..torch_private import DTensorSpec, is_strided_shard, spec_of
 
 Interval = tuple[int, int]

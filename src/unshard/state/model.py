@@ -1,14 +1,15 @@
-"""Parameters and persistent buffers of a model that this rank holds, by name, without gathering anything."""
+"""The state of a model and its optimizer that this rank holds, by name, without gathering anything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..engine.api import (
     FlatShardedParams,
@@ -16,13 +17,16 @@ from ..engine.api import (
     ManagedParam,
     ParamGroup,
     Phase,
+    built_too_early,
     is_packed,
+    replaced_by_shards,
     set_quant_state,
     state_of,
+    unsharded_name,
 )
-from ..errors import CheckpointError
-from ..layout.flat import FlatSharding
-from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
+from ..errors import ArgumentError, CheckpointError, UnshardError
+from ..layout.shardings import FlatSharding
+from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name, optimizer_parameters
 from ..torch_private import (
     as_plain,
     changes_own_state,
@@ -32,6 +36,7 @@ from ..torch_private import (
     own_buffers,
     own_parameters,
     own_state,
+    spec_of,
 )
 from .boxes import Part, full_box, part_of_dtensor, part_of_param, whole
 
@@ -324,3 +329,61 @@ def _copy_in_place(module: nn.Module, values: dict[str, Any]) -> None:
     for name, target in own_state(module).items():
         if name in values and target.shape == values[name].shape:
             target.copy_(values[name])
+
+
+# -- the optimizer
+
+
+def check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be one torch.optim.Optimizer or None, got {optimizer!r}.")
+
+
+def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type[UnshardError]) -> None:
+    """Refuse parameters whose id is not in `known`: without a name, their state would be lost silently."""
+    unknown = [each for each in optimizer_parameters(optimizer) if id(each) not in known]
+    if not unknown:
+        return
+    why = ""
+    if replaced := list(replaced_by_shards(unknown).values()):
+        why = f": it {built_too_early(replaced)}"
+    elif any(unsharded_name(each) for each in unknown):
+        why = ": it was built while parameters were unsharded, in forward or summon_full_params"
+    raise error(
+        f"{len(unknown)} of the parameters of this {type(optimizer).__name__} are not in the model{why}. Build the "
+        "optimizer from model.parameters() of the sharded model, and pass that model."
+    )
+
+
+def params_of(optimizer: Optimizer, model: ModelState) -> list[list[tuple[Any, list[OptimizedParam]]]]:
+    """For each optimizer group, its parameters and the model's parameters inside them."""
+    refuse_unknown_parameters(optimizer, model.optimized, CheckpointError)
+    return [[(each, model.optimized[id(each)]) for each in group["params"]] for group in optimizer.param_groups]
+
+
+def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: Any) -> bool:
+    """Return True if a state has one value for each element of the parameter, like most state of torch's optimizers."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor):
+        return True
+    if not isinstance(value, DTensor) and (value.ndim == 0 or param.plain):
+        return False  # every rank has all of it
+    raise CheckpointError(
+        f"The optimizer's state {key!r} of {param.name!r} is a {type(value).__name__} of shape {tuple(value.shape)}, "
+        f"and the parameter has the shape {tuple(parameter.shape)}. State of sharded parameters must be numbers, or "
+        "tensors with a value for each element. Save such an optimizer with torch.distributed.checkpoint."
+    )
+
+
+def part_of_state(value: torch.Tensor, parameter: torch.Tensor, param: OptimizedParam) -> Part:
+    """The boxes that this rank holds of a sharded state."""
+    if isinstance(value, DTensor) and spec_of(value).placements != spec_of(parameter).placements:
+        return part_of_dtensor(param.name, value)
+    local = local_part(value)
+    if param.start is None and local.shape != local_part(parameter).shape:
+        raise CheckpointError(
+            f"An optimizer's state of {param.name!r} has the shape {tuple(local.shape)} on this rank, expected "
+            f"{tuple(local_part(parameter).shape)}."
+        )
+    return param.part

@@ -530,7 +530,7 @@ def _vary() -> None:
 @world(2)
 def test_keys_do_not_pile_up() -> None:
     """Beyond what is kept for slower ranks, old ones are deleted."""
-    with mock.patch("unshard.comm.order.store.KEPT", 20), quick(CHECKS_PER_LABEL=10**6):
+    with mock.patch("unshard.comm.order.sequence.KEPT", 20), quick(CHECKS_PER_LABEL=10**6):
         model = sharded()
         rng = random.Random(0)
         keys = []

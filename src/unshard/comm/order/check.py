@@ -22,8 +22,7 @@ import torch.distributed as dist
 from ...errors import CollectiveError, OrderError, UnshardError, listed
 from ...torch_private import group_timeout
 from .peers import RECENT, STEP, Peers, announcer_of_job, named
-from .sequence import Progress, shown
-from .store import OrderStore
+from .sequence import OrderStore, Progress, shown
 
 POLL_SECONDS = 5.0  # how long a rank waits before it looks for errors of other ranks
 PEER_SECONDS: float | None = None  # how long to wait for absent ranks; None: half the process group's timeout

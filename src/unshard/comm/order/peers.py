@@ -7,6 +7,7 @@ write it at once. A step neither writes nor reads keys. A rank whose wait fails 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -22,8 +24,7 @@ import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import job_store, line_of_program
-from .sequence import Progress
-from .store import Announcement, OrderStore, announce
+from .sequence import OrderStore, Progress
 
 RECENT = 16  # collectives that a rank can be ahead of another one that waits
 _RANKS_PER_SECOND = 100  # that write their keys, in a large job
@@ -53,6 +54,38 @@ FAILED_REMEDY = (
 _log = logging.getLogger("unshard")
 _announcers: set[Announcer] = set()
 _jobs: weakref.WeakKeyDictionary[Any, Announcer] = weakref.WeakKeyDictionary()  # by default process group
+
+
+@dataclass
+class Announcement:
+    """One rank's report about itself, with the values for the reader's process group."""
+
+    rank: int
+    written: float = 0.0
+    """Time of writing, by the clock of the rank. The rank writes every `Announcer.interval` seconds while it lives."""
+    count: int = 0
+    issued: int = -1
+    """Collectives issued in the process group, including the one about to be issued; -1: nothing is sharded over it."""
+    last: str = ""
+    since: float = 0.0
+    place: str = ""
+    """The line of the program that the main thread is at, or was at before the rank ended."""
+    raised: str = ""
+    raised_after: int = -1
+    """The value of `issued` when the last exception left forward or backward."""
+    raised_at: float = 0.0
+    waited_for: list[int] = field(default_factory=list)
+    """The ranks that did not take part in a collective, if that was the exception."""
+    ended: str = ""
+
+
+def _parsed(rank: int, value: bytes, group: str) -> Announcement:
+    if not value:
+        return Announcement(rank)
+    record = json.loads(value)
+    issued, last, since = record.pop("groups").get(group, (-1, "", 0.0))
+    after = record.pop("raised_after", {}).get(group, -1)
+    return Announcement(rank, issued=issued, last=last, since=since, raised_after=after, **record)
 
 
 # -- announcements of this rank ----------------------------------------------------------------------------
@@ -136,7 +169,8 @@ class Announcer:
             place = line_of_program(threading.main_thread().ident or 0)
             self._place = place or self._place  # when the program ends, the main thread has already left its code
             record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
-            announce(self.job, self._rank, {**record, **self.last_raised})
+            # A single request: if the store is gone, torch logs every failed one.
+            self.job.set(f"rank {self._rank}", json.dumps({**record, **self.last_raised}))
 
     def raised(self, text: str, waited_for: Iterable[int] = ()) -> None:
         """Announce an exception that leaves forward or backward of this rank."""
@@ -212,7 +246,14 @@ class Peers:
         return Announcement(self._store.rank, issued=issued, last=last, raised_after=after, **raised)
 
     def others(self) -> list[Announcement]:
-        return self._store.announcements()
+        """The latest announcements of the other members."""
+        job, others = self._store.job, [rank for rank in self.ranks if rank != self._store.rank]
+        keys = [f"rank {rank}" for rank in others]
+        if job.has_extended_api() and job.check(keys):
+            values = job.multi_get(keys)
+        else:
+            values = [job.get(key) if job.check([key]) else b"" for key in keys]
+        return [_parsed(rank, value, self.name) for rank, value in zip(others, values, strict=True)]
 
     def doing(self, ranks: Collection[int]) -> list[str]:
         """Descriptions of what some of the other ranks do."""

@@ -1,6 +1,11 @@
-"""The sequence of collectives of one process group, and predictions of the next one. Nothing is sent here."""
+"""The sequence of collectives of one process group: its prediction on this rank, and its keys in the job's store."""
 
 from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch.distributed as dist
 
 MEMORY = 1 << 14  # keep at least this many numbers: several iterations of a large model
 CANDIDATES = 32  # earlier occurrences to compare; the one with the longest equal history wins
@@ -135,3 +140,78 @@ def shown(text: str, other: str = "") -> str:
     """
     number, _, plain = text.partition(" ")
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
+
+
+# Keys this many positions back are deleted: collectives keep ranks from being that far apart.
+KEPT = 1024
+
+
+class OrderStore:
+    """The keys of one process group: what ranks issue at each position, and the error if they differ.
+
+    `job` has the keys of the job. `ranks` are the global ranks of the members.
+    """
+
+    def __init__(self, job: Any, name: str, ranks: list[int], rank: int):
+        self.name, self.ranks, self.rank = name, ranks, rank
+        self.job, self._store = job, dist.PrefixStore(name, job)
+        self._own_positions: deque[int] = deque()
+
+    def publish(self, position: int, text: str) -> tuple[int, str]:
+        """Write what this rank issues at `position`. Returns the rank that wrote first, and its text."""
+        self._delete_old(position)
+        first = self._store.compare_set(f"{position}", "", f"{self.rank} {text}").decode()
+        rank, _, other = first.partition(" ")
+        if int(rank) == self.rank:
+            self._own_positions.append(position)
+        return int(rank), other
+
+    def _delete_old(self, position: int) -> None:
+        while self._own_positions and self._own_positions[0] < position - KEPT:
+            old = self._own_positions.popleft()
+            for key in (f"{old}", f"{old}/count", f"{old}/all"):
+                self._store.delete_key(key)
+
+    def join(self, position: int) -> bool:
+        """Count this rank in at `position`. Returns True if it is the last one."""
+        if self._store.add(f"{position}/count", 1) < len(self.ranks):
+            return False
+        self._store.set(f"{position}/all", "")
+        return True
+
+    def all_joined(self, position: int) -> bool:
+        return self._store.check([f"{position}/all"])
+
+    def add_name(self, position: int) -> None:
+        """Write that this rank waits at `position`. Ranks without a name there have not joined."""
+        self._store.set(f"{position}/{self.rank}", "")
+
+    def remove_name(self, position: int) -> None:
+        self._store.delete_key(f"{position}/{self.rank}")
+
+    def missing(self, position: int) -> list[int]:
+        return [rank for rank in self.ranks if not self._store.check([f"{position}/{rank}"])]
+
+    def publish_error(self, error: str) -> str:
+        """Publish an error to the members. Returns the error that was published first."""
+        return self._store.compare_set("error", "", error).decode()
+
+    def error(self) -> str:
+        """The error that a member has published, or an empty string."""
+        return self._store.get("error").decode() if self._store.check(["error"]) else ""
+
+    def error_elsewhere(self) -> str:
+        """An error of a member in another process group, after which it issues nothing in this one."""
+        for rank in self.ranks:
+            if self.job.check([f"error of {rank}"]):
+                return self.job.get(f"error of {rank}").decode()
+        return ""
+
+    def acknowledge(self, error: str) -> None:
+        """Write that this rank raises `error`."""
+        self.job.set(f"error of {self.rank}", error)
+        if self._store.add("acknowledged", 1) == len(self.ranks):
+            self._store.set("acknowledged by all", "")
+
+    def acknowledged_by_all(self) -> bool:
+        return self._store.check(["acknowledged by all"])

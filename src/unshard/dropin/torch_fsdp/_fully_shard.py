@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ...comm.user_collectives import AllGather, Comm, ReduceScatter
+from ...comm.interface import AllGather, Comm, ReduceScatter
 from ...engine.api import FSDPState, UnshardHandle
 from ...engine.api import state_of as _get_module_fsdp_state
 from ...errors import UnsupportedError

@@ -11,8 +11,7 @@ import torch
 
 from ...comm.interface import Pool, Transport
 from ...layout.collective_tensors import ROW_LAYOUT, BufferLayout, Grouping, LayoutParam, Region, UnitLayout, lay_out
-from ...layout.flat import FlatSharding
-from ...layout.rows import RowSharding
+from ...layout.shardings import FlatSharding, RowSharding
 from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..states import Segments, sent_dtype
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...comm.interface import Transport
 from ...errors import ParameterError, listed
 from ...layout.collective_tensors import ROW_LAYOUT, Region, UnitLayout
-from ...layout.rows import RowSharding
+from ...layout.shardings import RowSharding
 from ...torch_private import (
     dtensor_of,
     has_gradient_hooks,
@@ -31,8 +31,7 @@ from ..states import Segments
 from ..unreduced import UnreducedGradients
 from .buffers import META, Shard
 from .offload import OffloadPlan
-from .param import ManagedParam, ParamLocation, ParamSwap, mark_replaced, steps_of_this_rank
-from .quantized import give_attributes
+from .param import ManagedParam, ParamLocation, ParamSwap, give_attributes, mark_replaced, steps_of_this_rank
 
 
 class ShardedParams:

@@ -17,8 +17,7 @@ from ..extension import Extension, Extensions
 from ..states import Precision
 from .buffers import Shard, UnshardedBuffer
 from .offload import Upload
-from .param import ManagedParam, mark_unsharded
-from .quantized import give_attributes
+from .param import ManagedParam, give_attributes, mark_unsharded
 from .sharded import ShardedParams
 
 

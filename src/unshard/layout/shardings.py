@@ -1,12 +1,16 @@
-"""Flat sharding: the concatenated parameters of a unit are split into equal shards, even inside a parameter.
+"""Shardings: which elements of a parameter are on which rank.
+
+By row (`fully_shard`), each parameter is chunked along one dim like `torch.chunk`, and chunks are padded. Flat
+(`FullyShardedDataParallel`), the concatenated parameters of a unit are split into equal shards, even inside a
+parameter:
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
     not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
     aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank: each begins at a multiple of 16 bytes
 
-The concatenated shards of all ranks are the unit: one collective and no copies. A rank has a contiguous range of each
-parameter, which is often empty.
+The concatenated flat shards of all ranks are the unit: one collective and no copies. A rank has a contiguous range of
+each parameter, which is often empty.
 """
 
 from __future__ import annotations
@@ -16,7 +20,72 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from .collective_tensors import PACK_SMALL, DtypeRun, Grouping, LayoutParam, PackingRule, Region, align
+from .collective_tensors import align
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """A parameter sharded along dim `dim` over `world` ranks.
+
+    Along dim 0, the concatenated padded chunks of all ranks are the parameter. Along another dim they are not, so the
+    parameter must be copied after the all-gather and before the reduce-scatter (`needs_copy`).
+    """
+
+    shape: tuple[int, ...]
+    world: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dim and self.shape[self.dim] % self.world:
+            raise AssertionError(f"dim {self.dim} of {self.shape} is not divisible by {self.world}")
+
+    @property
+    def needs_copy(self) -> bool:
+        return self.dim > 0
+
+    @cached_property
+    def width(self) -> int:
+        """Elements per index of the sharded dim."""
+        return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Length of a padded chunk along the sharded dim."""
+        return -(-self.shape[self.dim] // self.world)
+
+    @cached_property
+    def piece(self) -> int:
+        """Elements of a padded chunk."""
+        return self.chunk * self.width
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First index and number of indices of the chunk of `rank` along the sharded dim, without padding."""
+        first = min(rank * self.chunk, self.shape[self.dim])
+        return first, min(self.chunk, self.shape[self.dim] - first)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the chunk of `rank`, without padding."""
+        return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
+
+    @property
+    def unsharded(self) -> RowSharding:
+        """The same parameter on one rank."""
+        return RowSharding(self.shape, 1)
+
+    @property
+    def stride(self) -> tuple[int, ...] | None:
+        """Strides of the unsharded parameter; None means contiguous."""
+        return None
+
+    @property
+    def local_stride(self) -> tuple[int, ...] | None:
+        """Strides of the shard; None means contiguous."""
+        return None
+
 
 PARAM_ALIGNMENT = 16
 """Aligned parameters begin at multiples of this many bytes."""
@@ -126,29 +195,3 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         reach *= length
     return True
-
-
-class FlatLayout:
-    """The unit is one region, whichever parameters a collective is for."""
-
-    same_unsharded = True
-
-    def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
-    ) -> tuple[Region, ...]:
-        return tuple(self.unsharded_regions(items, members))
-
-    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
-        present = [index for index, item in enumerate(items) if item.sharding.numel]
-        if not present:
-            return []
-        first = items[present[0]]
-        if any(
-            item.segment != first.segment or item.sharding.shard_numel != first.sharding.shard_numel for item in items
-        ):
-            raise AssertionError("the parameters of a flat unit must have the same dtypes and the same shard size")
-        starts = tuple(items[index].sharding.begin for index in present)
-        return [Region((DtypeRun(first.segment, tuple(present), starts, first.sharding.shard_numel),), packed=False)]
-
-
-FLAT_LAYOUT = FlatLayout()
