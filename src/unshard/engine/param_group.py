@@ -254,11 +254,6 @@ class ParamGroup:
         if plan.copies:
             plan.copy_out()
 
-    def cancel_all_gather(self) -> None:
-        """Wait for an all-gather that is no longer needed; `reshard` follows."""
-        with suppress(OrderError, CollectiveError):  # the next all-gather raises it
-            self._wait()
-
     def forget_in_flight(self) -> None:
         """Forget collectives that were recorded and never ran, without waiting; `reshard` follows."""
         if self._in_flight is not None:
@@ -283,6 +278,9 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Put the sharded parameters on the modules and free the unsharded buffer."""
+        if self._in_flight is not None:
+            with suppress(OrderError, CollectiveError):  # nobody needs this all-gather; the next one raises again
+                self._wait()
         self._swap.show_sharded()
         for unsharded in self._by_precision.values():
             unsharded.buffer.release()

@@ -22,81 +22,97 @@ from .states import ParamState, Phase, Precision
 if TYPE_CHECKING:
     from .unit import Unit
 
-# -- what a unit does with a shared group ------------------------------------------------------------------
-
 
 def users_of(group: ParamGroup) -> list[Unit]:
     """The units that use a shared group and still exist."""
     return [unit for ref in group.users if (unit := ref()) is not None]
 
 
-def _other_holders(group: ParamGroup, unit: Unit) -> list[Unit]:
-    return [each for each in users_of(group) if each is not unit and each in group.holders]
+class SharedGroup:
+    """A shared group as one of its units uses it, with the methods of `ParamGroup` that a unit calls."""
 
+    def __init__(self, group: ParamGroup, unit: Unit):
+        self.group, self.sharded = group, group.sharded
+        self._unit = weakref.ref(unit)  # the unit owns this object and calls its methods
 
-def all_gather(group: ParamGroup, unit: Unit) -> None:
-    """Issue the all-gather, unless another unit has. Slices of shared parameters are never kept."""
-    if not inside_backward():
-        for other in _other_holders(group, unit):
-            if other.phase is Phase.IDLE and other.stale:
+    @property
+    def _me(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None
+        return unit
+
+    @property
+    def in_flight(self) -> bool:
+        """True if the unit has issued the all-gather or joined the one of another unit."""
+        return self._me in self.group.holders
+
+    @property
+    def tensors_of_memory(self) -> int:
+        return self.group.tensors_of_memory
+
+    def _other_holders(self) -> list[Unit]:
+        me = self._me
+        return [each for each in users_of(self.group) if each is not me and each in self.group.holders]
+
+    def all_gather(self, from_slices: bool) -> None:
+        """Issue the all-gather, unless another unit has. Slices of shared parameters are never kept."""
+        group, unit = self.group, self._me
+        if not inside_backward():
+            for other in self._other_holders():
+                if other.phase is Phase.IDLE and other.stale:
+                    other.reshard()
+        if group.precision is not unit.precision:
+            for other in self._other_holders():
+                if other.phase is not Phase.IDLE:
+                    raise StateError(
+                        f"{other} and {unit} share parameters, and one runs in train() mode inside the other in eval() "
+                        "mode. With full_precision_in_eval both must be in the same mode."
+                    )
                 other.reshard()
-    if group.precision is not unit.precision:
-        for other in _other_holders(group, unit):
-            if other.phase is not Phase.IDLE:
-                raise StateError(
-                    f"{other} and {unit} share parameters, and one runs in train() mode inside the other in eval() "
-                    "mode. With full_precision_in_eval both must be in the same mode."
-                )
-            other.reshard()
-        select(group, unit, unit.precision)
-    if not group.holders:
-        group.all_gather(from_slices=False)
-    group.holders.add(unit)
+            self.select(unit.precision)
+        if not group.holders:
+            group.all_gather(from_slices=False)
+        group.holders.add(unit)
 
+    def wait_for_all_gather(self) -> None:
+        """Wait, unless another unit has, and put the unsharded parameters on the modules of all units."""
+        if self.group.in_flight:
+            self.group.viewers.add(self._me)
+            self.group.wait_for_all_gather()
+        else:
+            self.show_unsharded()
 
-def wait_for_all_gather(group: ParamGroup, unit: Unit) -> None:
-    """Wait, unless another unit has, and put the unsharded parameters on the modules of all units."""
-    if group.in_flight:
-        group.viewers.add(unit)
-        group.wait_for_all_gather()
-    else:
-        show_unsharded(group, unit)
+    def reshard(self) -> None:
+        """Free the unsharded buffer if no other unit needs it."""
+        self.group.holders.discard(self._me)
+        if self.group.holders:
+            self.show_sharded()
+        else:
+            self.group.viewers.discard(self._me)
+            self.group.reshard()
 
+    keep_slice = reshard
 
-def reshard(group: ParamGroup, unit: Unit) -> None:
-    """Free the unsharded buffer if no other unit needs it."""
-    group.holders.discard(unit)
-    if group.holders:
-        show_sharded(group, unit)
-    else:
-        group.viewers.discard(unit)
-        group.cancel_all_gather()
-        group.reshard()
+    def show_unsharded(self) -> None:
+        if not self.group.viewers:
+            self.group.show_unsharded()
+        self.group.viewers.add(self._me)
 
+    def show_sharded(self) -> None:
+        self.group.viewers.discard(self._me)
+        if not self.group.viewers:
+            self.group.show_sharded()
 
-def show_unsharded(group: ParamGroup, unit: Unit) -> None:
-    if not group.viewers:
-        group.show_unsharded()
-    group.viewers.add(unit)
+    def upload_early(self) -> None:
+        """Only for the owner, which knows whether an optimizer has stepped all of the parameters."""
+        if self.group.unit() is self._me and not self._other_holders():
+            self.group.upload_early()
 
-
-def show_sharded(group: ParamGroup, unit: Unit) -> None:
-    group.viewers.discard(unit)
-    if not group.viewers:
-        group.show_sharded()
-
-
-def upload_early(group: ParamGroup, unit: Unit) -> None:
-    """Only for the owner, which knows whether an optimizer has stepped all of the parameters."""
-    if group.unit() is unit and not _other_holders(group, unit):
-        group.upload_early()
-
-
-def select(group: ParamGroup, unit: Unit, precision: Precision) -> None:
-    """All-gather in `precision` from now on; if another unit holds the group, from the next all-gather on."""
-    if group.precision is not precision and not _other_holders(group, unit):
-        group.holders.discard(unit)
-        group.select(precision)
+    def select(self, precision: Precision) -> None:
+        """All-gather in `precision` from now on; if another unit holds the group, from the next all-gather on."""
+        if self.group.precision is not precision and not self._other_holders():
+            self.group.holders.discard(self._me)
+            self.group.select(precision)
 
 
 # -- how a group comes to be shared ------------------------------------------------------------------------
@@ -107,9 +123,11 @@ def share(group: ParamGroup, unit: Unit) -> None:
     if unit in users_of(group):
         return
     group.users.append(weakref.ref(unit))
+    shared = SharedGroup(group, unit)
     if group not in unit.gathers:
-        unit.gathers.append(group)
+        unit.gathers.append(shared)
         return
+    unit.gathers[unit.gathers.index(group)] = shared
     unit.lends = True
     if unit.param_state in (ParamState.GATHERING, ParamState.UNSHARDED):
         group.holders.add(unit)
@@ -193,7 +211,9 @@ def refuse_shared_with_others(units: list[Unit]) -> None:
     for unit in units:
         for other in unit.sharers:
             if other not in units:
-                shared = {param.name for group in unit.gathers if group in other.gathers for param in group.params}
+                shared = {
+                    param.name for group in unit.used_groups if group in other.used_groups for param in group.params
+                }
                 raise ArgumentError(
                     f"Units {unit.name!r} and {other.name!r} share parameters ({listed(sorted(shared))}) and are not "
                     "below one root. Apply fully_shard, or FullyShardedDataParallel, to a module that contains both, "

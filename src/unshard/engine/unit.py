@@ -12,10 +12,10 @@ from torch import nn
 from ..errors import ParameterError, listed
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import stack_level_of_program, version_of
-from . import sharing
 from .param_group import ParamGroup
 from .params.param import ManagedParam, ParamLocation
 from .params.unsharded import ShownParams
+from .sharing import SharedGroup, give_up_tied, users_of
 from .states import Options, ParamState, Phase, Precision, checked_move
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Unit:
         Unit.built += 1
         self.name = ""
         self.param_groups = param_groups
-        self.gathers = list(param_groups)
+        self.gathers: list[ParamGroup | SharedGroup] = list(param_groups)
         """All-gathered with the unit: its param groups, and those of other units whose parameters it uses."""
         self.borrowed: list[tuple[ManagedParam, ParamLocation]] = []
         """Params of other units that its modules hold, and where."""
@@ -80,18 +80,23 @@ class Unit:
     @property
     def used_params(self) -> list[ManagedParam]:
         """Its params, and those of other units that are all-gathered with it."""
-        return [param for each in self.gathers for param in each.params]
+        return [param for each in self.gathers for param in each.sharded.params]
+
+    @property
+    def used_groups(self) -> list[ParamGroup]:
+        """Its param groups, and those of other units that are all-gathered with it."""
+        return [each.group if isinstance(each, SharedGroup) else each for each in self.gathers]
 
     @property
     def sharers(self) -> list[Unit]:
         """The other units that use one of its param groups, or whose param groups it uses."""
-        users = [unit for group in self.gathers for unit in sharing.users_of(group)]
+        users = [unit for group in self.used_groups for unit in users_of(group)]
         return [unit for unit in dict.fromkeys(users) if unit is not self]
 
     @property
     def borrows_from(self) -> list[Unit]:
         """The units whose parameters it uses."""
-        owners = [owner for group in self.gathers if (owner := group.unit()) is not None]
+        owners = [owner for group in self.used_groups if (owner := group.unit()) is not None]
         return [unit for unit in dict.fromkeys(owners) if unit is not self]
 
     # -- parameters -----------------------------------------------------------------------------------------
@@ -109,17 +114,10 @@ class Unit:
                 self._refuse_lost_writes(lost)
         try:
             for group in self.gathers:
-                if group.users:
-                    sharing.all_gather(group, self)
-                else:
-                    group.all_gather(sliced)
+                group.all_gather(sliced)
         except BaseException:
             for group in self.gathers:
-                if group.users:
-                    if self in group.holders:
-                        sharing.reshard(group, self)
-                elif group.in_flight:
-                    group.cancel_all_gather()
+                if group.in_flight:
                     group.reshard()
             raise
         self.param_state = ParamState.GATHERING
@@ -137,10 +135,7 @@ class Unit:
         """Copy offloaded shards to the device ahead of the next all-gather."""
         if self.param_state is ParamState.SHARDED:
             for group in self.gathers:
-                if group.users:
-                    sharing.upload_early(group, self)
-                else:
-                    group.upload_early()
+                group.upload_early()
 
     def unshard(self) -> None:
         """Wait for the all-gather and put the unsharded parameters on the modules."""
@@ -148,18 +143,12 @@ class Unit:
             if self._shows_sharded:
                 self._shows_sharded = False
                 for group in self.gathers:
-                    if group.users:
-                        sharing.show_unsharded(group, self)
-                    else:
-                        group.show_unsharded()
+                    group.show_unsharded()
             return
         if self.param_state is not ParamState.GATHERING:
             self.all_gather()
         for group in self.gathers:
-            if group.users:
-                sharing.wait_for_all_gather(group, self)
-            else:
-                group.wait_for_all_gather()
+            group.wait_for_all_gather()
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
@@ -173,10 +162,7 @@ class Unit:
             lost = self._follow_changes()
             self._shows_sharded = True
             for group in self.gathers:
-                if group.users:
-                    sharing.show_sharded(group, self)
-                else:
-                    group.show_sharded()
+                group.show_sharded()
             if lost:
                 self._refuse_lost_writes(lost)
 
@@ -187,8 +173,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the sharded parameters on the modules and free the unsharded ones."""
-        state = self.param_state
-        if state is ParamState.SHARDED:
+        if self.param_state is ParamState.SHARDED:
             return
         if self.shown is not None:
             lost = self._follow_changes()
@@ -197,11 +182,6 @@ class Unit:
                 self._refuse_lost_writes(lost)
             return
         for group in self.gathers:
-            if group.users:
-                sharing.reshard(group, self)
-                continue
-            if state is ParamState.GATHERING:
-                group.cancel_all_gather()
             group.reshard()
         self._shows_sharded = False
         self.param_state = ParamState.SHARDED
@@ -213,10 +193,7 @@ class Unit:
             return
         lost = self._follow_changes()
         for group in self.gathers:
-            if group.users:
-                sharing.reshard(group, self)
-            else:
-                group.keep_slice()
+            group.keep_slice()
         self._move(ParamState.SLICED)
         if lost:
             self._refuse_lost_writes(lost)
@@ -245,10 +222,7 @@ class Unit:
         else:
             self.reshard()
         for group in self.gathers:
-            if group.users:
-                sharing.select(group, self, precision)
-            else:
-                group.select(precision)
+            group.select(precision)
         self.precision = precision
 
     def watch_writes(self) -> None:
@@ -336,15 +310,14 @@ class Unit:
 
     def give_up_tied(self, group: ParamGroup) -> bool:
         """Drop params of its `group` that were tied to those of other units; returns False if there was none."""
-        return sharing.give_up_tied(group, self)
+        return give_up_tied(group, self)
 
     def drop_empty(self) -> None:
         """Drop param groups without parameters, because all were tied to those of other units."""
         if self.param_state is ParamState.SHARDED:
-            empty = [group for group in self.param_groups if not group.params]
-            for group in empty:
-                self.param_groups.remove(group)
-                self.gathers.remove(group)
+            empty = [group.sharded for group in self.param_groups if not group.params]
+            self.param_groups = [group for group in self.param_groups if group.params]
+            self.gathers = [each for each in self.gathers if each.sharded not in empty]
 
     def refuse_assigned_data(self) -> None:
         """Undo assignments to `.data` of parameters, which have no effect, and raise if there were any."""
