@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unshard.engine.api import recording_step
-from unshard.engine.unreduced import Pack
+from unshard.engine.reduction import Pack
 
 SHAPES = [(7, 3), (2,), (8, 2, 2), (1, 5)]
 
@@ -17,7 +17,7 @@ def test_pieces_and_padding(world: int, dtype: torch.dtype) -> None:
     columns = [torch.randn(shape).to(dtype) for shape in SHAPES]
     width = sum(-(-each.shape[0] // world) * each[:1].numel() for each in columns)
     tables = [torch.full((world, width), torch.nan) for _ in range(2)]
-    packs = [Pack(table, tuple(range(len(columns))), {dtype: []}, {}) for table in tables]
+    packs = [Pack(table, tuple(range(len(columns))), {dtype: []}, []) for table in tables]
     packs[0].fill(columns)
     with recording_step():
         packs[1].fill(columns)

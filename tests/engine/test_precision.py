@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from unshard import MixedPrecisionPolicy
-from unshard.engine.reduction import Division, division
-from unshard.engine.states import Segments, dtypes_for
+from unshard.engine.states import Division, Segments, division, dtypes_for
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 

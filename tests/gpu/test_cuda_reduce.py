@@ -133,11 +133,11 @@ def test_copies_to_the_host_do_not_wait_for_the_next_unit(pin: bool, ranks: int)
     marks: list[StreamEvent] = []
     send = Reduction._copy_to_host
 
-    def noted(self: Reduction, pending: reduction.ReductionInFlight, stream: SideStream) -> reduction.Outcome:
-        outcome = send(self, pending, stream)
+    def noted(self: Reduction, pending: reduction.ReductionInFlight, stream: SideStream) -> reduction.Stage:
+        stage = send(self, pending, stream)
         assert pending.copied is not None
         marks.append(pending.copied)
-        return outcome
+        return stage
 
     def arrived() -> int:
         for mark in marks:

@@ -25,7 +25,6 @@ from .params.param import (
     unsharded_name,
 )
 from .params.sharded import ShardedParams
-from .reduction import division
 from .root import Root
 from .shard_lookup import (
     GradRange,
@@ -46,5 +45,5 @@ from .shard_lookup import (
 from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .sharing import lend, refuse_different_units, share, users_of
 from .side_stream import CopyStreams, StreamEvent, recording_step
-from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, dtypes_for
+from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
 from .unit import Unit

@@ -21,10 +21,9 @@ from . import observer
 from .params.buffers import Shard
 from .params.param import ManagedParam
 from .params.sharded import ShardedParams
-from .reduction import Outcome, Reduction, ReductionInFlight
-from .sharded_grad import ShardedGrad, gradient_of
+from .reduction import Gradients, Reduction, ReductionInFlight, Stage
+from .sharded_grad import ShardedGrad, UnreducedGradients, gradient_of
 from .states import GradState, Options, checked_move
-from .unreduced import Gradients, UnreducedGradients
 
 _is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # no Python function: hot
 
@@ -279,11 +278,11 @@ class GroupGradients:
                 return self.advance()
         partial, under_way = False, []
         for each in self._in_flight:
-            outcome = each.reduction.advance(each)
-            if outcome is Outcome.IN_PROGRESS:
-                under_way.append(each)
-            elif outcome is Outcome.PARTIAL:
+            stage = each.reduction.advance(each)
+            if stage is Stage.PARTIAL:
                 partial = True
+            elif stage is not Stage.DELIVERED:
+                under_way.append(each)
         self._in_flight = under_way
         if under_way:
             return False

@@ -2,81 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..comm.interface import Done, Label, Transport, Work
-from ..layout.collective_tensors import Grouping, lay_out
-from ..torch_private import foreach_add, foreach_copy, foreach_div
+from ..layout.collective_tensors import DtypeRun, Grouping, Region, lay_out
+from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
 from . import observer, side_stream
 from .params.buffers import Buffer, Shard, ShardBuffer, pieces
 from .params.param import ManagedParam
 from .params.sharded import ShardedParams
 from .sharded_grad import ShardedGrad
 from .side_stream import SideStream, StreamEvent, reduce_stream
-from .states import Options, sent_dtype
-from .unreduced import Gradients, Packing
+from .states import Division, Options, division, sent_dtype
 
-# Collectives average in these dtypes. In any other one the sum could overflow, so it is divided before and after.
-AVERAGED = frozenset((torch.float32, torch.bfloat16))
+Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
+"""By number of the parameter; a list if every parameter has one."""
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a sum over ranks becomes a mean: in the collectives, or by dividing before and after them."""
+class Pack:
+    """A packed region of the reduce-scatter input: a table with one row per rank; `filler` zeroes its last columns."""
 
-    scatter_average: bool
-    all_reduce_average: bool
-    before: float
-    after: float
+    table: torch.Tensor
+    members: tuple[int, ...]
+    filler: dict[torch.dtype, list[torch.Tensor]]
+    dims: list[int]
+    """The dim along which each member is sharded; empty if that is 0 for all, and all are real."""
+
+    def fill(self, gradients: Gradients) -> None:
+        columns = [gradients[index] for index in self.members]
+        if self.dims:
+            columns = [self._turned(column, dim) for column, dim in zip(columns, self.dims, strict=True)]
+        columns += self.filler[columns[0].dtype]
+        if side_stream.recording:
+            self._fill_by_pieces(columns)
+        else:
+            chunk_cat_into(self.table, columns, self.table.shape[0])
+
+    def _turned(self, gradient: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the gradient with the chunks of all ranks along dim 0, and complex numbers as pairs of reals."""
+        turned = torch.cat(gradient.chunk(self.table.shape[0], dim)) if dim else gradient
+        # Neither the table nor its kernel has complex numbers.
+        return torch.view_as_real(turned.resolve_conj()) if turned.is_complex() else turned
+
+    def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
+        """Replace `chunk_cat_into`, whose kernel reads addresses from host memory, which a replay cannot repeat."""
+        world, start = self.table.shape[0], 0
+        targets, sources, pads = [], [], []
+        for column in columns:
+            rows = -(-column.shape[0] // world)
+            width = rows * column[:1].numel()
+            pieces = column.split(rows) if rows else ()
+            for rank in range(world):
+                place = self.table[rank, start : start + width]
+                if rank < len(pieces):
+                    piece = pieces[rank]
+                    targets.append(place[: piece.numel()].view(piece.shape))
+                    sources.append(piece)
+                    place = place[piece.numel() :]
+                if place.numel():
+                    pads.append(place)
+            start += width
+        foreach_copy(targets, sources)
+        if pads:
+            foreach_zero(pads)
 
 
-@cache
-def division(
-    shards: int,
-    replicas: int,
-    reduce_dtypes: frozenset[torch.dtype],
-    factor: float | None,
-    force_sum: bool,
-    in_halves: bool = False,
-) -> Division:
-    """Return the division for gradients that are reduced over `shards` x `replicas` ranks.
+class Packing:
+    """Copies gradients to their places in `tensors`, one per region. Made once, while these have memory."""
 
-    `factor` replaces the number of ranks. `in_halves` divides before and after the sum in every dtype. The divisor is
-    then split in two factors near its square root, so that neither the summands vanish nor the sum overflows:
-    2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
-    """
-    total = factor or shards * replicas
-    if reduce_dtypes <= AVERAGED and not in_halves:
-        if force_sum:
-            return Division(False, False, 1.0, total)
-        if factor is None:
-            return Division(True, True, 1.0, 1.0)
-        # An average over the shards divides by their number. Any other factor divides the result.
-        return Division(True, False, 1.0, 1.0) if factor == shards else Division(False, False, 1.0, factor)
-    before = 1
-    while total % before == 0 and total / before > before:
-        before *= 2
-    return Division(False, False, float(before), total / before)
+    def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
+        self.tensors = tensors
+        self._shard, self._world = shard, world
+        self._rows: list[torch.Tensor] = []
+        self._members: list[int] = []
+        self._pads: list[torch.Tensor] = []
+        self._packs: list[Pack] = []
+        for region, tensor in zip(regions, tensors, strict=True):
+            self._add_packed(region.runs[0], tensor) if region.packed else self._add_row(region.runs[0], tensor)
+
+    def _add_row(self, run: DtypeRun, tensor: torch.Tensor) -> None:
+        """Add one parameter, or several in a row."""
+        end = 0
+        if self._shard.segments.kinds[run.segment].original.is_complex:
+            tensor = torch.view_as_complex(tensor.view(-1, 2))
+        for index, start in zip(run.members, run.starts, strict=True):
+            sharding = self._shard.shardings[index]
+            if start > end:
+                self._pads.append(tensor[end:start])
+            end = start + sharding.numel
+            row = tensor[start:end]
+            self._rows.append(
+                row.view(sharding.shape) if sharding.stride is None else row.as_strided(sharding.shape, sharding.stride)
+            )
+            self._members.append(index)
+        if end < tensor.numel():
+            self._pads.append(tensor[end:])
+
+    def _add_packed(self, run: DtypeRun, tensor: torch.Tensor) -> None:
+        world, kind = self._world, self._shard.segments.kinds[run.segment]
+        table, is_complex = tensor.view(world, -1), kind.original.is_complex
+        missing = table.shape[1] - run.numel * (2 if is_complex else 1)
+        filler = {
+            dtype: [torch.zeros(world * missing, dtype=dtype, device=tensor.device)] if missing else []
+            for dtype in map(sent_dtype, (kind.compute, kind.reduce))  # accumulated sums are in the reduce dtype
+        }
+        dims = [self._shard.shardings[index].dim for index in run.members]
+        self._packs.append(Pack(table, run.members, filler, dims if is_complex or any(dims) else []))
+
+    def fill(self, gradients: Gradients) -> list[int]:
+        """Copy and cast `gradients` to their places; return the parameters without one, whose places are zeroed."""
+        rows, members, absent = self._rows, self._members, []
+        if self._pads:
+            foreach_zero(self._pads)
+        if rows and not self._packs and len(gradients) < len(members):
+            absent = [index for index in members if index not in gradients]
+            foreach_zero([row for index, row in zip(members, rows, strict=True) if index not in gradients])
+            rows = [row for index, row in zip(members, rows, strict=True) if index in gradients]
+            members = [index for index in members if index in gradients]
+        if rows:
+            foreach_copy(rows, list(map(gradients.__getitem__, members)))
+        for pack in self._packs:
+            pack.fill(gradients)
+        return absent
 
 
 class Stage(Enum):
-    """The operation that a reduction in flight waits for."""
+    """The operation that a reduction in flight waits for, or its result."""
 
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     COPY_TO_HOST = "copy to the host"
-
-
-class Outcome(Enum):
-    """The result of a call of `advance`."""
-
-    IN_PROGRESS = "in progress"
     DELIVERED = "given to the parameters"
     PARTIAL = "kept as a partial sum"
 
@@ -272,8 +333,8 @@ class Reduction:
         outputs = grad.buffer if self._direct else self._reduced
         return ReductionInFlight(self, grad, outputs, self._division, options, Done())
 
-    def advance(self, flight: ReductionInFlight) -> Outcome:
-        """Wait for the operation in flight and start the next one."""
+    def advance(self, flight: ReductionInFlight) -> Stage:
+        """Wait for the operation in flight and start the next one, which is returned, or the result."""
         flight.work.wait()  # on a device only the compute stream waits
         flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
@@ -288,7 +349,7 @@ class Reduction:
                 options.all_reduce_hook(flat)
         return self._finish(flight)
 
-    def _finish(self, flight: ReductionInFlight) -> Outcome:
+    def _finish(self, flight: ReductionInFlight) -> Stage:
         """Divide the sum and copy it to where gradients rest."""
         outputs, grad = flight.outputs, flight.grad
         if flight.division.after != 1.0:
@@ -300,9 +361,9 @@ class Reduction:
             foreach_copy(grad.buffer.bodies, outputs.bodies)
             outputs.release()
         grad.deliver(flight.absent)
-        return Outcome.DELIVERED
+        return Stage.DELIVERED
 
-    def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Outcome:
+    def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Stage:
         """Queue the copy on the side stream for copies to the host; the next unit's backward overlaps with it.
 
         `flight.outputs` may be freed only after the compute stream has waited for the copy: see `_deliver_on_host`.
@@ -314,17 +375,17 @@ class Reduction:
             flight.copied = stream.copy([host.all_bytes], [device.all_bytes])
         flight.work = flight.copied
         flight.stage = Stage.COPY_TO_HOST
-        return Outcome.IN_PROGRESS
+        return flight.stage
 
-    def _deliver_on_host(self, flight: ReductionInFlight) -> Outcome:
+    def _deliver_on_host(self, flight: ReductionInFlight) -> Stage:
         assert flight.copied is not None
         flight.outputs.release()  # `advance` has made the compute stream, which owns it, wait for the copy
         # The host has not waited: whoever reads the gradients before the end of backward must.
         flight.grad.wait_for_copy = flight.copied.synchronize
         flight.grad.deliver(flight.absent)
-        return Outcome.DELIVERED
+        return Stage.DELIVERED
 
-    def _reduce_over_replicas(self, flight: ReductionInFlight) -> Outcome:
+    def _reduce_over_replicas(self, flight: ReductionInFlight) -> Stage:
         outputs, partial = flight.outputs, self.partial
         if not flight.options.all_reduce:
             if self.has_partial:
@@ -334,7 +395,7 @@ class Reduction:
                 foreach_copy(partial.flats, outputs.flats)
                 self.has_partial = True
             outputs.release()
-            return Outcome.PARTIAL
+            return Stage.PARTIAL
         if self.has_partial:
             foreach_add(outputs.flats, partial.flats)
             partial.release()
@@ -345,7 +406,7 @@ class Reduction:
         if observer.current is not None:
             members = [region.members for region in self._regions]
             observer.current.all_reducing(self._params, members, outputs.pieces)
-        return Outcome.IN_PROGRESS
+        return flight.stage
 
     def drop(self, flight: ReductionInFlight) -> None:
         """Wait for the operation in flight and discard the result."""

@@ -1,4 +1,4 @@
-"""The sharded gradient: one flat tensor with the `.grad` objects of all parameters, and listeners for it."""
+"""The gradients that a rank holds: reduced ones (`.grad`), which listeners may wait for, and sums not reduced yet."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, repeat
 from math import prod
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.interface import Transport
 from ..errors import listed
-from ..layout.collective_tensors import Region
+from ..layout.collective_tensors import Region, lay_out
 from ..torch_private import (
     DTensorSpec,
     foreach_add,
+    foreach_copy,
     local_of,
     make_gradient,
     post_accumulate_hooks,
@@ -31,7 +32,7 @@ from ..torch_private import (
     version_of,
 )
 from . import observer
-from .params.buffers import Shard, ShardBuffer
+from .params.buffers import Buffer, Shard, ShardBuffer
 from .params.offload import OffloadPlan
 from .params.param import ManagedParam
 
@@ -294,6 +295,69 @@ def _add(
             existing.append(local_of(gradient) if isinstance(gradient, DTensor) else gradient)
             new.append(local)
     foreach_add(existing, new)
+
+
+class UnreducedGradients:
+    """Sums of gradients that backwards did not synchronise, in one flat buffer; nearly always in the reduce dtype."""
+
+    def __init__(self, shard: Shard, device: torch.device):
+        itemsizes = shard.segments.itemsizes("kept")
+        items = [
+            replace(item, sharding=item.sharding.unsharded, itemsize=itemsizes[item.segment]) for item in shard.items
+        ]
+        regions = shard.layout.unsharded_regions(items, range(len(items)))
+        buffer_layout = lay_out(regions, itemsizes, items[0].sharding.world if items else 1)
+        self.buffer = Buffer(buffer_layout.nbytes, device)
+        self._views = {}
+        for region, at in zip(regions, buffer_layout.ranges, strict=True):
+            run = region.runs[0]
+            for index, start in zip(run.members, run.starts, strict=True):
+                dtype, sharding = shard.segments.dtypes(index).kept, shard.shardings[index]
+                self._views[index] = self.buffer.tensor(
+                    dtype, at.offset + start * dtype.itemsize, sharding.shape, sharding.stride
+                )
+        self._flats: dict[int, torch.Tensor] = {}
+        self._uses = storage_use_count(self.buffer.storage)
+        self.buffer.release()
+        self.present: set[int] = set()
+        """Indices of the parameters that have sums."""
+
+    def add(self, gradients: dict[int, torch.Tensor]) -> None:
+        self.buffer.take()
+        new = [index for index in gradients if index not in self.present]
+        old = [index for index in gradients if index in self.present]
+        if new:
+            foreach_copy([self._views[i] for i in new], [gradients[i] for i in new])
+        if old:
+            foreach_add([self._views[i] for i in old], [gradients[i] for i in old])
+        self.present.update(new)
+
+    def sums(self) -> dict[int, torch.Tensor]:
+        return {index: self._views[index] for index in sorted(self.present)}
+
+    def flat(self, length: int) -> torch.Tensor:
+        """Return the sums of a flat unit as one tensor, with zeros for parameters without one."""
+        if length not in self._flats:
+            dtype = next(iter(self._views.values())).dtype
+            self._flats[length] = self.buffer.tensor(dtype, 0, (length,))
+            self._uses += 1
+        flat = self._flats[length]
+        if len(self.present) < len(self._views):
+            kept = [view.clone() for view in self.sums().values()]
+            flat.zero_()
+            foreach_copy(list(self.sums().values()), kept)
+        return flat
+
+    def forget(self, indices: Iterable[int]) -> None:
+        self.present.difference_update(indices)
+
+    def clear(self) -> bool:
+        """Drop all sums; return False if a user holds the memory."""
+        self.present.clear()
+        if self.buffer.held and storage_use_count(self.buffer.storage) > self._uses:
+            return False
+        self.buffer.release()
+        return True
 
 
 class Listener(Protocol):

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -110,6 +111,49 @@ class Options:
     forward_prefetch: list[weakref.ref[Any]] | None = None
     """Units to all-gather with this one, instead of the next one in the recorded order."""
     backward_prefetch: list[weakref.ref[Any]] | None = None
+
+
+# Collectives average in these dtypes. In any other one the sum could overflow, so it is divided before and after.
+AVERAGED = frozenset((torch.float32, torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a sum over ranks becomes a mean: in the collectives, or by dividing before and after them."""
+
+    scatter_average: bool
+    all_reduce_average: bool
+    before: float
+    after: float
+
+
+@cache
+def division(
+    shards: int,
+    replicas: int,
+    reduce_dtypes: frozenset[torch.dtype],
+    factor: float | None,
+    force_sum: bool,
+    in_halves: bool = False,
+) -> Division:
+    """Return the division for gradients that are reduced over `shards` x `replicas` ranks.
+
+    `factor` replaces the number of ranks. `in_halves` divides before and after the sum in every dtype. The divisor is
+    then split in two factors near its square root, so that neither the summands vanish nor the sum overflows:
+    2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    """
+    total = factor or shards * replicas
+    if reduce_dtypes <= AVERAGED and not in_halves:
+        if force_sum:
+            return Division(False, False, 1.0, total)
+        if factor is None:
+            return Division(True, True, 1.0, 1.0)
+        # An average over the shards divides by their number. Any other factor divides the result.
+        return Division(True, False, 1.0, 1.0) if factor == shards else Division(False, False, 1.0, factor)
+    before = 1
+    while total % before == 0 and total / before > before:
+        before *= 2
+    return Division(False, False, float(before), total / before)
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------

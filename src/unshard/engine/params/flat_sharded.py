@@ -16,9 +16,8 @@ from ...layout.collective_tensors import FLAT_LAYOUT, Region, UnitLayout
 from ...layout.shardings import FlatSharding
 from ...torch_private import no_transforms
 from ..forward_tensors import tensors_in
-from ..sharded_grad import FlatShardedGrad, ShardedGrad
+from ..sharded_grad import FlatShardedGrad, ShardedGrad, UnreducedGradients
 from ..states import Segments
-from ..unreduced import UnreducedGradients
 from .buffers import Shard
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation, ParamSwap, give_attributes

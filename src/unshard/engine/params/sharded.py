@@ -26,9 +26,8 @@ from ...torch_private import (
     storage_key,
 )
 from ..extension import is_extended
-from ..sharded_grad import ShardedGrad
+from ..sharded_grad import ShardedGrad, UnreducedGradients
 from ..states import Segments
-from ..unreduced import UnreducedGradients
 from .buffers import META, Shard
 from .offload import OffloadPlan
 from .param import ManagedParam, ParamLocation, ParamSwap, give_attributes, mark_replaced, steps_of_this_rank
