@@ -271,12 +271,12 @@ def test_what_is_imported(tmp_path: Path) -> None:
         "before = set(sys.modules)\n"
         "import unshard\n"
         "print(sorted(each for each in set(sys.modules) - before if each.split('.')[0] != 'unshard'))\n"
-        "import unshard.dropin.references as references\n"
+        "import unshard.dropin\n"
         "unshard.dropin.install()\n"
         "heavy = ['torch._dynamo', 'torch._inductor', 'torch.distributed.checkpoint',\n"
         "    'torch.distributed.pipelining', 'torch.distributed.run']\n"
         "print([each for each in heavy if each in sys.modules])\n"
-        "searched = {name.split('.')[0] for name, _ in references._loaded()}\n"
+        "searched = {name.split('.')[0] for name, _ in unshard.dropin._loaded()}\n"
         "print(sorted(searched & {'json', 'logging', 'numpy', 'sympy', 'typing'}))\n"
     )
     assert python(program).stdout.splitlines() == ["[]", "[]", "[]"]

@@ -13,20 +13,34 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from ..engine.api import FSDPState, name_stages
-from ..errors import UnsupportedError
-from . import modules, references, torch_composable
+from ..errors import StateError, UnsupportedError
+from . import modules, torch_composable
+from .modules import StandInModule, in_packages, is_defined_in_packages, is_torch
 
 __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 
 CHILD_PROCESSES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child_processes")
 """The folder with the `sitecustomize` that installs the drop-in in child processes."""
 
+# PyTorch's `replicate` uses the internals of PyTorch's FSDP, so its references stay.
+UNCHANGED = "torch.distributed._composable.replicate_with_fsdp"
+DEPTH = 4  # levels of nested containers, classes and functions in which references are replaced
+# Modules that do not use FSDP. Searching them would take most of the time.
+NOT_SEARCHED = sys.stdlib_module_names | {"mpmath", "networkx", "numpy", "sympy", "torchgen", "unshard"}
+MUTABLE = (list, dict, set, functools.partial, FunctionType)
+
+Objects = dict[int, tuple[Any, Any]]
+"""PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of the former."""
+
 _undo: list[Callable[[], Any]] = []
+"""The reverse of each change. `uninstall` calls the last one first."""
 
 
 def install(child_processes: bool = False) -> None:
@@ -43,19 +57,20 @@ def install(child_processes: bool = False) -> None:
     sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "unshard_dropin")]
     if not dist.is_available():
         raise UnsupportedError("unshard.dropin needs torch.distributed, which this build of PyTorch does not have.")
-    for name in references.UNCHANGED:
-        importlib.import_module(name)  # before the replacement, so that it imports PyTorch's own
+    importlib.import_module(UNCHANGED)  # before the replacement, so that it imports PyTorch's own
     stand_ins = modules.build()
     try:
         _replace_modules(stand_ins)
-        references.replace(stand_ins, _undo)
+        _replace_references(stand_ins)
         # PyTorch has removed the legacy composable call, so no replaced module has its name.
-        _set(importlib.import_module("torch.distributed._composable"), "fully_shard", torch_composable.fully_shard)
+        _assign(importlib.import_module("torch.distributed._composable"), "fully_shard", torch_composable.fully_shard)
         for name, member in STATE_MEMBERS.items():
-            _set(FSDPState, name, member)
+            _assign(FSDPState, name, member)
         name_stages("FSDP", logging.getLogger("torch.distributed.fsdp.fully_shard"))
         _undo.append(name_stages)
-        _install_in_spawned_processes()
+        # Processes that `multiprocessing` spawns unpickle this before they import the main module.
+        prepare = multiprocessing.spawn.get_preparation_data
+        _assign(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
         if child_processes:
             _install_in_child_processes()
     except BaseException:
@@ -85,35 +100,43 @@ def stand_in() -> Iterator[None]:
             uninstall()
 
 
-def _replace_modules(stand_ins: dict[str, modules.StandInModule]) -> None:
+def _replace_modules(stand_ins: dict[str, StandInModule]) -> None:
     for name, stand_in in stand_ins.items():
         _undo.append(functools.partial(sys.modules.__setitem__, name, sys.modules[name]))
         sys.modules[name] = stand_in
     for package in modules.PACKAGES:
         parent, _, last = package.rpartition(".")
-        _set(sys.modules[parent], last, stand_ins[package])
+        _assign(sys.modules[parent], last, stand_ins[package])
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if hasattr(owner, name):
+        _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    else:
+        _undo.append(functools.partial(delattr, owner, name))
+    setattr(owner, name, value)
 
 
 # -- members of the state of a module -----------------------------------------------------------------------
 #
-# `torch.distributed.pipelining` runs the backwards of a step with gradient synchronisation off. After the last one it
-# takes `fully_shard.state(stage)`, calls `post_backward()` on each parameter group of each of its states, and then
+# `torch.distributed.pipelining` runs the backwards of a step with gradient synchronization off. After the last one it
+# takes `fully_shard.state(stage)`, calls `post_backward()` on each param group of each of its states, and then
 # `_root_post_backward_final_callback()` (until torch 2.14). Torch 2.15 calls `finalize_backward` of the module.
 
 
+def _find_root(state: FSDPState) -> Any:
+    return state.find_root(state.modules()[0])
+
+
 def _end_backward(state: FSDPState) -> None:
-    """Reduce the gradients of all parameter groups and reshard."""
+    """Reduce the gradients of all param groups and reshard."""
     if state.is_initialised:
-        state.find_root(state.modules()[0]).end_backward()
-
-
-def _find_root(state: FSDPState) -> None:
-    state.find_root(state.modules()[0])
+        _find_root(state).end_backward()
 
 
 STATE_MEMBERS = {
     "_state_ctx": property(lambda state: state),
-    "all_states": (),  # no parameter group needs its own call: the last callback reduces them all
+    "all_states": (),  # no param group needs its own call: the last callback reduces them all
     "_root_post_backward_final_callback": _end_backward,
     "_comm_ctx": property(lambda state: state),  # 2.15 compares those of stages, which must not share one
     "_lazy_init": _find_root,
@@ -124,12 +147,6 @@ STATE_MEMBERS = {
 
 
 # -- other processes ----------------------------------------------------------------------------------------
-
-
-def _install_in_spawned_processes() -> None:
-    """Let processes that `multiprocessing` spawns install the drop-in before they import the main module."""
-    prepare = multiprocessing.spawn.get_preparation_data
-    _set(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
 
 
 def _install_in_child_processes() -> None:
@@ -150,9 +167,178 @@ class _InSpawned:
         return install, ()
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    if hasattr(owner, name):
-        _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-    else:
-        _undo.append(functools.partial(delattr, owner, name))
-    setattr(owner, name, value)
+# -- references in modules that were imported before ----------------------------------------------------------
+
+
+def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
+    """Replace references in all loaded modules."""
+    ours, missing = _replacements(stand_ins)
+    every = {**missing, **ours}
+    seen: set[int] = set()
+    for name, module in _loaded():
+        if not is_torch(name):
+            _Search(name, every, seen).values(vars(module), DEPTH, name)
+        elif not ours.keys().isdisjoint(map(id, vars(module).values())):
+            # PyTorch's own modules keep the objects that unshard does not have. Those that use FSDP import its names.
+            _Search(name, ours, seen).values(vars(module), 1, name)
+
+
+def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects]:
+    """Our replacements of PyTorch's objects; stand-ins and `MissingName`s for those that unshard does not have."""
+    ours: Objects = {}
+    missing: Objects = {}
+    for stand_in in stand_ins.values():
+        for name, mine in stand_in._ours.items():
+            theirs = vars(stand_in._real).get(name)
+            if theirs is mine or not (is_defined_in_packages(theirs) or isinstance(theirs, list | dict)):
+                continue
+            ours.setdefault(id(theirs), (theirs, mine))
+            for key, member in _members(theirs).items():
+                if key in _members(mine):
+                    ours.setdefault(id(member), (member, mine[key]))
+    for stand_in in stand_ins.values():
+        missing[id(stand_in._real)] = (stand_in._real, stand_in)
+        for name, theirs in vars(stand_in._real).items():
+            if is_defined_in_packages(theirs) and id(theirs) not in ours:
+                for each in (theirs, *_members(theirs).values()):
+                    missing.setdefault(id(each), (each, stand_in.missing(name)))
+    return ours, missing
+
+
+class _Search:
+    """Replaces the references in one module."""
+
+    def __init__(self, module: str, objects: Objects, seen: set[int]):
+        self._module = module
+        self._objects = objects
+        self._seen = seen
+
+    def values(self, container: dict[Any, Any] | list[Any], depth: int, where: str) -> None:
+        pairs = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in list(pairs):
+            new = self._new(value, depth, f"{where}.{key}")
+            if new is not value:
+                container[key] = new
+                _undo.append(functools.partial(_put_back, container, key, value, new))
+
+    def _new(self, value: Any, depth: int, where: str) -> Any:
+        """Return the replacement of `value`, or `value` itself after replacing references inside it."""
+        new = self._replacement(value)
+        if new is not value or depth == 0:
+            return new
+        kind = type(value)  # `isinstance` would read `value.__class__`, which warns for some deprecated objects
+        if kind is tuple or kind is frozenset:
+            items = [self._new(item, depth - 1, where) for item in value]
+            return kind(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        if (kind in MUTABLE or issubclass(kind, type)) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._inside(value, depth - 1, where)
+        return value
+
+    def _replacement(self, value: Any) -> Any:
+        return self._objects.get(id(value), (value, value))[1]
+
+    def _inside(self, value: Any, depth: int, where: str) -> None:
+        if isinstance(value, dict | list):
+            self.values(value, depth, where)
+            if isinstance(value, dict):
+                self._keys(value)
+        elif isinstance(value, set):
+            self._set(value, depth, where)
+        elif isinstance(value, functools.partial):
+            self._partial(value, depth, where)
+        elif getattr(value, "__module__", None) == self._module:
+            if isinstance(value, type):
+                self._class(value, depth, where)
+            else:
+                self._function(value, depth, where)
+
+    def _keys(self, values: dict[Any, Any]) -> None:
+        new = {key: self._replacement(key) for key in values}
+        if any(new[key] is not key for key in new):
+            old = dict(values)
+            _refill(values, {new[key]: value for key, value in old.items()})
+            _undo.append(functools.partial(_refill, values, old))
+
+    def _set(self, values: set[Any], depth: int, where: str) -> None:
+        for value in list(values):
+            new = self._new(value, depth, where)
+            if new is not value:
+                values.remove(value)
+                values.add(new)
+                _undo.extend([functools.partial(values.add, value), functools.partial(values.discard, new)])
+
+    def _partial(self, value: functools.partial[Any], depth: int, where: str) -> None:
+        func = self._new(value.func, depth, where)
+        args = self._new(value.args, depth, where)
+        keywords = {key: self._new(each, depth, where) for key, each in value.keywords.items()}
+        before = (value.func, value.args, dict(value.keywords), vars(value))
+        if func is not value.func or args is not value.args or any(keywords[k] is not before[2][k] for k in keywords):
+            value.__setstate__((func, args, keywords, vars(value)))  # type: ignore[attr-defined]
+            _undo.append(functools.partial(value.__setstate__, before))  # type: ignore[attr-defined]
+
+    def _function(self, function: FunctionType, depth: int, where: str) -> None:
+        places: list[Any] = [(function, "__defaults__", depth + 1), (function, "__kwdefaults__", depth + 1)]
+        places += [(cell, "cell_contents", depth) for cell in function.__closure__ or ()]
+        for owner, name, levels in places:
+            try:
+                old = getattr(owner, name)
+            except ValueError:  # the variable of a cell is not assigned yet
+                continue
+            new = self._new(old, levels, where)
+            if new is not old:
+                _assign(owner, name, new)
+
+    def _class(self, cls: type, depth: int, where: str) -> None:
+        for base in cls.__mro__[1:]:
+            if in_packages(base.__module__) and not is_torch(self._module):
+                raise StateError(
+                    f"{where} derives from PyTorch's own {base.__module__}.{base.__name__}. Call "
+                    f"unshard.dropin.install() before {self._module} is imported, or start with `unshard run`."
+                )
+        for name, value in list(vars(cls).items()):
+            inner = _inner(value)
+            new = self._new(inner, depth, f"{where}.{name}")
+            if new is not inner:
+                setattr(cls, name, _outer(value, new))
+                _undo.append(functools.partial(setattr, cls, name, value))
+
+
+def _loaded() -> Iterator[tuple[str, ModuleType]]:
+    """Modules to search: all except PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
+    for name, module in list(sys.modules.items()):
+        if not issubclass(type(module), ModuleType) or isinstance(module, StandInModule):
+            continue
+        if name.split(".")[0] not in NOT_SEARCHED and name != UNCHANGED and not in_packages(name):
+            yield name, module
+
+
+def _inner(value: Any) -> Any:
+    """The function inside a static method, class method or property."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def _outer(value: Any, new: Any) -> Any:
+    """A static method, class method or property like `value` with the function `new`."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(new)
+    return property(new, value.fset, value.fdel) if isinstance(value, property) else new
+
+
+def _members(value: Any) -> dict[str, Any]:
+    return dict(value.__members__) if isinstance(value, EnumMeta) else {}
+
+
+def _refill(values: dict[Any, Any], new: dict[Any, Any]) -> None:
+    values.clear()
+    values.update(new)
+
+
+def _put_back(container: Any, key: Any, old: Any, new: Any) -> None:
+    try:
+        if container[key] is new:
+            container[key] = old
+    except LookupError:
+        pass  # the program has removed it

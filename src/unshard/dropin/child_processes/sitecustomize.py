@@ -19,7 +19,7 @@ class InstallAtImport:
     """Import hook that installs the drop-in when PyTorch's FSDP is first imported."""
 
     unshard_dropin = True
-    """`install` recognises the hook by this attribute and removes it."""
+    """`install` recognizes the hook by this attribute and removes it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith(PACKAGES):

@@ -1,5 +1,7 @@
 """Our names for `torch.distributed.fsdp._fully_shard` (in `__all__`) and for the modules inside it.
 
+They also stand for `torch.distributed._composable.fsdp`, the former place of this package.
+
 This file is separate because PyTorch's FSDP1 and FSDP2 use some names, such as `_get_module_fsdp_state`, for different
 objects.
 """
@@ -64,18 +66,12 @@ class _NameOnly(type):
         )
 
 
-class FSDPParam(metaclass=_NameOnly): ...
-
-
 class FSDPParamGroup(metaclass=_NameOnly):
     def use_training_state(self) -> None:
         """torch.compile compares functions with it."""
 
 
-class FSDPStateContext(metaclass=_NameOnly): ...
-
-
-class FSDPCommContext(metaclass=_NameOnly): ...
-
-
-class RegisterPostBackwardFunction(metaclass=_NameOnly): ...
+FSDPParam = _NameOnly("FSDPParam", (), {})
+FSDPStateContext = _NameOnly("FSDPStateContext", (), {})
+FSDPCommContext = _NameOnly("FSDPCommContext", (), {})
+RegisterPostBackwardFunction = _NameOnly("RegisterPostBackwardFunction", (), {})
