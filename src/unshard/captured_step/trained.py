@@ -260,7 +260,7 @@ class Trained:
             self._look_at_parameters()
         for optimizer in self.optimizers:
             if isinstance(optimizer, Flat):
-                optimizer.follow_changes()
+                optimizer.flat_groups().follow_changes(optimizer)
 
     def release_memory(self) -> None:
         """Free the memory of cleared gradients and of all-gathers that did not end.

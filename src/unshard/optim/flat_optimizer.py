@@ -25,7 +25,7 @@ from ..engine.api import (
 from ..errors import ArgumentError
 from ..names import optimizer_parameters
 from ..torch_private import foreach_zero, is_scheduled, local_of, make_dtensor, rewrap_scheduled_step, spec_of
-from .flat_groups import FlatGroups
+from .flat_spans import FlatGroups, own_copy
 from .offload import StateStreamer, StepInBackward, submit
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
@@ -176,11 +176,6 @@ class Flat(Optimizer):
             flat_groups = vars(self)["unshard_flat_groups"] = FlatGroups()
         return flat_groups
 
-    def follow_changes(self) -> None:
-        """Rebuild the flat state if state was loaded or moved, as the next step would."""
-        with torch.no_grad():
-            self.flat_groups().follow_changes(self)
-
     def step(self, closure: Any = None, **options: Any) -> Any:
         loss = None
         if closure is not None:
@@ -257,13 +252,8 @@ class Flat(Optimizer):
 
 def _with_own_counters(state: MutableMapping[Any, Any]) -> dict[Any, Any]:
     """Copy counters, which the parameters of a span share: another optimizer would advance them repeatedly."""
-
-    def own(value: Any) -> Any:
-        is_shared = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        return value.clone() if is_shared else value
-
     return {
-        key: {name: own(value) for name, value in entry.items()} if isinstance(key, DTensor) else entry
+        key: {name: own_copy(value) for name, value in entry.items()} if isinstance(key, DTensor) else entry
         for key, entry in state.items()
     }
 

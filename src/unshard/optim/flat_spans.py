@@ -1,4 +1,4 @@
-"""Flat spans: adjacent parameters that a flat optimizer steps as one tensor, and their state.
+"""Flat spans: adjacent parameters that a flat optimizer steps as one tensor, their state and their gradients.
 
     shard      [ weight weight weight .. | bias | norm ]     dots are padding, always zero
     spans      [ decayed                ][ not decayed ]     one tensor each, gradients at the same distances
@@ -12,16 +12,19 @@ state; all other values (mostly counters) are those that the step created.
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..engine.api import GradRange, ShardedGrad, ShardRange, shard_ranges_of
-from ..errors import ParameterError
+from ..engine.api import GradRange, ShardedGrad, ShardRange, grad_ranges, gradient_of, shard_ranges_of
+from ..errors import ParameterError, StateError
 from ..torch_private import contiguous_stride, foreach_copy, local_of, make_dtensor, spec_of
 
 State = MutableMapping[Any, Any]
@@ -42,10 +45,6 @@ class SpanParam:
     @property
     def begin(self) -> int:
         return 0 if self.shard_range is None else self.shard_range.begin
-
-
-Joined = Callable[[SpanParam, SpanParam], bool]
-"""Returns True if two parameters can be in one span."""
 
 
 class FlatSpan:
@@ -83,14 +82,14 @@ class FlatSpan:
         return tensor if self._is_subclass else tensor[0, 0]
 
     def gradient(self, ranges: dict[int, GradRange]) -> tuple[ShardedGrad, torch.Tensor] | None:
-        """The flat gradient and the sharded gradient around it, or None if gradients are not laid out like `flat`."""
+        """The flat gradient and the sharded gradient around it, or None if the program made any of the gradients.
+
+        Gradients of the engine are laid out like `flat`: a span with other gradients was split.
+        """
         found = [ranges.get(id(each.parameter.grad)) for each in self.params]
         first = found[0]
-        if self.outside_shard or first is None:
+        if self.outside_shard or first is None or None in found:
             return None
-        for number, other in enumerate(found):
-            if other is None or not _same_distance(self.params[0], self.params[number], first, other, number):
-                return None
         return first.shard, first.shard.flat(self.flat.dtype, first.begin, *self.flat.shape)
 
     def collected_gradient(self) -> torch.Tensor:
@@ -98,15 +97,14 @@ class FlatSpan:
         gradients = [_local(cast(torch.Tensor, each.parameter.grad), each) for each in self.params]
         if self.outside_shard:
             return self.to_flat_shape(gradients[0])
-        flat = torch.zeros_like(self.flat)
-        foreach_copy(self._views(flat), gradients)
-        return flat
+        return self._filled(torch.zeros_like(self.flat), gradients)
 
-    def _views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A view for each parameter, of a tensor like `flat`."""
-        flat, locals_ = self.from_flat_shape(tensor), [each.local for each in self.params]
-        starts = zip(self.starts, locals_, strict=True)
-        return [flat[start : start + local.numel()].view(local.shape) for start, local in starts]
+    def _filled(self, flat: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
+        """Copy a value for each parameter into a tensor like `self.flat`."""
+        row = self.from_flat_shape(flat)
+        places = zip(self.starts, values, strict=True)
+        foreach_copy([row[start : start + each.numel()].view(each.shape) for start, each in places], values)
+        return flat
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -129,18 +127,23 @@ class FlatSpan:
         flat: dict[str, Any] = {}
         for key, value in entries[0].items():
             if isinstance(value, DTensor):
-                values = [_local_state(entry[key], key, each) for entry, each in zip(entries, self.params, strict=True)]
-                flat[key] = self._joined(values)
+                flat[key] = self._joined(key, [entry[key] for entry in entries])
             else:
-                flat[key] = _own_copy(value)  # steps must not change a state dict that the user keeps
+                flat[key] = own_copy(value)  # steps must not change a state dict that the user keeps
         return flat
 
-    def _joined(self, values: list[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, key: str, values: list[torch.Tensor]) -> torch.Tensor:
+        values = list(map(_local, values, self.params))
+        for value, param in zip(values, self.params, strict=True):
+            if value.shape != param.local.shape:
+                raise ParameterError(
+                    f"The optimizer's state {key!r} of a parameter of shape {tuple(param.parameter.shape)} should have "
+                    f"the shape {tuple(param.local.shape)} on this rank, but has {tuple(value.shape)}. To load state "
+                    "that was saved for another number of ranks, use torch.distributed.checkpoint."
+                )
         if self.outside_shard:
             return self.to_flat_shape(values[0].to(self.flat.device))
-        flat = self.new_state(values[0].dtype)
-        foreach_copy(self._views(flat), values)
-        return flat
+        return self._filled(self.new_state(values[0].dtype), values)
 
     def state_of_part(self, values: dict[str, Any], part: FlatSpan) -> dict[str, Any]:
         """The flat state of a span that this one was split into: the same memory, but its own counters."""
@@ -149,7 +152,7 @@ class FlatSpan:
         return {
             key: part.to_flat_shape(self.from_flat_shape(value)[first:last])
             if self.is_per_element(value)
-            else _own_copy(value)
+            else own_copy(value)
             for key, value in values.items()
         }
 
@@ -180,12 +183,6 @@ class FlatSpan:
         return make_dtensor(local, spec.mesh, spec.placements, param.parameter.shape)
 
 
-def _same_distance(a: SpanParam, b: SpanParam, a_grad: GradRange, b_grad: GradRange, number: int) -> bool:
-    """Return True if the gradients of `a`, and of `b` `number` parameters later, are as far apart as `a` and `b`."""
-    in_order = b_grad.shard is a_grad.shard and b_grad.order == a_grad.order + number
-    return in_order and b_grad.begin - a_grad.begin == b.begin - a.begin
-
-
 def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
     """The local tensor of a gradient or of state, in the parameter's placements."""
     if not isinstance(value, DTensor):
@@ -197,17 +194,6 @@ def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
     return local_of(value)
 
 
-def _local_state(value: torch.Tensor, key: str, param: SpanParam) -> torch.Tensor:
-    value = _local(value, param)
-    if value.shape != param.local.shape:
-        raise ParameterError(
-            f"The optimizer's state {key!r} of a parameter of shape {tuple(param.parameter.shape)} should have the "
-            f"shape {tuple(param.local.shape)} on this rank, but has {tuple(value.shape)}. To load state that was "
-            "saved for another number of ranks, use torch.distributed.checkpoint."
-        )
-    return value
-
-
 def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
     """Elements of `flat` on a slice of its storage: a tensor with an offset could not be saved inside a DTensor."""
     if not shape.numel():
@@ -217,14 +203,15 @@ def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torc
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-def _own_copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def own_copy(value: Any) -> Any:
+    """Copy a counter (a plain tensor), so that no other step changes it."""
+    return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
 # -- which parameters can be in one span ----------------------------------------------------------------------
 
 
-def runs_of(params: Iterable[SpanParam], joined: Joined) -> list[list[SpanParam]]:
+def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam], bool]) -> list[list[SpanParam]]:
     """The longest runs in which each parameter is joined to the previous one."""
     runs: list[list[SpanParam]] = []
     for param in params:
@@ -235,9 +222,8 @@ def runs_of(params: Iterable[SpanParam], joined: Joined) -> list[list[SpanParam]
     return runs
 
 
-def params_in_memory_order(groups: Sequence[dict[str, Any]]) -> list[SpanParam]:
+def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam]:
     """The DTensors among the parameters: shard by shard in the order of their ranges, those outside shards last."""
-    numbered = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
     ranges = shard_ranges_of(each for _, each in numbered)
     params = [SpanParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)]
     inside = [(each.shard_range, each) for each in params if each.shard_range is not None]
@@ -246,23 +232,16 @@ def params_in_memory_order(groups: Sequence[dict[str, Any]]) -> list[SpanParam]:
     return [each for _, each in ordered] + [each for each in params if each.shard_range is None]
 
 
-def adjacent(groups: Sequence[dict[str, Any]], state: State) -> Joined:
-    """Memory, optimizer groups and state allow two parameters to be one tensor."""
-
-    def joined(a: SpanParam, b: SpanParam) -> bool:
-        one, other = a.shard_range, b.shard_range
-        if one is None or other is None or a.group != b.group or a.parameter.dtype != b.parameter.dtype:
-            return False
-        if one.end < other.begin and _rounds_to_zero(groups[a.group].get("eps"), a.parameter.dtype):
-            return False
-        return one.precedes(other) and _same_state(state.get(a.parameter), state.get(b.parameter))
-
-    return joined
-
-
-def _rounds_to_zero(eps: Any, dtype: torch.dtype) -> bool:
-    """Return True if the `eps` that optimizers add to a divisor is zero in `dtype`: padding would become NaN."""
-    return isinstance(eps, float | int) and dtype.is_floating_point and eps < torch.finfo(dtype).tiny
+def _adjacent(groups: Sequence[dict[str, Any]], state: State, a: SpanParam, b: SpanParam) -> bool:
+    """Return True if memory, optimizer groups and state allow two parameters to be one tensor."""
+    one, other, dtype = a.shard_range, b.shard_range, a.parameter.dtype
+    if one is None or other is None or a.group != b.group or dtype != b.parameter.dtype:
+        return False
+    eps = groups[a.group].get("eps")
+    rounds_to_zero = isinstance(eps, float | int) and dtype.is_floating_point and eps < torch.finfo(dtype).tiny
+    if one.end < other.begin and rounds_to_zero:
+        return False  # optimizers add `eps` to a divisor, so padding would become NaN
+    return one.precedes(other) and _same_state(state.get(a.parameter), state.get(b.parameter))
 
 
 def _same_state(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
@@ -282,15 +261,189 @@ def _same_value(one: Any, other: Any) -> bool:
     return isinstance(one, DTensor) or (one.device == other.device and torch.equal(one, other))
 
 
-def adjacent_gradients(ranges: dict[int, GradRange]) -> Joined:
-    """Two adjacent parameters can stay one tensor with their present gradients."""
+def _adjacent_gradients(ranges: dict[int, GradRange], a: SpanParam, b: SpanParam) -> bool:
+    """Return True if two adjacent parameters can stay one tensor with their present gradients."""
+    one, other = a.parameter.grad, b.parameter.grad
+    if one is None or other is None:
+        return one is other
+    a_grad, b_grad = ranges.get(id(one)), ranges.get(id(other))
+    if a_grad is None or b_grad is None:
+        return True  # a gradient that the program made is copied into a flat one
+    return a_grad.precedes(b_grad) and b_grad.begin - a_grad.begin == b.begin - a.begin
 
-    def joined(a: SpanParam, b: SpanParam) -> bool:
-        one, other = a.parameter.grad, b.parameter.grad
-        if one is None or other is None:
-            return one is other
-        a_grad, b_grad = ranges.get(id(one)), ranges.get(id(other))
-        # A gradient that the program made is copied into a flat one.
-        return a_grad is None or b_grad is None or _same_distance(a, b, a_grad, b_grad, 1)
 
-    return joined
+# -- the optimizer groups of a step ---------------------------------------------------------------------------
+
+FlatGrads = list[tuple[FlatSpan, torch.Tensor]]
+"""Spans with their flat gradients, which are views of sharded gradients."""
+
+
+class FlatGroups:
+    """The spans of an optimizer's parameters and their flat state.
+
+    They depend on the parameters and their memory, the optimizer's state and the gradients. If none of these changed, a
+    step reuses the spans of the previous one: a few comparisons per parameter, at most one torch call per span.
+    """
+
+    def __init__(self) -> None:
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.spans: list[FlatSpan] = []
+        self.streamed: list[FlatSpan] = []
+        """Spans of this step whose state is on the host."""
+        self._plain: list[tuple[int, torch.Tensor]] = []
+        self._other_state: dict[Any, Any] = {}
+        self._parameters: list[DTensor] = []
+        self._locals: list[torch.Tensor] = []
+        self._layout: list[Any] = []
+        self._entries: list[Any] = []
+        self._optimizer_state: Any = None
+        self._gradients: list[int] | None = None
+        self._flat_grads: FlatGrads = []
+        self.flat_grads_by_shard: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
+        """The same, for each sharded gradient."""
+        self._collected: list[FlatSpan] = []
+        """Spans whose gradients are copied into a flat one at each step."""
+
+    def begin_step(self, optimizer: Any, done: Sequence[FlatSpan] = ()) -> list[dict[str, Any]]:
+        """Optimizer groups for one step, with gradients on their tensors; call `end_step` afterwards.
+
+        Spans in `done` were stepped in backward. They are not in the groups, and neither are those in `streamed`.
+        """
+        if not self.is_current(optimizer):
+            if done:
+                raise StateError(
+                    "The optimizer's parameters, groups or state were changed between backward and step(). With "
+                    "step_in_backward=True, backward has already stepped some of them. Make such changes after step()."
+                )
+            self._rebuild(optimizer)
+        self._find_gradients(optimizer.state)
+        skipped = set(map(id, done))
+        if not skipped <= {id(span) for span, _ in self._flat_grads}:
+            raise StateError(
+                "Gradients were replaced or cleared between backward and step(). With step_in_backward=True, backward "
+                "has already stepped them, and these steps are kept. Leave gradients unchanged, or leave out "
+                "step_in_backward=True."
+            )
+        # The step sees the present state of plain parameters and under any other keys.
+        self._other_state = {key: value for key, value in optimizer.state.items() if not isinstance(key, DTensor)}
+        own = {span.flat: self.state[span.flat] for span in self.spans if span.flat in self.state}
+        self.state = defaultdict(dict, {**self._other_state, **own})
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        for number, parameter in self._plain:
+            groups[number]["params"].append(parameter)
+        for span, gradient in self._flat_grads:
+            span.flat.grad = gradient
+        for span in self._collected:
+            span.flat.grad = span.collected_gradient()
+        stepped = [span for span in self._with_gradient() if id(span) not in skipped]
+        self.streamed = [span for span in stepped if span.state_offload is not None]
+        for span in stepped:
+            if span.state_offload is None:
+                groups[span.group]["params"].append(span.flat)
+        return groups
+
+    @torch.no_grad()
+    def follow_changes(self, optimizer: Any) -> None:
+        """Rebuild spans and flat state if parameters, groups or state changed since the last step."""
+        if not self.is_current(optimizer):
+            self._rebuild(optimizer)
+
+    def end_step(self, optimizer: Any, groups: list[dict[str, Any]]) -> None:
+        """Drop the gradients, and copy the step's changes to state and groups into those of the optimizer."""
+        for param_group, group in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = param_group["params"]
+            param_group.update(group)
+        self.update_entries(self._with_gradient(), optimizer.state)
+        own = {id(span.flat) for span in self.spans}
+        others = {key: value for key, value in self.state.items() if id(key) not in own}
+        for key in self._other_state.keys() - others.keys():
+            del optimizer.state[key]
+        optimizer.state.update(others)
+        self._other_state = {}
+
+    def update_entries(self, spans: Sequence[FlatSpan], state: Any) -> None:
+        """Drop the gradients of spans that were stepped, and make `state` agree with their flat state."""
+        changed = False
+        for span in spans:
+            span.flat.grad = None
+            if span.flat in self.state:
+                changed |= span.update_entries(self.state[span.flat], state)
+        if changed:
+            self._entries = _entries(state)
+
+    def _with_gradient(self) -> list[FlatSpan]:
+        return [*(span for span, _ in self._flat_grads), *self._collected]
+
+    def is_current(self, optimizer: Any) -> bool:
+        """Return True if the spans were made from these parameters, their present memory and this state."""
+        if _layout(optimizer.param_groups) != self._layout or optimizer.state is not self._optimizer_state:
+            return False
+        entries = _entries(optimizer.state)
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            return False
+        return all(map(is_, map(local_of, self._parameters), self._locals))
+
+    def _rebuild(self, optimizer: Any) -> None:
+        """Make spans as long as memory, groups and state allow, with the state in the entries."""
+        groups, state = optimizer.param_groups, optimizer.state
+        numbered = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
+        params = _in_memory_order(numbered)
+        self.spans = [FlatSpan(run) for run in _runs_of(params, partial(_adjacent, groups, state))]
+        self._plain = [(number, each) for number, each in numbered if not isinstance(each, DTensor)]
+        self._parameters = [each.parameter for each in params]
+        self._locals = [each.local for each in params]
+        # One span after the other, so that there are never two copies of all state.
+        self.state = defaultdict(dict)
+        for span in self.spans:
+            if (flat := span.flat_state(state)) is not None:
+                self.state[span.flat] = flat
+                span.update_entries(flat, state)
+        self._layout, self._optimizer_state, self._entries = _layout(groups), state, _entries(state)
+        self._gradients = None
+
+    def _find_gradients(self, state: Any) -> None:
+        """Find each span's flat gradient. A span of which only some parameters have gradients is split for good."""
+        gradients = list(map(id, map(gradient_of, self._parameters)))
+        known = gradients == self._gradients and None not in [shard() for shard, _ in self.flat_grads_by_shard]
+        if known and not self._collected:
+            return
+        self._gradients = gradients
+        ranges = grad_ranges(self._parameters)
+        self._split(ranges, state)
+        self._flat_grads, self._collected = [], []
+        by_shard: dict[int, tuple[weakref.ref[ShardedGrad], FlatGrads]] = {}
+        for span in self.spans:
+            if span.params[0].parameter.grad is None:
+                continue
+            found = span.gradient(ranges)
+            if found is None:
+                self._collected.append(span)
+            else:
+                shard, flat_grad = found
+                self._flat_grads.append((span, flat_grad))
+                by_shard.setdefault(id(shard), (weakref.ref(shard), []))[1].append((span, flat_grad))
+        self.flat_grads_by_shard = list(by_shard.values())
+
+    def _split(self, ranges: dict[int, GradRange], state: Any) -> None:
+        spans: list[FlatSpan] = []
+        for span in self.spans:
+            runs = _runs_of(span.params, partial(_adjacent_gradients, ranges))
+            parts = [span] if len(runs) == 1 else [FlatSpan(run) for run in runs]
+            spans += parts
+            if len(parts) > 1 and (values := self.state.pop(span.flat, None)) is not None:
+                for part in parts:
+                    own = self.state[part.flat] = span.state_of_part(values, part)
+                    part.update_entries(own, state)
+        if len(spans) > len(self.spans):
+            self.spans = spans
+            self._entries = _entries(state)
+
+
+def _layout(groups: list[dict[str, Any]]) -> list[Any]:
+    """The parameters of each group, and the option that limits how long its spans may be."""
+    return [(group.get("eps"), list(map(id, group["params"]))) for group in groups]
+
+
+def _entries(state: Any) -> list[Any]:
+    """All values, to compare with later ones. The values themselves: ids of deleted objects are used again."""
+    return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

@@ -29,12 +29,12 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..engine.api import CopyStreams, ShardedGrad, StreamEvent, listen, note_optimizer_step, roots_of
 from ..errors import StateError
 from ..names import optimizer_parameters
-from .flat_groups import FlatGrads, FlatGroups
-from .flat_spans import FlatSpan
+from .flat_spans import FlatGrads, FlatGroups, FlatSpan
 
 BATCH_BYTES = 16 * 2**20
 """Spans of up to this many bytes together are one batch: calling the optimizer takes as long as copying them."""
@@ -213,7 +213,7 @@ class StepInBackward:
         self._last_step: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
         self._steps: list[EarlyStep] = []
         self._unchanged: bool | None = None
-        """True if the optimizer has not changed since its last step; determined once per backward."""
+        """True if only DTensors have state, and nothing changed since the last step; determined once per backward."""
         self._warned_of_options = self._warned_of_steps = False
         self._second_backward = False
         """True if a second backward has added to gradients, and was refused."""
@@ -221,8 +221,8 @@ class StepInBackward:
 
     def remember(self, flat_groups: FlatGroups) -> None:
         """Called after a step: remember the spans of each offloaded gradient."""
-        by_shard = flat_groups.flat_grads_by_shard()
-        self._last_step = [(weakref.ref(grad), flat_grads) for grad, flat_grads in by_shard if grad.offloaded]
+        by_shard = flat_groups.flat_grads_by_shard
+        self._last_step = [each for each in by_shard if (grad := each[0]()) is not None and grad.offloaded]
 
     def gradients_ready(self, sharded_grads: Sequence[ShardedGrad]) -> None:
         """Called by the engine when gradients are complete. They may still be in flight to the host."""
@@ -232,7 +232,8 @@ class StepInBackward:
         if optimizer is None or not mine:
             return  # without reading anything that another rank, in another thread, may be changing
         if self._unchanged is None:
-            self._unchanged = optimizer.flat_groups().is_unchanged(optimizer)
+            only_dtensors = all(isinstance(key, DTensor) for key in optimizer.state)
+            self._unchanged = only_dtensors and optimizer.flat_groups().is_current(optimizer)
         if not self._unchanged:
             return
         parameters = set(map(id, optimizer_parameters(optimizer)))
