@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from unshard.captured_step.signature import Arguments, OptimizerSettings, SameObjects, Signature
+from unshard.captured_step.signature import Arguments, OptimizerSettings, SameObjects
+from unshard.captured_step.trained import Trained
 
 
 def test_the_same_objects() -> None:
@@ -139,8 +140,12 @@ def test_arguments_that_the_step_changes() -> None:
 
 
 def test_signatures_as_keys() -> None:
-    trained: Any = (1, 2)
-    one, equal, other = Signature((1,), trained), Signature((1,), trained), Signature((2,), trained)
+    model = torch.nn.Linear(2, 2)
+    trained = Trained([model], [], None)
+    trained.look()
+    one, equal, other = (trained.signature((number,), ()) for number in (1, 1, 2))
     assert {one: "found"}[equal] == "found" and hash(one) == hash(equal)
     assert one != other and other not in {one: None}
     assert one != "no signature"
+    model.eval()
+    assert one != trained.signature((1,), ())

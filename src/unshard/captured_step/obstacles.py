@@ -30,7 +30,7 @@ class HostEffects:
         self._trained, self._arguments = trained, arguments
         self._versions = arguments.versions()
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
-        self._counters, self._signature = self._host_state(), trained.signature(())
+        self._counters, self._signature = self._host_state(), trained.signature(None, ())
         self._awaited = trained.awaited()
         self._strangers: dict[str, None] = {}
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
@@ -52,7 +52,7 @@ class HostEffects:
             return "it sets learning rates (for example, scheduler.step()), which a replay does not. Do that after it"
         if self._stages or self._trained.stages():
             return "it begins or ends between scaler.unscale_() and scaler.update(). Call both in the step, or neither"
-        if self._trained.signature(()) != self._signature:
+        if self._trained.signature(None, ()) != self._signature:
             return (
                 "it changes train or eval mode, requires_grad, or settings of units or optimizers, which a replay does "
                 "not. Do that outside the step"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from ..comm.order.peers import keys_of_job
 from ..engine.api import ShardedGrad
 from ..errors import StateError
 from ..torch_private import end_failed_recording, forget_scaler_stages, tree_flatten, tree_map, tree_unflatten
-from .signature import Arguments, StaticArguments
+from .signature import Arguments
 from .trained import Snapshots, Trained
 
 PATIENCE = 60.0  # seconds that a rank waits for the others: the step itself would wait for them as well
 KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The last number of a captured step, by default process group."""
-_numbers_without_group = [0]
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Numbers of captured steps, by default process group."""
+_numbers_without_group = count(-1, -1)
 
 
 # -- agreement ----------------------------------------------------------------------------------------------
@@ -46,11 +47,8 @@ class Answer(Enum):
 
 def next_number() -> int:
     """Number a captured step: the n-th step of one rank decides with the n-th step of the others."""
-    if not dist.is_initialized():
-        _numbers_without_group[0] += 1
-        return -_numbers_without_group[0]
-    _numbers[dist.group.WORLD] = _numbers.get(dist.group.WORLD, 0) + 1
-    return _numbers[dist.group.WORLD]
+    grouped = dist.is_initialized()
+    return next(_numbers.setdefault(dist.group.WORLD, count(1)) if grouped else _numbers_without_group)
 
 
 class Agreement:
@@ -214,7 +212,7 @@ class Recording:
 
     def __init__(
         self,
-        static: StaticArguments,
+        static: Arguments,
         collectives: RecordedCollectives,
         graph: torch.cuda.CUDAGraph,
         returned: Any,
@@ -251,42 +249,34 @@ class Recording:
         self._on_drop()
 
 
-class HostState:
-    """The host's view of gradients and optimizer state, to be restored if a recording fails."""
+def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
+    """Remember the host's view of gradients and optimizer state. Call the result if a recording fails."""
+    state = [entry for each in trained.optimizers for entry in each.state.values() if type(entry) is dict]
+    dicts: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    dicts = [(each, dict(each)) for each in (*trained.tensor_dicts(), *state)]
+    dicts += [(each.state, {**each.state}) for each in trained.optimizers]
+    dicts += [(vars(each), dict(vars(each))) for each in trained.optimizers]
 
-    def __init__(self, trained: Trained):
-        self.gradients = trained.gradients()
-        self._trained = trained
-        self._dicts = [(each, dict(each)) for each in trained.tensor_dicts()]
-        self._dicts += [
-            (entry, dict(entry)) for each in trained.optimizers for entry in each.state.values() if type(entry) is dict
-        ]
-        self._optimizers = [(each, {**each.state}, dict(vars(each))) for each in trained.optimizers]
-
-    def restore(self) -> None:
+    def restore() -> None:
         """Undo what the failed recording did on the host. Nothing of it ran on the device."""
-        trained = self._trained
         for root in trained.roots():
             root.abandon()
         for each in trained.unmanaged:  # they had no gradients
             each.grad = None
-        for tensors, before in self._dicts:
-            tensors.clear()
-            tensors.update(before)
-        for optimizer, state, attributes in self._optimizers:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-        if trained.scaler is not None and trained.scaler.is_enabled():
-            forget_scaler_stages(trained.scaler)  # there were none
-        if not trained.can_restore(self.gradients):
+        for changed, before in dicts:
+            changed.clear()
+            changed.update(before)
+        if trained.enabled_scaler is not None:
+            forget_scaler_stages(trained.enabled_scaler)  # there were none
+        if not trained.can_restore(gradients):
             raise StateError(
                 "Recording the step failed, and gradients that were accumulated before are lost. Call zero_grad() and "
                 "restart the accumulation."
             )
-        trained.restore(self.gradients)
+        trained.restore(gradients)
         trained.release_memory()
+
+    return restore
 
 
 def _can_split_blocks() -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from numbers import Number, Real
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..optim.flat_optimizer import Flat
-from ..torch_private import spec_of, tree_flatten, tree_unflatten, version_of
+from ..torch_private import spec_of, tree_flatten, tree_map, version_of
 
 _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, FunctionType, BuiltinFunctionType),
@@ -51,7 +53,8 @@ class SameObjects:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SameObjects) and self.followed_by(other.objects) is self
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.objects)))
 
     def tensors(self) -> list[torch.Tensor]:
         return [each for each in self.objects if isinstance(each, torch.Tensor)]
@@ -115,31 +118,20 @@ class Arguments:
     def run(self, step: Callable[..., Any]) -> Any:
         return step(*self._args, **self._kwargs)
 
-    def static(self) -> StaticArguments:
-        return StaticArguments(self.leaves, self._structure)
-
-
-class StaticArguments:
-    """Copies of the tensors of a call at fixed addresses. Replays read these."""
-
-    def __init__(self, leaves: Sequence[Any], structure: Any):
-        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    def static(self) -> Arguments:
+        """Copies of the arguments with tensors at fixed addresses, which replays read."""
+        static = Arguments(*tree_map(_copied, (self._args, self._kwargs)))
         # Not the copies themselves: the step may make them require gradients, and then they cannot be written.
-        self._tensors = [copy.detach() for copy in copies if isinstance(copy, torch.Tensor)]
-        self._args: Sequence[Any]
-        self._kwargs: dict[str, Any]
-        if isinstance(structure, tuple):
-            positional = len(copies) - len(structure)
-            self._args, self._kwargs = copies[:positional], dict(zip(structure, copies[positional:], strict=True))
-        else:
-            self._args, self._kwargs = tree_unflatten(copies, structure)
-
-    def run(self, step: Callable[..., Any]) -> Any:
-        return step(*self._args, **self._kwargs)
+        static.tensors = [each.detach() for each in static.tensors]
+        return static
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        for mine, theirs in zip(self._tensors, tensors, strict=True):
+        for mine, theirs in zip(self.tensors, tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _described(leaf: Any) -> Any:
@@ -257,19 +249,6 @@ class OptimizerSettings:
         self.compared = tuple([_settings(optimizer, group) for optimizer, group in groups])
 
 
-class _Held:
-    """Compares an object by identity, and holds it, so that its id is not reused."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Everything that a recording repeats; includes the learning rate only if it is read on the host."""
     left_out = (*_NO_SETTINGS, "lr") if _reads_on_device(optimizer, group) else _NO_SETTINGS
@@ -282,7 +261,7 @@ def _comparable(value: Any) -> Any:
         return value
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))
-    return value.item() if _is_read_on_host(value) else _Held(value)
+    return value.item() if _is_read_on_host(value) else SameObjects([value])
 
 
 def _can_change_in_place(value: Any) -> bool:
@@ -308,14 +287,16 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # -- signatures ---------------------------------------------------------------------------------------------
 
 
-class TrainedSignature(NamedTuple):
-    """State of models, optimizers and scaler that selects a recording. Warnings show the field names."""
+@dataclass
+class Signature:
+    """Calls with equal signatures can share a recording. Warnings show the field names."""
 
+    arguments: Any
     train_or_eval_mode_of_modules: tuple[bool, ...]
     requires_grad_of_parameters: tuple[bool, ...]
     options_of_units: tuple[Any, ...]
     gradients_before_the_call: tuple[Any, ...]
-    settings_of_param_groups: tuple[tuple[tuple[str, Any], ...], ...]
+    settings_of_optimizer_groups: tuple[tuple[tuple[str, Any], ...], ...]
     settings_of_the_scaler: tuple[Any, ...]
     state_of_the_scaler_since_its_last_update: tuple[Any, ...]
     grad_mode: bool
@@ -324,30 +305,18 @@ class TrainedSignature(NamedTuple):
     deterministic_algorithms: bool
     default_dtype: Any
 
-
-class Signature:
-    """Calls with equal signatures can share a recording. The hash of its hundreds of values is computed once."""
-
-    def __init__(self, arguments: Any, trained: TrainedSignature):
-        self.arguments, self.trained = arguments, trained
-        self._hash: int | None = None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature):
-            return NotImplemented
-        return self is other or (self.arguments == other.arguments and self.trained == other.trained)
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(vars(self).values()))
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash((self.arguments, self.trained))
-        return self._hash
+        return self._hash  # computed once: there are hundreds of values
 
 
 def changed_rates(one: Signature, other: Signature) -> list[int]:
     """Indices of the optimizer groups whose learning rates differ; empty if anything else differs, too."""
-    mine, theirs = (each.trained.settings_of_param_groups for each in (one, other))
-    rest = (each.trained._replace(settings_of_param_groups=()) for each in (one, other))
-    if one.arguments != other.arguments or next(rest) != next(rest) or len(mine) != len(theirs):
+    mine, theirs = one.settings_of_optimizer_groups, other.settings_of_optimizer_groups
+    if replace(one, settings_of_optimizer_groups=theirs) != other or len(mine) != len(theirs):
         return []
     changed = [number for number, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
     return changed if all(_without_rate(mine[each]) == _without_rate(theirs[each]) for each in changed) else []
@@ -365,20 +334,17 @@ def difference(one: Signature, other: Signature) -> str:
         if pairs:
             return f"an argument: {_shown(pairs[0][0])} and {_shown(pairs[0][1])}"
         return "the number of arguments" if len(mine) != len(theirs) else "the names or the nesting of arguments"
-    for name, mine, theirs in zip(TrainedSignature._fields, one.trained, other.trained, strict=True):
-        if mine == theirs:
-            continue
-        if name != "settings_of_param_groups":
-            return name.replace("_", " ")
-        groups = zip(mine, theirs, strict=False)
-        keys = [a[0] for group, its in groups for a, b in zip(group, its, strict=False) if a != b]
-        if "lr" in keys:
-            return (
-                "'lr' of a param group, which this optimizer reads on the host. It reads it on the device with "
-                "fused=True; sharded parameters also need unshard.optim.flat"
-            )
-        return f"{', '.join(map(repr, keys))} of a param group" if keys else "the number of param groups"
-    return "nothing"
+    name = next(each.name for each in fields(one) if getattr(one, each.name) != getattr(other, each.name))
+    if name != "settings_of_optimizer_groups":
+        return name.replace("_", " ")
+    groups = zip(one.settings_of_optimizer_groups, other.settings_of_optimizer_groups, strict=False)
+    keys = [a[0] for mine, theirs in groups for a, b in zip(mine, theirs, strict=False) if a != b]
+    if "lr" in keys:
+        return (
+            "'lr' of an optimizer group, which this optimizer reads on the host. It reads it on the device with "
+            "fused=True; sharded parameters also need unshard.optim.flat"
+        )
+    return f"{', '.join(map(repr, keys))} of an optimizer group" if keys else "the number of optimizer groups"
 
 
 def _shown(described: tuple[Any, ...]) -> str:

@@ -6,6 +6,7 @@ import atexit
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import update_wrapper
@@ -20,7 +21,7 @@ from ..errors import ArgumentError
 from ..optim.grad_scaler import has_skipped_all
 from ..torch_private import call_before_destruction, mark_stepped, stack_level_of_program
 from .obstacles import HostEffects, describe, refusing_seeds
-from .recording import PATIENCE, Agreement, Answer, HostState, Recorder, Recording, next_number
+from .recording import PATIENCE, Agreement, Answer, Recorder, Recording, next_number, restorer
 from .signature import Arguments, LearningRates, Signature, changed_rates, difference
 from .trained import Identity, Trained
 
@@ -34,6 +35,13 @@ WARN_AFTER = 10  # warn if nothing was recorded after this many times `warmup` c
 TRIES = 3  # attempts to record with ranks that are late or cannot record
 RATES = 3  # learning rates that change too often to be recorded, before a warning
 REFUSALS_TOLD = 64  # calls for which this rank tells the others that it does not record
+
+_PREVENTED = {
+    Answer.LATE: f"did not join a recording within {PATIENCE:.0f} s. Call the step on all ranks, with the same shapes "
+    "and settings",
+    Answer.REFUSED: "could not record a call",
+}
+"""Completes "another rank ..."."""
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -96,10 +104,10 @@ class CapturedStep(Generic[P, R]):
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
         self._number = next_number()
-        self._late = self._declined = self._drops = 0
-        """How often another rank was late, how often one declined, and how often recordings were dropped."""
-        self._rejected = self._refusals_told = 0
-        """How often another rank could not record a call, and how often this rank told the others so."""
+        self._answers: Counter[Answer] = Counter()
+        """The ranks' decisions about calls that this rank wanted to record."""
+        self._drops = self._refusals_told = 0
+        """How often recordings were dropped, and how often this rank told the others that it cannot record."""
         self._new_rates = 0
         """Signatures since the last recording that differ from others only in learning rates."""
         _alive.add(self)
@@ -151,7 +159,7 @@ class CapturedStep(Generic[P, R]):
         self._recorded.clear()
         self._refused.clear()
         self._counts.clear()
-        self._late = self._rejected = self._refusals_told = 0
+        self._answers[Answer.LATE] = self._answers[Answer.REFUSED] = self._refusals_told = 0
 
     def _wait(self) -> None:
         if self._recorded and self._recorder is not None:
@@ -191,12 +199,12 @@ class CapturedStep(Generic[P, R]):
             if self._identity is None or identity.model != self._identity.model:
                 self._counts.clear()  # units may rebuild buffers, which a recording must not allocate
             self._refused.clear()
-            self._rejected = self._refusals_told = 0
+            self._answers[Answer.REFUSED] = self._refusals_told = 0
             self._identity = identity
         if obstacle := trained.obstacle_in_buffers():
             self._warn(obstacle)
             return None
-        signature = Signature(arguments.signature(), trained.signature(gradients))
+        signature = trained.signature(arguments.signature(), gradients)
         if signature != self._last_signature:
             self._last_signature = signature
         return self._last_signature
@@ -226,27 +234,19 @@ class CapturedStep(Generic[P, R]):
             return False
         due = self._is_due(signature)
         answer = self._agreement.decide(self._calls, "begin", due)
-        if answer is Answer.LATE and due:
-            self._late += 1
-            self._counts.pop(signature)
-            if self._late >= TRIES:
-                self._refuse(
-                    signature,
-                    f"{self._late} times another rank did not join a recording within {PATIENCE:.0f} s. Call the "
-                    "step on all ranks, with the same shapes and settings",
-                )
-        elif answer is Answer.REFUSED and due:
-            self._rejected += 1
-            self._counts.pop(signature)  # the other rank may accept its next signature
-            if self._rejected >= TRIES:
-                self._refuse(signature, f"{self._rejected} times another rank could not record a call")
-        elif answer is Answer.NO and due:
-            self._declined += 1
-            if self._declined >= WARN_AFTER * self._warmup and not self._recorded:
-                self._warn(
-                    f"other ranks declined to record {self._declined} calls that this rank would have recorded. Use "
-                    "the same shapes and settings on all ranks"
-                )
+        if not due:
+            return answer is Answer.YES
+        self._answers[answer] += 1
+        times = self._answers[answer]
+        if answer is Answer.NO and times >= WARN_AFTER * self._warmup and not self._recorded:
+            self._warn(
+                f"other ranks declined to record {times} calls that this rank would have recorded. Use the same shapes "
+                "and settings on all ranks"
+            )
+        if answer in (Answer.LATE, Answer.REFUSED):
+            self._counts.pop(signature)  # the other rank may join, or accept its next signature
+            if times >= TRIES:
+                self._refuse(signature, f"{times} times another rank {_PREVENTED[answer]}")
         return answer is Answer.YES
 
     # -- eager ----------------------------------------------------------------------------------------------
@@ -329,7 +329,8 @@ class CapturedStep(Generic[P, R]):
         trained.keep_gradient_memory()
         trained.release_memory()
         trained.forget_casts()
-        before, tensors = HostState(trained), trained.tensors()
+        before, tensors = trained.gradients(), trained.tensors()
+        restore = restorer(trained, before)
         recording, stopped = None, ""
         try:
             with self._learning_rates(recorded=True), recording_step(), refusing_seeds(trained):
@@ -340,14 +341,14 @@ class CapturedStep(Generic[P, R]):
         except Exception as error:
             stopped = describe(error)
         except BaseException:
-            before.restore()
+            restore()
             raise
         finally:
             trained.forget_casts()
         answer = self._agreement.decide(self._calls, "end", not stopped, RECORDING_SECONDS)
         if answer is Answer.YES and recording is not None:
             after = trained.gradients()
-            recording.gradients = None if after == before.gradients else after
+            recording.gradients = None if after == before else after
             recording.written = trained.kept_grads()
             self._recorded[signature] = recording
             self._new_rates = 0
@@ -355,7 +356,7 @@ class CapturedStep(Generic[P, R]):
             return recording
         if recording is not None:
             recording.drop()
-        before.restore()
+        restore()
         self._refuse(signature, stopped or "another rank could not record it")
         return None
 

@@ -48,7 +48,7 @@ from ..torch_private import (
     storage_key,
     tree_flatten,
 )
-from .signature import OptimizerSettings, SameObjects, TrainedSignature, values_of
+from .signature import OptimizerSettings, SameObjects, Signature, values_of
 
 Snapshots = tuple[GradientSnapshot, ...]
 """The gradients of each param group."""
@@ -358,18 +358,22 @@ class Trained:
             return entries
         return [each for each in entries if isinstance(each, dict)]
 
-    def signature(self, gradients: Snapshots) -> TrainedSignature:
-        """Modes, flags, settings and the gradients before the call, which select a recording."""
+    def signature(self, arguments: Any, gradients: Snapshots) -> Signature:
+        """Arguments, modes, flags, settings and the gradients before the call, which select a recording."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
         self._settings.look()
-        return TrainedSignature(
+        of_scaler: tuple[Any, ...] = ()
+        if (scaler := self.enabled_scaler) is not None:
+            of_scaler = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        return Signature(
+            arguments,
             tuple(map(_training, self._modules)),
             requires_grad,
             tuple(map(_flags, map(_unit_options, self.units))),
             gradients,
             self._settings.compared,
-            self._scaler_settings(),
+            of_scaler,
             self.stages(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
@@ -378,11 +382,9 @@ class Trained:
             torch.get_default_dtype(),
         )
 
-    def _scaler_settings(self) -> tuple[Any, ...]:
-        scaler = self.scaler
-        if scaler is None or not scaler.is_enabled():
-            return ()
-        return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    @property
+    def enabled_scaler(self) -> Any:
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     # -- gradients and units after a step -----------------------------------------------------------------
 
@@ -426,9 +428,7 @@ class Trained:
 
     def stages(self) -> tuple[Any, ...]:
         """Stages of all optimizers that the scaler knows, since its last update."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return ()
-        return scaler_stages(self.scaler)
+        return () if self.enabled_scaler is None else scaler_stages(self.scaler)
 
 
 def _storages_of(values: Sequence[Any]) -> set[int]:

@@ -21,6 +21,7 @@ from bed.wrapped import wrap
 from torch import nn
 
 from unshard import FullyShardedDataParallel, MixedPrecisionPolicy, capture
+from unshard.captured_step.recording import Answer
 from unshard.optim import GradScaler, flat
 
 # -- casts of buffers ----------------------------------------------------------------------------------------
@@ -561,7 +562,7 @@ def test_a_rank_that_refuses_tells_the_others() -> None:
         for number in range(12):
             captured(batch(number))
         assert happened == ["run"] * 12
-        assert not captured._late and captured._refused
+        assert not captured._answers[Answer.LATE] and captured._refused
         told = "3 times another rank could not record a call"
         reason = "draws random numbers on the host" if dist.get_rank() == 0 else told
         assert [reason in str(each.message) for each in found] == [True]

@@ -227,7 +227,7 @@ def test_every_option_of_a_unit_is_followed() -> None:
         trained: Any = training.step._trained
 
         def seen() -> Any:
-            return trained.signature(()), trained.identity(), trained.obstacle()
+            return trained.signature(None, ()), trained.identity(), trained.obstacle()
 
         (root,) = trained.roots()
         options = root.unit.options
@@ -695,7 +695,8 @@ def test_ranks_with_different_shapes() -> None:
             rows = 3 if dist.get_rank() == 0 and number % 2 else 4
             training.step(torch.ones(rows, WIDTH))
         assert happened == ["run"] * 4 + ["record", "replay"]
-        assert not training.step._late and bool(training.step._declined) == (dist.get_rank() > 0)
+        answers = training.step._answers
+        assert not answers[Answer.LATE] and bool(answers[Answer.NO]) == (dist.get_rank() > 0)
 
 
 @world(2, 3, slow=(3,))
