@@ -15,8 +15,7 @@ import torch
 from ..errors import CheckpointError, listed
 from ..state.boxes import Box, boxes_of_range
 from . import storage
-from .manifest import BlockChecksums, FileEntry, checksum_of, read_manifest
-from .plan import StoredBox, TensorEntry, aligned
+from .manifest import BlockChecksums, FileEntry, StoredBox, TensorEntry, checksum_of, read_manifest
 from .values import DTYPES
 
 CHUNK_BYTES = 32 * 2**20
@@ -56,10 +55,6 @@ def _pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:
         yield view[first : first + rows]
 
 
-def padding_after(nbytes: int) -> memoryview:
-    return memoryview(bytes(aligned(nbytes) - nbytes))
-
-
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
     """Write the buffers to a new file, and wait until they are on the disk.
 
@@ -77,7 +72,7 @@ def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expect
     nbytes = storage.write(path, pieces(), expected)
     if expected is not None and nbytes != expected:
         raise CheckpointError(f"{path} has {nbytes} bytes, expected {expected}.")
-    return FileEntry(path.name, nbytes, checksums.finish())
+    return FileEntry(path.name, nbytes, checksums.hexdigests())
 
 
 class CheckpointFiles:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,10 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, listed
 from ..names import ALL_PREFIXES, clean_tensor_name, optimizer_parameters
 from ..state.model import HeldTensor, ModelState, model_state
-from .full_state_dict import RankPart, entry_of
-from .full_tensors import Gathering, broadcast, fill, sending_device_type
-from .matching import Differences
-from .optimizer import SHARDED, OptimizerLoad, merged, optimizer_state, tensor_name
-from .plan import TensorEntry
-from .ranks import begin, on_first_rank, rank_and_size, together
+from .full_state_dict import RankPart, broadcast, entry_of, fill_full, gather, sending_device_type
+from .manifest import TensorEntry
+from .optimizer import SHARDED, OptimizerLoad, merged, tensor_name
+from .ranks import Differences, begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
@@ -39,19 +37,7 @@ def full_optimizer_state_dict(
     dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state. A tied parameter appears under
     its first name.
     """
-    what = "Gathering the full optimizer state"
-    tensors: list[HeldTensor] = []
-
-    def collect() -> RankPart:
-        nonlocal tensors
-        state = model_state(model)
-        tensors, entry = optimizer_state(optimizer, state)
-        return RankPart.of(model, state, tensors, entry)
-
-    begin("gather the full optimizer state", model)
-    ranks = together(what, collect)
-    gathering = Gathering([each.tensors for each in ranks], tensors, ranks[0].device_type)
-    full = dict(gathering.tensors(rank0_only, cpu_offload))
+    _, ranks, full = gather("the full optimizer state", model, optimizer, rank0_only, cpu_offload)
     rank, _ = rank_and_size()
     entry = merged([each.optimizer for each in ranks])
     if entry is None or (rank and rank0_only):
@@ -98,41 +84,54 @@ def load_full_optimizer_state_dict(
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}
+    """Rank 0's tensors."""
+    names: dict[str, str] = {}
+    """Names of tensors in the state dict, by their names here."""
+    targets: dict[str, HeldTensor] = {}
+    load: OptimizerLoad
 
-    def describe() -> OptimizerSource:
-        nonlocal values
-        source, values = _describe(state_dict, optimizer)
-        return source
+    def compare() -> tuple[Differences, list[str], list[str]]:
+        """Returns the differences, the tensors that are sharded here, and those that this rank needs in full."""
+        nonlocal load
+        differences, state = Differences(), model_state(model)
+        own_entry, own_tensors = _by_own_names(entry, tensors, state, names)
+        load = OptimizerLoad(optimizer, state, own_entry, own_tensors, differences)
+        sharded = [names[name] for name, _ in load.needed()]
+        return differences, sharded, [names.get(name, name) for name in stored_names(own_entry)]
+
+    def receive(name: str) -> torch.Tensor:
+        return broadcast(values.get(name), tensors[name], device_type)
+
+    def prepare() -> None:
+        load.decode(lambda name: stored[names.get(name, name)])
+        targets.update({names[held.name]: held for held in load.targets()})
 
     begin("load a full optimizer state dict", model)
-    loading = FullOptimizerLoading(on_first_rank(what, describe), values)
-    answers = together(what, lambda: loading.compare(model, optimizer))
+    entry, tensors, device_type = on_first_rank(what, lambda: _described(state_dict, optimizer, values))
+    answers = together(what, compare)
     Differences.of_all_ranks([each for each, _, _ in answers]).refuse("The state dict", strict, what="state dict")
-    loading.receive({name for _, _, names in answers for name in names})
-    together(what, loading.prepare)
-    loading.apply({name for _, names, _ in answers for name in names})
-    together(what, loading.finish)
+    sharded = {name for _, names_of_rank, _ in answers for name in names_of_rank}
+    full = {name for _, _, names_of_rank in answers for name in names_of_rank}
+    stored = {name: receive(name).clone() for name in tensors if name in full}  # decoding needs them
+    together(what, prepare)
+    for name in tensors:
+        if name in sharded:
+            fill_full(targets.get(name), receive(name))
+    together(what, load.finish)
 
 
-class OptimizerSource(NamedTuple):
-    """Rank 0's state dict without its tensors, for the other ranks."""
+def _described(
+    state_dict: Mapping[str, Any] | None, optimizer: Optimizer, values: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, TensorEntry], str]:
+    """Rank 0's state dict for the other ranks: an entry as in a checkpoint, tensors, and the device type to send from.
 
-    entry: dict[str, Any]
-    """Like the entry in a checkpoint, by the names in rank 0's state dict."""
-    tensors: dict[str, TensorEntry]
-    device_type: str
-
-
-def _describe(
-    state_dict: Mapping[str, Any] | None, optimizer: Optimizer
-) -> tuple[OptimizerSource, dict[str, torch.Tensor]]:
-    """Also returns the tensors, by their names in the source."""
+    Adds the tensors themselves to `values`.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             "Rank 0 has to pass a dict with `state` and `param_groups`, as full_optimizer_state_dict(model, optimizer) "
             f"returns it, got {listed(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}."
         )
-    values: dict[str, torch.Tensor] = {}
     groups = [_group(number, each, values) for number, each in enumerate(state_dict["param_groups"])]
     known = {name for group in groups for name in group["params"]}
     state: dict[str, dict[str, Any]] = {}
@@ -155,7 +154,7 @@ def _describe(
         "others": encode(others, "optimizer/state", values.__setitem__),
     }
     tensors = {name: entry_of(value, name) for name, value in values.items()}
-    return OptimizerSource(entry, tensors, sending_device_type(optimizer_parameters(optimizer))), values
+    return entry, tensors, sending_device_type(optimizer_parameters(optimizer))
 
 
 def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -181,61 +180,23 @@ def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> 
     return encode(value, where, values.__setitem__)
 
 
-class FullOptimizerLoading:
-    """One load on one rank."""
-
-    def __init__(self, source: OptimizerSource, values: dict[str, torch.Tensor]):
-        self._source, self._values = source, values
-        self._names: dict[str, str] = {}
-        """Names of tensors in the source, by their names here."""
-        self._stored: dict[str, torch.Tensor] = {}
-        self._targets: dict[str, HeldTensor] = {}
-
-    def compare(self, model: nn.Module, optimizer: Optimizer) -> tuple[Differences, list[str], list[str]]:
-        """Return the differences, the tensors that are sharded here, and those that this rank needs in full."""
-        differences, state = Differences(), model_state(model)
-        entry, tensors = self._entry(state)
-        self._load = OptimizerLoad(optimizer, state, entry, tensors, differences)
-        sharded = [] if differences.wrong else [self._names[name] for name, _ in self._load.needed()]
-        return differences, sharded, [self._names.get(name, name) for name in stored_names(entry)]
-
-    def _entry(self, model: ModelState) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-        """The source, by the names that parameters are stored under here."""
-        aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
-        plain = {each.name: each.part.shape for inside in model.optimized.values() for each in inside if each.plain}
-        tensors, state = dict(self._source.tensors), {}
-        for name, values in self._source.entry["state"].items():
-            held_as = aliases.get(name, name)
-            if held_as in state:
-                raise CheckpointError(f"{name} is tied here, and the state dict has state for two of its names.")
-            own = state[held_as] = dict(values)
-            for key in [key for key, value in values.items() if value == SHARDED]:
-                here = tensor_name(key, held_as)
-                self._names[here] = tensor_name(key, name)
-                tensors[here] = self._source.tensors[self._names[here]]
-                if held_as in plain and tensors[here].shape != plain[held_as]:
-                    own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank has all of it
-        groups = [
-            {**group, "params": [aliases.get(name, name) for name in group["params"]]}
-            for group in self._source.entry["groups"]
-        ]
-        return {**self._source.entry, "state": state, "groups": groups}, tensors
-
-    def receive(self, names: set[str]) -> None:
-        """Receive the tensors that every rank has in full; decoding needs them."""
-        self._stored = {name: self._broadcast(name).clone() for name in self._source.tensors if name in names}
-
-    def _broadcast(self, name: str) -> torch.Tensor:
-        return broadcast(self._values.get(name), self._source.tensors[name], self._source.device_type)
-
-    def prepare(self) -> None:
-        self._load.decode(lambda name: self._stored[self._names.get(name, name)])
-        self._targets = {self._names[held.name]: held for held in self._load.targets()}
-
-    def apply(self, names: set[str]) -> None:
-        for name in self._source.tensors:
-            if name in names:
-                fill(self._targets.get(name), self._broadcast(name))
-
-    def finish(self) -> None:
-        self._load.finish()
+def _by_own_names(
+    entry: dict[str, Any], tensors: dict[str, TensorEntry], model: ModelState, names: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Return both by the names that parameters are stored under here. Adds the names in the state dict to `names`."""
+    aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
+    plain = {each.name: each.part.shape for inside in model.optimized.values() for each in inside if each.plain}
+    found, state = dict(tensors), {}
+    for name, values in entry["state"].items():
+        held_as = aliases.get(name, name)
+        if held_as in state:
+            raise CheckpointError(f"{name} is tied here, and the state dict has state for two of its names.")
+        own = state[held_as] = dict(values)
+        for key in [key for key, value in values.items() if value == SHARDED]:
+            here = tensor_name(key, held_as)
+            names[here] = tensor_name(key, name)
+            found[here] = tensors[names[here]]
+            if held_as in plain and found[here].shape != plain[held_as]:
+                own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank has all of it
+    groups = [{**group, "params": [aliases.get(name, name) for name in group["params"]]} for group in entry["groups"]]
+    return {**entry, "state": state, "groups": groups}, found

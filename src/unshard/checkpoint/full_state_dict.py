@@ -1,46 +1,38 @@
-"""Full state dicts: the state dict of the unsharded model, from and into a sharded model."""
+"""Full state dicts: the state dict of the unsharded model, from and into a sharded model.
+
+Tensors are gathered on rank 0, or broadcast from it, one at a time. Besides its results, a rank needs memory for the
+largest tensor only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from ..comm.groups import current_device, staging_device
+from ..comm.order.waiting import wait_for
 from ..errors import CheckpointError
 from ..names import ALL_PREFIXES, behind_data_parallel, clean_tensor_name
-from ..state.boxes import Box, full_box
+from ..state.boxes import full_box
 from ..state.model import EXTRA, HeldTensor, ModelState, model_state, non_persistent_names
 from .files import copy_pieces
-from .full_tensors import Gathering, broadcast, sending_device_type
-from .matching import Differences, LoadedNames, fill, match
-from .plan import Described, TensorEntry, describe
-from .ranks import begin, on_first_rank, rank_and_size, together
-from .values import name_of_dtype
+from .load import LoadedNames, fill, match
+from .manifest import TensorEntry
+from .optimizer import optimizer_state
+from .ranks import Differences, begin, exchanging, on_first_rank, rank_and_size, together
+from .save import Described, describe, make_plan
+from .values import DTYPES, name_of_dtype
+
+_SENDING = "Sending a tensor between the ranks"
 
 
-class RankPart(NamedTuple):
-    """What one rank holds of a model or its optimizer; the ranks exchange these."""
-
-    tensors: dict[str, Described]
-    aliases: dict[str, str]
-    names: list[str]
-    """All names of the model's state dict on this rank, in its order."""
-    device_type: str
-    optimizer: dict[str, Any] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        state: ModelState,
-        tensors: list[HeldTensor],
-        optimizer: dict[str, Any] | None = None,
-    ) -> RankPart:
-        device_type = sending_device_type([each.local for each in tensors])
-        return cls(describe(tensors), state.aliases, _names(model, state), device_type, optimizer)
+# -- gathering ----------------------------------------------------------------------------------------------
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
@@ -49,20 +41,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
     All ranks must call it. The tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
     dict. Without `cpu_offload`, tensors are on the devices of the sharded ones.
     """
-    what, state = "Gathering the full state dict", ModelState()
-
-    def collect() -> RankPart:
-        nonlocal state
-        state = model_state(model)
-        return RankPart.of(model, state, state.tensors)
-
-    begin("gather the full state dict", model)
-    ranks = together(what, collect)
-    gathering = Gathering([each.tensors for each in ranks], state.tensors, ranks[0].device_type)
-    found: dict[str, Any] = {
-        name.removeprefix("model/"): tensor for name, tensor in gathering.tensors(rank0_only, cpu_offload)
-    }
-    found |= _extra_states(what, state, ranks)
+    state, ranks, tensors = gather("the full state dict", model, None, rank0_only, cpu_offload)
+    found: dict[str, Any] = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+    found |= _extra_states(state, ranks)
     rank, _ = rank_and_size()
     if rank and rank0_only:
         return {}
@@ -73,7 +54,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
     return {name: found[name] for name in dict.fromkeys(name for part in ranks for name in part.names)}
 
 
-def _extra_states(what: str, state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
+def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
     """Extra states of modules, each from the lowest rank that has the module."""
     rank, _ = rank_and_size()
     names = [[name for name in part.names if is_extra(name)] for part in ranks]
@@ -81,10 +62,106 @@ def _extra_states(what: str, state: ModelState, ranks: list[RankPart]) -> dict[s
         return {}
     mine = set(names[rank]) - {name for lower in names[:rank] for name in lower}
     found = together(
-        what,
+        "Gathering the full state dict",
         lambda: {n: module.get_extra_state() for key, module in state.extra.items() if (n := _extra_name(key)) in mine},
     )
     return {name: value for each in found for name, value in each.items()}
+
+
+class RankPart(NamedTuple):
+    """What one rank holds of a model or its optimizer; the ranks exchange these."""
+
+    tensors: dict[str, Described]
+    aliases: dict[str, str]
+    names: list[str]
+    """All names of the model's state dict on this rank, in its order."""
+    device_type: str
+    optimizer: dict[str, Any] | None
+
+
+def gather(
+    noun: str, model: nn.Module, optimizer: Optimizer | None, rank0_only: bool, cpu_offload: bool
+) -> tuple[ModelState, list[RankPart], dict[str, torch.Tensor]]:
+    """Gather full tensors of a model, or of its optimizer, on rank 0 or on all ranks.
+
+    Without `cpu_offload`, a tensor is on the same device as its local tensor on this rank.
+    """
+    state = ModelState()
+    held: list[HeldTensor] = []
+
+    def collect() -> RankPart:
+        nonlocal state, held
+        state = model_state(model)
+        held, entry = (state.tensors, None) if optimizer is None else optimizer_state(optimizer, state)
+        device_type = sending_device_type([each.local for each in held])
+        return RankPart(describe(held), state.aliases, _names(model, state), device_type, entry)
+
+    begin(f"gather {noun}", model)
+    ranks = together(f"Gathering {noun}", collect)
+    return state, ranks, dict(_full_tensors(ranks, held, rank0_only, cpu_offload))
+
+
+@torch.no_grad()
+def _full_tensors(
+    ranks: list[RankPart], tensors: list[HeldTensor], rank0_only: bool, cpu_offload: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    rank, _ = rank_and_size()
+    plan, _ = make_plan([each.tensors for each in ranks], spread=False)
+    sent_from, by_name = current_device(ranks[0].device_type), {each.name: each for each in tensors}
+    for name, entry in plan.items():
+        held = by_name.get(name)
+        views = {} if held is None else dict(zip(held.part.boxes, held.views(), strict=True))
+        device = torch.device("cpu") if cpu_offload else sent_from if held is None else held.local.device
+        full = None
+        if rank == 0:
+            full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+            _receive(full, entry, views, sent_from)
+        else:
+            _send([views[each.box] for each in entry.boxes if each.file == rank], DTYPES[entry.dtype], sent_from)
+        if not rank0_only:
+            full = broadcast(full, entry, sent_from.type).to(device)
+        if full is not None:
+            yield name, full
+
+
+def _receive(full: torch.Tensor, entry: TensorEntry, own: Mapping[Any, torch.Tensor], sent_to: torch.device) -> None:
+    received, receives = [], []
+    for stored in entry.boxes:
+        target = full[stored.box.slices_in(full_box(entry.shape))]
+        if stored.file == 0:
+            copy_pieces(target, own[stored.box])
+            continue
+        direct = target.is_contiguous() and full.device == sent_to
+        buffer = target if direct else torch.empty(stored.box.size, dtype=full.dtype, device=sent_to)
+        receives.append(dist.P2POp(dist.irecv, _bytes(buffer), stored.file))
+        if not direct:
+            received.append((target, buffer))
+    _exchange(receives)
+    for target, buffer in received:
+        copy_pieces(target, buffer)
+
+
+def _send(views: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    buffers = [view.to(device, dtype).resolve_conj().resolve_neg().contiguous() for view in views]
+    _exchange([dist.P2POp(dist.isend, _bytes(each), 0) for each in buffers])
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    # A batch uses the communicator of the group. Single sends make NCCL create one for every pair of ranks.
+    with exchanging(_SENDING):
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
+    """Device type used for sends. All ranks use rank 0's."""
+    _, size = rank_and_size()
+    return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as bytes: backends do not support all dtypes."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _names(model: nn.Module, state: ModelState) -> list[str]:
@@ -127,36 +204,70 @@ def load_full_state_dict(
     dtypes of the model. If names are missing or unexpected, or shapes or dtypes do not match, all ranks raise a
     CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
     """
-    what, loading = "Loading a full state dict", FullLoading()
+    what, state = "Loading a full state dict", ModelState()
+    rank, _ = rank_and_size()
+    targets: dict[str, HeldTensor] = {}
+
+    def compare() -> tuple[Differences, list[tuple[str, ...]]]:
+        """Returns the differences, and for each tensor the names in the state dict that are tied here."""
+        nonlocal state
+        differences, state = Differences(), model_state(model)
+        found = match(state, entries, differences)
+        targets.update({names[0]: held for held, names in found})
+        own = {_extra_name(path) for path in state.extra}
+        differences.missing.update(dict.fromkeys(own - extra.keys(), 0))
+        differences.unexpected.update(dict.fromkeys(extra.keys() - own, 0))
+        return differences, [tuple(names) for _, names in found]
+
+    def different_ties() -> list[str]:
+        return [
+            f"{first} and {other} are tied here, and are two different tensors in the state dict"
+            for first, *others in sorted(tied)
+            for other in others
+            if not _same_bytes(tensor(first), tensor(other))
+        ]
+
+    def tensor(name: str) -> Any:
+        return None if rank or state_dict is None else state_dict[keys[name]].detach()
+
+    def finish() -> None:
+        state.finish_loading(targets.values())
+        for path, module in state.extra.items():
+            if (name := _extra_name(path)) in extra:
+                module.set_extra_state(extra[name])
+
     begin("load a full state dict", model)
-    loading.source = FullSource(on_first_rank(what, lambda: _describe(state_dict, model)), state_dict)
-    answers = together(what, lambda: loading.compare(model))
+    keys, entries, extra, device_type = on_first_rank(what, lambda: _described(state_dict, model))
+    answers = together(what, compare)
     found = Differences.of_all_ranks([differences for differences, _ in answers])
-    names = {names for _, chosen in answers for names in chosen}
-    found.wrong += on_first_rank(what, lambda: loading.source.different_ties(names))
+    tied = {names for _, chosen in answers for names in chosen}
+    found.wrong += on_first_rank(what, different_ties)
     found.refuse("The state dict", strict, what="state dict")
-    loading.apply({first for first, *_ in names})
-    together(what, loading.finish)
+    loaded = {first for first, *_ in tied}
+    for name in entries:
+        if name in loaded:
+            fill_full(targets.get(name), broadcast(tensor(name), entries[name], device_type))
+    together(what, finish)
     return LoadedNames(sorted(found.missing), sorted(found.unexpected), non_persistent_names(model))
 
 
-Description = tuple[dict[str, TensorEntry], dict[str, Any], str]
-"""Rank 0's state dict for the other ranks: tensors, extra states, and the device type to send from."""
-
-
-def _describe(state_dict: Mapping[str, Any] | None, model: nn.Module) -> Description:
+def _described(
+    state_dict: Mapping[str, Any] | None, model: nn.Module
+) -> tuple[dict[str, str], dict[str, TensorEntry], dict[str, Any], str]:
+    """Rank 0's state dict for the other ranks: keys by name, tensors, extra states, the device type to send from."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"Rank 0 must pass the full state dict, got {type(state_dict).__name__}.")
-    tensors, extra = {}, {}
+    keys, tensors, extra = {}, {}, {}
     for key in state_dict:
         name = clean_tensor_name(key, ALL_PREFIXES)
-        if name in tensors or name in extra:
+        if name in keys:
             raise CheckpointError(f"Two entries of the state dict have the name {name!r}.")
+        keys[name] = key
         if is_extra(name):
             extra[name] = state_dict[key]
         else:
             tensors[name] = entry_of(state_dict[key], repr(key))
-    return tensors, extra, sending_device_type([*model.parameters()])
+    return keys, tensors, extra, sending_device_type([*model.parameters()])
 
 
 def entry_of(value: Any, where: str) -> TensorEntry:
@@ -170,73 +281,29 @@ def entry_of(value: Any, where: str) -> TensorEntry:
     return TensorEntry(name_of_dtype(value.dtype, where), tuple(value.shape))
 
 
-class FullSource:
-    """Rank 0's state dict. All ranks receive one tensor at a time."""
-
-    prefix, casts = "", True
-
-    def __init__(self, description: Description, state_dict: Mapping[str, Any] | None):
-        self.entries, self.extra, self._device_type = description
-        self.aliases: dict[str, str] = {}
-        rank, _ = rank_and_size()
-        self._state_dict: Mapping[str, Any] = {} if rank or state_dict is None else state_dict
-        self._keys = {clean_tensor_name(key, ALL_PREFIXES): key for key in self._state_dict}
-        self._received = torch.empty(0)
-
-    def different_ties(self, tied: set[tuple[str, ...]]) -> list[str]:
-        """On rank 0: tensors that are tied in the model and differ in the state dict, in words."""
-        return [
-            f"{first} and {other} are tied here, and are two different tensors in the state dict"
-            for first, *others in sorted(tied)
-            for other in others
-            if not _same_bytes(self._tensor(first), self._tensor(other))
-        ]
-
-    def _tensor(self, name: str) -> Any:
-        return self._state_dict[self._keys[name]].detach() if name in self._keys else None
-
-    def receive(self, name: str) -> None:
-        """Broadcast a tensor from rank 0; all ranks must call. The previous one is freed first."""
-        self._received = torch.empty(0)
-        self._received = broadcast(self._tensor(name), self.entries[name], self._device_type)
-
-    def copy(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Copy from the tensor that was received last."""
-        copy_pieces(target, self._received[box.slices_in(full_box(self.entries[name].shape))])
+@torch.no_grad()
+def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str) -> torch.Tensor:
+    """Return rank 0's tensor on all ranks; on rank 0 possibly the tensor itself."""
+    rank, size = rank_and_size()
+    if size == 1:
+        assert tensor is not None
+        return tensor
+    device = current_device(device_type)
+    if tensor is None or rank:
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+    else:
+        tensor = tensor.to(device).resolve_conj().resolve_neg().contiguous()
+    if tensor.numel():
+        with exchanging(_SENDING):
+            wait_for(dist.broadcast(_bytes(tensor), 0, async_op=True))
+    return tensor
 
 
-class FullLoading:
-    """One load on one rank."""
-
-    source: FullSource
-
-    def __init__(self) -> None:
-        self._model = ModelState()
-        self._targets: dict[str, HeldTensor] = {}
-        """By the name in the state dict."""
-
-    def compare(self, model: nn.Module) -> tuple[Differences, list[tuple[str, ...]]]:
-        """Returns the differences, and for each tensor the names in the state dict that are tied here."""
-        differences, self._model = Differences(), model_state(model)
-        found = match(self._model, self.source, differences)
-        self._targets = {names[0]: held for held, names in found}
-        extra = {_extra_name(path) for path in self._model.extra}
-        differences.missing.update(dict.fromkeys(extra - self.source.extra.keys(), 0))
-        differences.unexpected.update(dict.fromkeys(self.source.extra.keys() - extra, 0))
-        return differences, [tuple(names) for _, names in found]
-
-    def apply(self, names: set[str]) -> None:
-        for name in self.source.entries:
-            if name in names:
-                self.source.receive(name)
-                if name in self._targets:
-                    fill(self._targets[name], name, self.source)
-
-    def finish(self) -> None:
-        self._model.finish_loading(self._targets.values())
-        for path, module in self._model.extra.items():
-            if (name := _extra_name(path)) in self.source.extra:
-                module.set_extra_state(self.source.extra[name])
+def fill_full(held: HeldTensor | None, full: torch.Tensor) -> None:
+    """Copy this rank's boxes of `full`. Callers keep no reference to it, so it is freed before the next broadcast."""
+    if held is not None:
+        outer = full_box(held.part.shape)
+        fill(held, lambda box, view: copy_pieces(view, full[box.slices_in(outer)]))
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from ..errors import ArgumentError
-from .plan import ALIGNMENT, aligned
+from .manifest import ALIGNMENT, aligned
 
 _log = logging.getLogger("unshard")
 

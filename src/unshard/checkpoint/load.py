@@ -1,14 +1,19 @@
-"""Loading a run: all ranks compare and verify everything before any of them changes anything."""
+"""Loading a run: all ranks compare and verify everything before any of them changes anything.
+
+`match` compares any tensors by name (a checkpoint, safetensors files, a full state dict) with a model, and `fill`
+copies the boxes that this rank holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,11 +24,17 @@ from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from .files import CheckpointFiles
 from .folders import later_than, resolve
-from .manifest import Manifest
-from .matching import Differences, fill, match
+from .manifest import Manifest, TensorEntry
 from .optimizer import OptimizerLoad
-from .plan import TensorEntry
-from .ranks import begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
+from .ranks import (
+    Differences,
+    begin,
+    error_text,
+    on_first_rank,
+    rank_and_size,
+    refuse_different_parts,
+    together,
+)
 from .values import DTYPES, check_rng_state, decode, seed_new_rank, set_rng_state, stored_names
 
 _log = logging.getLogger("unshard")
@@ -60,27 +71,99 @@ def load(
     given = {name: each for name, each in parts.items() if each is not None}
     begin("load a checkpoint", model)
     with torch.inference_mode(False):  # optimizers cannot update state that is created in inference mode
-        loading = _verified(what, Path(path), lambda loading: loading.compare(model, given, rng), strict)
-        with closing(loading):
+        loading = _verified(what, Path(path), strict, partial(Loading, model, given, rng))
+        with loading.opened:
             on_first_rank(what, lambda: loading.warn(Path(path)))
             together(what, loading.apply_values)
             together(what, loading.apply_tensors)
     return loading.manifest.step
 
 
-def _verified(what: str, path: Path, compare: Callable[[Loading], Comparison], strict: bool) -> Loading:
+def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loading]) -> Loading:
     """Return a load that has compared and verified everything, and changed nothing."""
     for tries_left in reversed(range(_TRIES)):
-        loading = Loading(on_first_rank(what, lambda: resolve(path)))
+        loading = make(on_first_rank(what, lambda: resolve(path)))
         try:
-            loading.refuse(together(what, partial(compare, loading)), strict)
+            loading.refuse(together(what, loading.compare), strict)
             together(what, loading.verify)
             return loading
         except CheckpointError:
-            loading.close()
+            loading.opened.close()
             if loading.folder == path or not tries_left or on_first_rank(what, loading.folder.exists):
                 raise
     raise AssertionError
+
+
+# -- loading tensors into a model, from any source ----------------------------------------------------------
+
+
+class LoadedNames(NamedTuple):
+    """Names that were not loaded into a model."""
+
+    missing: list[str]
+    """Parameters and persistent buffers that the source lacks, with `strict=False`."""
+    unexpected: list[str]
+    """Names that the model lacks, with `strict=False`."""
+    non_persistent: list[str]
+    """Non-persistent buffers of the model, which no state dict or file contains."""
+
+
+def match(
+    model: ModelState,
+    entries: Mapping[str, TensorEntry],
+    differences: Differences,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    prefix: str = "",
+    casts: bool = True,
+) -> list[tuple[HeldTensor, list[str]]]:
+    """Find the tensors of a model among `entries`, and add what does not fit to `differences`.
+
+    Returns the tensors that fit, each with the names that it is stored under. A tied tensor may have any of its names
+    there. If it is stored under several of them, callers must make sure that these are equal. `aliases`: entries that
+    are other names of a tied tensor, and the name that it is stored under. `prefix` precedes names in reports. With
+    `casts`, floating-point tensors are converted to the dtypes of the model.
+    """
+    aliases = aliases or {}
+    names_of = {held.name: [held.name] for held in model.tensors}
+    for alias, name in model.aliases.items():
+        names_of[name].append(alias)
+    found, used = [], set()
+    for held in model.tensors:
+        plain = [name.removeprefix("model/") for name in names_of[held.name]]
+        names = list(dict.fromkeys(aliases.get(name, name) for name in plain if name in entries))
+        used.update(names)
+        wrong = [text for name in names if (text := _misfit(held, prefix + name, entries[name], casts))]
+        differences.wrong += wrong
+        if not names:
+            differences.missing[prefix + plain[0]] = prod(held.part.shape) * held.dtype.itemsize
+        elif not wrong:
+            found.append((held, names))
+    for name, entry in entries.items():
+        if name not in used and name not in aliases:
+            differences.unexpected[prefix + name] = entry.nbytes
+    return found
+
+
+def _misfit(held: HeldTensor, name: str, entry: TensorEntry, casts: bool) -> str:
+    dtype = DTYPES[entry.dtype]
+    held.expect(entry.shape)
+    if entry.shape != held.part.shape:
+        return f"{name} has the shape {entry.shape}, expected {held.part.shape}"
+    if dtype != held.dtype and not (casts and dtype.is_floating_point and held.dtype.is_floating_point):
+        return f"{name} has the dtype {dtype}, expected {held.dtype}"
+    return ""
+
+
+@torch.no_grad()
+def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
+    """Fill the boxes of a tensor that this rank holds. `copy` copies a box of the source to a view."""
+    for box, view in zip(held.part.boxes, held.views(), strict=True):
+        if box.numel:
+            copy(box, view)
+
+
+# -- loading a checkpoint -----------------------------------------------------------------------------------
 
 
 Comparison = tuple[str, list[str], Differences]
@@ -88,21 +171,19 @@ Comparison = tuple[str, list[str], Differences]
 
 
 class Loading:
-    """One load on one rank."""
+    """One load on one rank. `given`: what was passed besides the model."""
 
     manifest: Manifest
     files: CheckpointFiles
-    _source: CheckpointSource
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._opened = ExitStack()
-        self._given: Mapping[str, Any] = {}
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], rng: bool, folder: Path):
+        self._module, self._given, self._loads_rng, self.folder = model, given, rng, folder
+        self.opened = ExitStack()
         self._differences = Differences()
         self._of_all_ranks = Differences()
         self._model = ModelState()
-        self._targets: list[tuple[HeldTensor, str]] = []
-        """Tensors to fill, and the names that they are stored under."""
+        self._targets: list[tuple[HeldTensor, TensorEntry]] = []
+        """Tensors to fill, and where they are stored."""
         self._optimizer: OptimizerLoad | None = None
         self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
         """Methods to call, the path of their argument, and the argument, in JSON until it is decoded."""
@@ -112,24 +193,24 @@ class Loading:
 
     # -- comparing ------------------------------------------------------------------------------------------
 
-    def compare(self, model: nn.Module, given: Mapping[str, Any], rng: bool) -> Comparison:
+    def compare(self) -> Comparison:
         """Read the manifest and compare it with the arguments of `load`."""
-        self._given, self.files = given, self._opened.enter_context(CheckpointFiles(self.folder))
-        self.manifest = self.files.manifest
-        self._compare_model(model)
+        self.files = self.opened.enter_context(CheckpointFiles(self.folder))
+        self.manifest, given = self.files.manifest, self._given
+        self._compare_model()
         if "optimizer" in given:
             entry = self.manifest.values.get("optimizer")
             load = OptimizerLoad(given["optimizer"], self._model, entry, self.manifest.tensors, self._differences)
-            self._optimizer = load if load.found else None
+            self._optimizer = None if entry is None else load
         self._compare_values()
         rank, size = rank_and_size()
         if "data" in given:
             self._compare_data(given["data"], rank, size)
-        if rng and rank < self.manifest.ranks:
+        if self._loads_rng and rank < self.manifest.ranks:
             self._rng = self.manifest.values["ranks"][rank].get("rng")
             if self._rng is None:
                 self._differences.missing["random number generators"] = 0
-        elif rng:
+        elif self._loads_rng:
             self._new_rank = rank
         return self.manifest.checksum, list(given), self._differences
 
@@ -158,14 +239,18 @@ class Loading:
                 *(later, self.folder),
             )
 
-    def close(self) -> None:
-        self._opened.close()
-
-    def _compare_model(self, model: nn.Module) -> None:
-        self._model, self._source = model_state(model), CheckpointSource(self.files)
-        differences = self._differences
-        for held, names in match(self._model, self._source, differences):
-            self._targets.append((held, names[0]))
+    def _compare_model(self) -> None:
+        self._model, differences = model_state(self._module), self._differences
+        entries = {
+            name.removeprefix("model/"): entry
+            for name, entry in self.manifest.tensors.items()
+            if name.startswith("model/")
+        }
+        ties = self.manifest.aliases.items()
+        aliases = {alias.removeprefix("model/"): name.removeprefix("model/") for alias, name in ties}
+        entries |= {alias: entries[name] for alias, name in aliases.items() if name in entries}
+        for held, names in match(self._model, entries, differences, aliases=aliases, prefix="model/", casts=False):
+            self._targets.append((held, entries[names[0]]))
             differences.wrong += [
                 f"model/{names[0]} and model/{other} are tied here, and are two tensors in the checkpoint"
                 for other in names[1:]
@@ -213,7 +298,7 @@ class Loading:
     def verify(self) -> None:
         """Verify the checksums of all blocks that this rank reads, and decode all values."""
         blocks: dict[int, set[int]] = {}
-        needed = [(self._source.entries[name], held.part.boxes) for held, name in self._targets]
+        needed = [(entry, held.part.boxes) for held, entry in self._targets]
         json = [self._rng, *(value for _, _, value in self._values)]
         if self._optimizer is not None:
             needed += [(self._entry(name), part.boxes) for name, part in self._optimizer.needed()]
@@ -247,52 +332,28 @@ class Loading:
 
     # -- applying -------------------------------------------------------------------------------------------
 
-    def apply_values(self) -> None:
-        """Call the `load_state_dict` methods of the program. First, because they may raise."""
+    def apply_values(self, extra: bool = False) -> None:
+        """Call the `load_state_dict` methods of the program, first, because they may raise; or `set_extra_state`."""
+        then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
-            if not path.startswith(_EXTRA):
-                self._call(method, path, value, "The model and the optimizer were not changed.")
-
-    def _call(self, method: Callable[[Any], Any], path: str, value: Any, then: str) -> None:
-        try:
-            method(value)
-        except Exception as error:
-            name = getattr(method, "__name__", "load_state_dict")
-            raise CheckpointError(f"{name} of {path} raised {error_text(error)} {then}") from error
+            if path.startswith(_EXTRA) == extra:
+                try:
+                    method(value)
+                except Exception as error:
+                    name = getattr(method, "__name__", "load_state_dict")
+                    raise CheckpointError(f"{name} of {path} raised {error_text(error)} {then}") from error
 
     @torch.no_grad()
     def apply_tensors(self) -> None:
-        for held, name in self._targets:
-            fill(held, name, self._source)
+        for held, entry in self._targets:
+            fill(held, partial(self.files.copy, entry))
         self._model.finish_loading(held for held, _ in self._targets)
         if self._optimizer is not None:
             for held in self._optimizer.targets():
-                entry = self._entry(held.name)
-                for box, view in zip(held.part.boxes, held.views(), strict=True):
-                    self.files.copy(entry, box, view)
+                fill(held, partial(self.files.copy, self._entry(held.name)))
             self._optimizer.finish()
-        for method, path, value in self._values:
-            if path.startswith(_EXTRA):  # after the tensors, on which it may depend
-                self._call(method, path, value, "The model's tensors are loaded.")
+        self.apply_values(extra=True)  # after the tensors, on which they may depend
         if self._rng is not None:
             set_rng_state(self._rng)
         elif self._new_rank is not None:
             seed_new_rank(self.manifest.step, self._new_rank)
-
-
-class CheckpointSource:
-    """The tensors of the model in a checkpoint."""
-
-    prefix, casts = "model/", False
-
-    def __init__(self, files: CheckpointFiles):
-        self._files, tensors = files, files.manifest.tensors
-        aliases = files.manifest.aliases.items()
-        self.aliases = {alias.removeprefix("model/"): name.removeprefix("model/") for alias, name in aliases}
-        self.entries = {
-            name.removeprefix("model/"): each for name, each in tensors.items() if name.startswith("model/")
-        }
-        self.entries |= {alias: self.entries[name] for alias, name in self.aliases.items() if name in self.entries}
-
-    def copy(self, name: str, box: Box, target: torch.Tensor) -> None:
-        self._files.copy(self.entries[name], box, target)

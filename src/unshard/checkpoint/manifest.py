@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 from ..state.boxes import Box, first_overlap
 from . import storage
-from .plan import ALIGNMENT, StoredBox, TensorEntry
 from .values import DTYPES
 
 BLOCK_BYTES = 4 * 2**20
@@ -87,31 +86,24 @@ def checksum_of(data: Any, algorithm: str, where: object) -> str:
 class BlockChecksums:
     """Checksums of consecutive blocks of the bytes passed to `update`."""
 
-    def __init__(self, algorithm: str, where: object, block_bytes: int = BLOCK_BYTES):
-        self._make, self._block_bytes = maker_of(algorithm, where), block_bytes
-        self._open: Any = None
+    def __init__(self, algorithm: str, where: object):
+        self._make = maker_of(algorithm, where)
+        self._blocks: list[Any] = []
         self._left = 0
-        self._done: list[str] = []
+        """Bytes that the last block still takes."""
 
     def update(self, data: memoryview) -> None:
         while data:
-            if self._open is None:
-                self._open, self._left = self._make(), self._block_bytes
+            if not self._left:
+                self._blocks.append(self._make())
+                self._left = BLOCK_BYTES
             now = data[: self._left]
-            self._open.update(now)
+            self._blocks[-1].update(now)
             self._left -= len(now)
             data = data[len(now) :]
-            if not self._left:
-                self._close()
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._done.append(self._open.hexdigest())
-            self._open = None
-
-    def finish(self) -> list[str]:
-        self._close()
-        return self._done
+    def hexdigests(self) -> list[str]:
+        return [each.hexdigest() for each in self._blocks]
 
 
 FORMAT, VERSION = "unshard checkpoint", 1
@@ -122,6 +114,33 @@ MAX_MANIFEST_BYTES = 512 * 2**20
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
 _MAX = 2**60
+ALIGNMENT = 64
+"""Boxes start at multiples of this number of bytes, so that a mapped file can be viewed as tensors."""
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class StoredBox(NamedTuple):
+    file: int
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...] = ()
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
 
 
 class FileEntry(NamedTuple):
@@ -208,10 +227,7 @@ def parse(data: bytes, path: Path) -> Manifest:
     if found != expected:
         raise CheckpointError(f"{path} is damaged: its checksum is {found}, expected {expected}.")
     try:
-        value = json.loads(inner, object_pairs_hook=without_duplicates)
-        if _field(value, "format", str) != FORMAT or _integer(_field(value, "version", int)) != VERSION:
-            raise Malformed(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {VERSION}")
-        return _Parser(value, algorithm).manifest(found)
+        return _manifest(json.loads(inner, object_pairs_hook=without_duplicates), algorithm, found)
     except (Malformed, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
 
@@ -230,92 +246,88 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _field(value: Any, key: str, kind: type) -> Any:
     if type(value) is not dict or type(value.get(key)) is not kind:
         raise Malformed(f"{key!r} is missing, or is not a {kind.__name__}")
-    return value[key]
+    return _integer(value[key]) if kind is int else value[key]
 
 
-def _integer(value: Any, most: int = _MAX) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise Malformed(f"{value!r} is not an integer from 0 to {most}")
+def _integer(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX:
+        raise Malformed(f"{value!r} is not an integer from 0 to {_MAX}")
     return value
 
 
 def _integers(value: Any) -> tuple[int, ...]:
     if type(value) is not list or len(value) > 64:
         raise Malformed(f"{str(value)[:100]} is not a list of indices")
-    return tuple(_integer(each) for each in value)
+    return tuple(map(_integer, value))
 
 
-def _name(value: Any) -> str:
-    if type(value) is not str or not 0 < len(value) <= 4096 or not value.isprintable():
-        raise Malformed(f"{str(value)[:100]!r} is not the name of a tensor")
+def _name(value: str) -> str:
+    if not 0 < len(value) <= 4096 or not value.isprintable():
+        raise Malformed(f"{value[:100]!r} is not the name of a tensor")
     return value
 
 
-class _Parser:
-    def __init__(self, value: dict[str, Any], algorithm: str):
-        self._value = value
-        if _field(value, "algorithm", str) != algorithm:
-            raise Malformed("the algorithms of the manifest's checksum and of the blocks differ")
-        self._algorithm = algorithm
-        self._block_bytes = _integer(_field(value, "block_bytes", int))
-        if not 4096 <= self._block_bytes <= 2**30:
-            raise Malformed(f"a block size of {self._block_bytes} bytes is not allowed")
+def _manifest(value: Any, algorithm: str, checksum: str) -> Manifest:
+    if _field(value, "format", str) != FORMAT or _field(value, "version", int) != VERSION:
+        raise Malformed(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {VERSION}")
+    if _field(value, "algorithm", str) != algorithm:
+        raise Malformed("the algorithms of the manifest's checksum and of the blocks differ")
+    block_bytes = _field(value, "block_bytes", int)
+    if not 4096 <= block_bytes <= 2**30:
+        raise Malformed(f"a block size of {block_bytes} bytes is not allowed")
+    files = [_file(each, DIGITS[algorithm], block_bytes) for each in _field(value, "files", list)]
+    if len({each.name for each in files}) != len(files):
+        raise Malformed("two files have the same name")
+    tensors = {_name(key): _tensor(key, each, files) for key, each in _field(value, "tensors", dict).items()}
+    _refuse_shared_bytes(tensors, files)
+    aliases = _field(value, "aliases", dict)
+    for alias, name in aliases.items():
+        if _name(alias) in tensors or type(name) is not str or name not in tensors:
+            raise Malformed(f"the alias {alias!r} of {str(name)[:100]!r} is invalid")
+    step, ranks, values = _field(value, "step", int), _field(value, "ranks", int), _field(value, "values", dict)
+    of_ranks = _field(values, "ranks", list)
+    if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
+        raise Malformed(f"it has values of {len(of_ranks)} ranks, expected {ranks}")
+    if type(values.get("extra", {})) is not dict:
+        raise Malformed("the extra state is not an object")
+    uncast = values.get(UNCAST, [])
+    if type(uncast) is not list or not all(type(each) is str for each in uncast):
+        raise Malformed(f"{UNCAST!r} is not a list of names")
+    return Manifest(step, ranks, algorithm, block_bytes, files, tensors, aliases, values, checksum)
 
-    def manifest(self, checksum: str) -> Manifest:
-        files = [self._file(each) for each in _field(self._value, "files", list)]
-        if len({each.name for each in files}) != len(files):
-            raise Malformed("two files have the same name")
-        tensors = {
-            _name(key): self._tensor(key, each, files) for key, each in _field(self._value, "tensors", dict).items()
-        }
-        _refuse_shared_bytes(tensors, files)
-        aliases = _field(self._value, "aliases", dict)
-        for alias, name in aliases.items():
-            if _name(alias) in tensors or type(name) is not str or name not in tensors:
-                raise Malformed(f"the alias {alias!r} of {str(name)[:100]!r} is invalid")
-        step, ranks = _integer(_field(self._value, "step", int)), _integer(_field(self._value, "ranks", int))
-        values = _field(self._value, "values", dict)
-        of_ranks = _field(values, "ranks", list)
-        if not ranks or len(of_ranks) != ranks or not all(type(each) is dict for each in of_ranks):
-            raise Malformed(f"it has values of {len(of_ranks)} ranks, expected {ranks}")
-        if type(values.get("extra", {})) is not dict:
-            raise Malformed("the extra state is not an object")
-        if type(values.get(UNCAST, [])) is not list or not all(type(each) is str for each in values.get(UNCAST, [])):
-            raise Malformed(f"{UNCAST!r} is not a list of names")
-        return Manifest(step, ranks, self._algorithm, self._block_bytes, files, tensors, aliases, values, checksum)
 
-    def _file(self, value: Any) -> FileEntry:
-        name, nbytes, blocks = _field(value, "name", str), _integer(_field(value, "bytes", int)), value.get("blocks")
-        if not _FILE.fullmatch(name):
-            raise Malformed(f"the file name {name[:100]!r} is invalid")
-        digits = DIGITS[self._algorithm]
-        if type(blocks) is not str or not re.fullmatch("[0-9a-f]*", blocks):
-            raise Malformed(f"the checksums of {name} are invalid")
-        if len(blocks) != -(-nbytes // self._block_bytes) * digits:
-            raise Malformed(f"{name} has {len(blocks) // digits} checksums for {nbytes} bytes")
-        return FileEntry(name, nbytes, [blocks[at : at + digits] for at in range(0, len(blocks), digits)])
+def _file(value: Any, digits: int, block_bytes: int) -> FileEntry:
+    name, nbytes, blocks = _field(value, "name", str), _field(value, "bytes", int), value.get("blocks")
+    if not _FILE.fullmatch(name):
+        raise Malformed(f"the file name {name[:100]!r} is invalid")
+    if type(blocks) is not str or not re.fullmatch("[0-9a-f]*", blocks):
+        raise Malformed(f"the checksums of {name} are invalid")
+    if len(blocks) != -(-nbytes // block_bytes) * digits:
+        raise Malformed(f"{name} has {len(blocks) // digits} checksums for {nbytes} bytes")
+    return FileEntry(name, nbytes, [blocks[at : at + digits] for at in range(0, len(blocks), digits)])
 
-    def _tensor(self, name: str, value: Any, files: list[FileEntry]) -> TensorEntry:
-        dtype, shape = _field(value, "dtype", str), _integers(value.get("shape"))
-        if dtype not in DTYPES:
-            raise Malformed(f"{name!r} has the dtype {dtype[:100]!r}")
-        numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
-        for each in _field(value, "boxes", list):
-            if type(each) is not list or len(each) != 4:
-                raise Malformed(f"a box of {name!r} is invalid")
-            file, offset, box = _integer(each[0]), _integer(each[1]), Box(_integers(each[2]), _integers(each[3]))
-            if not len(box.begin) == len(box.size) == len(shape):
-                raise Malformed(f"a box of {name!r} has another number of dimensions")
-            if any(a + n > length or not n for a, n, length in zip(box.begin, box.size, shape, strict=True)):
-                raise Malformed(f"the box {box.begin} of size {box.size} is outside of {name!r} of shape {shape}")
-            if file >= len(files) or offset % ALIGNMENT or offset + box.numel * itemsize > files[file].nbytes:
-                raise Malformed(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
-            boxes.append(StoredBox(file, offset, box))
-        if sum(each.box.numel for each in boxes) != numel:
-            raise Malformed(f"the boxes of {name!r} do not have its {numel} elements")
-        if overlap := first_overlap([each.box for each in boxes]):
-            raise Malformed(f"two boxes of {name!r} overlap: {overlap[0]} and {overlap[1]}")
-        return TensorEntry(dtype, shape, tuple(boxes))
+
+def _tensor(name: str, value: Any, files: list[FileEntry]) -> TensorEntry:
+    dtype, shape = _field(value, "dtype", str), _integers(value.get("shape"))
+    if dtype not in DTYPES:
+        raise Malformed(f"{name!r} has the dtype {dtype[:100]!r}")
+    numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
+    for each in _field(value, "boxes", list):
+        if type(each) is not list or len(each) != 4:
+            raise Malformed(f"a box of {name!r} is invalid")
+        file, offset, box = _integer(each[0]), _integer(each[1]), Box(_integers(each[2]), _integers(each[3]))
+        if not len(box.begin) == len(box.size) == len(shape):
+            raise Malformed(f"a box of {name!r} has another number of dimensions")
+        if any(a + n > length or not n for a, n, length in zip(box.begin, box.size, shape, strict=True)):
+            raise Malformed(f"the box {box.begin} of size {box.size} is outside of {name!r} of shape {shape}")
+        if file >= len(files) or offset % ALIGNMENT or offset + box.numel * itemsize > files[file].nbytes:
+            raise Malformed(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
+        boxes.append(StoredBox(file, offset, box))
+    if sum(each.box.numel for each in boxes) != numel:
+        raise Malformed(f"the boxes of {name!r} do not have its {numel} elements")
+    if overlap := first_overlap([each.box for each in boxes]):
+        raise Malformed(f"two boxes of {name!r} overlap: {overlap[0]} and {overlap[1]}")
+    return TensorEntry(dtype, shape, tuple(boxes))
 
 
 def _refuse_shared_bytes(tensors: dict[str, TensorEntry], files: list[FileEntry]) -> None:

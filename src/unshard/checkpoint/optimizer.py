@@ -26,8 +26,8 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import Part, whole
 from ..state.model import HeldTensor, ModelState, OptimizedParam, is_sharded, params_of, part_of_state
 from ..torch_private import local_of, make_dtensor, spec_of
-from .matching import Differences
-from .plan import TensorEntry
+from .manifest import TensorEntry
+from .ranks import Differences
 from .values import DTYPES, decode, encode
 
 SHARDED = {"$": "sharded"}
@@ -112,71 +112,53 @@ class OptimizerLoad:
         """`entry`: from `optimizer_state`; None if the checkpoint has no optimizer."""
         self._optimizer, self._tensors = optimizer, tensors
         self._groups = params_of(optimizer, model)
-        self.found = entry is not None
-        self._saved: dict[str, Any] = _checked(entry) if entry is not None else {}
-        if entry is None:
-            differences.missing["the optimizer"] = 0
-            return
-        unknown = set(self._saved["defaults"]) - set(optimizer.defaults)
-        if unknown:
-            differences.wrong.append(
-                f"the checkpoint has another optimizer than this {type(optimizer).__name__}, with the options "
-                f"{listed(sorted(unknown))}"
-            )
-            self._saved = {}
-            return
+        self._params = [pair for group in self._groups for pair in group]
         self._state: dict[int, dict[str, Any]] = {}
         """State by number of the parameter, in JSON until it is decoded."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
         """Like `_state`, with memory for sharded state."""
+        if entry is None:
+            differences.missing["the optimizer"] = 0
+            return
+        self._saved = _checked(entry)
+        if unknown := set(self._saved["defaults"]) - set(optimizer.defaults):
+            differences.wrong.append(
+                f"the checkpoint has another optimizer than this {type(optimizer).__name__}, with the options "
+                f"{listed(sorted(unknown))}"
+            )
+            return
         self._options = [self._options_of(group, differences) for group in self._groups]
-        params = self._params()
-        for number, (parameter, inside) in enumerate(params):
-            own = self._state_of(parameter, inside, differences)
-            if own:
+        for number, (parameter, inside) in enumerate(self._params):
+            if own := self._state_of(parameter, inside, differences):
                 self._state[number] = own
-        mine = {each.name for _, inside in params for each in inside}
+        mine, saved = {each.name for _, inside in self._params for each in inside}, self._saved["state"]
         for group in self._saved["groups"]:
             for name in set(group["params"]) - mine:
-                nbytes = sum(self._nbytes(key, name) for key in self._saved["state"].get(name, ()))
+                entries = (tensors.get(tensor_name(key, name)) for key in saved.get(name, ()))
+                nbytes = sum(each.nbytes for each in entries if each is not None)
                 differences.unexpected[f"optimizer state of {name}"] = nbytes
-        differences.without_state.update(self._without_state())
-
-    def _without_state(self) -> dict[str, int]:
-        """Parameters without state in the checkpoint, and their bytes, if any parameter has state there or here."""
-        saved = self._saved["state"]
-        if not any(saved.values()) and not any(self._optimizer.state.values()):
-            return {}
-        return {
-            each.name: prod(each.part.shape) * parameter.element_size()
-            for parameter, inside in self._params()
-            if parameter.requires_grad
-            for each in inside
-            if not saved.get(each.name)
-        }
-
-    def _params(self) -> list[tuple[Any, list[OptimizedParam]]]:
-        return [pair for group in self._groups for pair in group]
-
-    def _nbytes(self, key: str, name: str) -> int:
-        entry = self._tensors.get(tensor_name(key, name))
-        return 0 if entry is None else entry.nbytes
+        if any(saved.values()) or any(optimizer.state.values()):
+            differences.without_state |= {
+                each.name: prod(each.part.shape) * parameter.element_size()
+                for parameter, inside in self._params
+                if parameter.requires_grad
+                for each in inside
+                if not saved.get(each.name)
+            }
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
         """The options, in JSON, of the saved optimizer group with the same parameters."""
         names = [each.name for _, inside in group for each in inside]
-        found = [
-            number for number, saved in enumerate(self._saved["groups"]) if not set(names).isdisjoint(saved["params"])
-        ]
-        known = {name for number in found for name in self._saved["groups"][number]["params"]}
+        saved = self._saved["groups"]
+        found = [number for number, each in enumerate(saved) if not set(names).isdisjoint(each["params"])]
+        known = {name for number in found for name in saved[number]["params"]}
         differences.missing.update({f"optimizer state of {name}": 0 for name in names if name not in known})
         if len(found) > 1:
             differences.wrong.append(
-                f"a parameter group of the optimizer has parameters of the groups {found} of the checkpoint "
-                f"({listed(names)})"
+                f"an optimizer group has parameters of the groups {found} of the checkpoint ({listed(names)})"
             )
-        return self._saved["groups"][found[0]]["options"] if found else {}
+        return saved[found[0]]["options"] if found else {}
 
     def _state_of(self, parameter: Any, inside: list[OptimizedParam], differences: Differences) -> dict[str, Any]:
         """The saved state of one of the optimizer's parameters, in JSON; empty if there is none."""
@@ -187,23 +169,19 @@ class OptimizerLoad:
         for param, state in zip(inside, states, strict=True):
             if state != first:
                 differences.wrong.append(
-                    f"the optimizer state of {param.name} has other entries or counters than that of {inside[0].name}, "
-                    "which is in the same flat parameter (use_orig_params=True keeps them apart)"
+                    f"the optimizer state of {param.name} has other entries or counters than {inside[0].name}, which "
+                    "is in the same flat parameter (use_orig_params=True keeps them apart)"
                 )
                 return {}
-            for key in [key for key, value in state.items() if _is_marked(value)]:
-                self._compare(tensor_name(key, param.name), param, differences)
-        dtypes = {key: {self._dtype(key, each.name) for each in inside} for key in first if _is_marked(first[key])}
-        if any(len(each) > 1 for each in dtypes.values()):
+            for name in [tensor_name(key, param.name) for key in _sharded(state)]:
+                entry = self._tensors.get(name)
+                if entry is None:
+                    differences.missing[name] = 0
+                elif entry.shape != param.part.shape:
+                    differences.wrong.append(f"{name} has the shape {entry.shape}, expected {param.part.shape}")
+        if any(len({self._dtype(key, each.name) for each in inside}) > 1 for key in _sharded(first)):
             differences.wrong.append(f"the optimizer states of {listed(each.name for each in inside)} differ in dtype")
         return first
-
-    def _compare(self, name: str, param: OptimizedParam, differences: Differences) -> None:
-        entry = self._tensors.get(name)
-        if entry is None:
-            differences.missing[name] = 0
-        elif entry.shape != param.part.shape:
-            differences.wrong.append(f"{name} has the shape {entry.shape}, expected {param.part.shape}")
 
     def _dtype(self, key: str, name: str) -> torch.dtype | None:
         entry = self._tensors.get(tensor_name(key, name))
@@ -211,21 +189,19 @@ class OptimizerLoad:
 
     def needed(self) -> list[tuple[str, Part]]:
         """Names of the tensors to read, and the boxes of each that this rank reads."""
-        params = self._params()
         return [
             (tensor_name(key, each.name), each.part)
             for number, state in self._state.items()
-            for key, value in state.items()
-            if _is_marked(value)
-            for each in params[number][1]
+            for key in _sharded(state)
+            for each in self._params[number][1]
         ]
 
     def decode(self, stored: Stored) -> None:
         """Decode all JSON, so that errors come before anything changes."""
-        params = self._params()
         for number, saved in self._state.items():
-            path = tensor_name("state", params[number][1][0].name)
-            self._state[number] = {k: v if _is_marked(v) else decode(v, path, stored) for k, v in saved.items()}
+            path = tensor_name("state", self._params[number][1][0].name)
+            kept = _sharded(saved)
+            self._state[number] = {k: v if k in kept else decode(v, path, stored) for k, v in saved.items()}
         self._options = [decode(options, "optimizer/param_groups", stored) for options in self._options]
         self._others = decode(self._saved["others"], "optimizer/state", stored)
 
@@ -233,14 +209,14 @@ class OptimizerLoad:
     def targets(self) -> list[HeldTensor]:
         """The tensors to fill before `finish`: the optimizer's own memory, or new memory."""
         finish_steps()
-        params, found = self._params(), []
-        ranges = shard_ranges_of(parameter for parameter, _ in params)
+        found: list[HeldTensor] = []
+        ranges = shard_ranges_of(parameter for parameter, _ in self._params)
         devices = {key: each.states.device for key, each in ranges.items() if each.states is not None}
         for number, saved in self._state.items():
-            parameter, inside = params[number]
+            parameter, inside = self._params[number]
             before = self._optimizer.state.get(parameter, {})
             own = self._loaded[number] = dict(saved)
-            for key in [key for key, value in saved.items() if _is_marked(value)]:
+            for key in _sharded(saved):
                 dtype = self._dtype(key, inside[0].name)
                 assert dtype is not None
                 own[key] = _memory(parameter, before.get(key), dtype, devices.get(id(parameter)))
@@ -252,26 +228,22 @@ class OptimizerLoad:
     @torch.no_grad()
     def finish(self) -> None:
         """Give the optimizer its state."""
-        optimizer, params, state = self._optimizer, self._params(), self._loaded
-        numbers, groups = iter(range(len(params))), []
+        optimizer, numbers, groups = self._optimizer, iter(range(len(self._params))), []
         for options, own_group, group in zip(self._options, optimizer.param_groups, self._groups, strict=True):
             kept = {key: value for key, value in own_group.items() if key != "params"}
             groups.append({**kept, **options, "params": [next(numbers) for _ in group]})
-        optimizer.load_state_dict({"state": {**state, **self._others}, "param_groups": groups})
-        self._restore_dtypes(state, [parameter for parameter, _ in params])
-
-    def _restore_dtypes(self, state: dict[Any, dict[str, Any]], params: list[Any]) -> None:
-        """Undo torch's cast of floating-point state to the parameter's dtype."""
-        for number, entry in state.items():
-            loaded = self._optimizer.state[params[number]]
+        optimizer.load_state_dict({"state": {**self._loaded, **self._others}, "param_groups": groups})
+        # Undo torch's cast of floating-point state to the parameter's dtype.
+        for number, entry in self._loaded.items():
+            loaded = optimizer.state[self._params[number][0]]
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
 
 
-def _is_marked(value: Any) -> bool:
-    """Return True if a state is a tensor of the checkpoint, sharded like the parameter."""
-    return type(value) is dict and value == SHARDED
+def _sharded(state: dict[str, Any]) -> list[str]:
+    """The keys whose values are tensors of the checkpoint, sharded like the parameter."""
+    return [key for key, value in state.items() if type(value) is dict and value == SHARDED]
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
@@ -295,12 +267,8 @@ def _checked(entry: Any) -> dict[str, Any]:
     def all_are(kind: type, values: Any) -> bool:
         return all(type(value) is kind for value in values)
 
-    valid = type(entry) is dict and {key: type(value) for key, value in entry.items()} == {
-        "defaults": list,
-        "groups": list,
-        "state": dict,
-        "others": dict,
-    }
+    kinds = {"defaults": list, "groups": list, "state": dict, "others": dict}
+    valid = type(entry) is dict and {key: type(value) for key, value in entry.items()} == kinds
     valid = valid and all_are(str, entry["defaults"]) and all_are(dict, entry["groups"])
     valid = valid and all_are(dict, entry["state"].values())
     for group in entry["groups"] if valid else ():

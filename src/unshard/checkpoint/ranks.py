@@ -1,11 +1,17 @@
-"""Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error."""
+"""Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error.
+
+`Differences` is the report of all ranks on what does not match when they load.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +21,7 @@ from ..comm.order.check import Order, explained, known_orders
 from ..engine.api import orders_of
 from ..errors import CheckpointError, listed
 
+_log = logging.getLogger("unshard")
 T = TypeVar("T")
 
 
@@ -58,7 +65,16 @@ def exchanging(what: str, error: str | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:  # raised by the backend
-        raise CheckpointError(_lost(what, error, failure)) from failure
+        here = "" if error is None else f" On this rank: {error}"
+        cause, remedy = explained(failure), ""
+        if not cause:
+            first = (str(failure).splitlines() or [""])[0]
+            cause = (
+                f"A collective failed: {first} A rank has probably died, or was slower than the timeout of the process "
+                "group; see its output."
+            )
+            remedy = " Restart all ranks and load the latest one."
+        raise CheckpointError(f"{what} failed.{here} {cause} Published checkpoints are intact.{remedy}") from failure
 
 
 def begin(what: str, model: nn.Module | None = None) -> None:
@@ -91,18 +107,6 @@ def refuse_different_parts(given: list[list[str]]) -> None:
             )
 
 
-def _lost(what: str, own: str | None, failure: RuntimeError) -> str:
-    here = "" if own is None else f" On this rank: {own}"
-    if found := explained(failure):
-        return f"{what} failed.{here} {found} Published checkpoints are intact."
-    first = (str(failure).splitlines() or [""])[0]
-    return (
-        f"{what} failed.{here} A collective failed: {first} A rank has probably died, or was slower than the timeout "
-        "of the process group; see its output. Published checkpoints are intact. Restart all ranks and load the "
-        "latest one."
-    )
-
-
 def error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
@@ -121,8 +125,70 @@ def _message(what: str, failed: dict[int, str], size: int) -> str:
         by_text.setdefault(text, []).append(rank)
     parts = []
     for text, ranks in list(by_text.items())[:4]:
-        some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        who = "all ranks" if len(ranks) == size else f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+        some = f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks, most=8)}"
+        who = "all ranks" if len(ranks) == size else some
         parts.append(f"On {who}: {text}")
     more = f" {len(by_text) - 4} other errors." if len(by_text) > 4 else ""
     return f"{what} failed. {' '.join(parts)}{more}"
+
+
+# -- differences between a checkpoint and a run -------------------------------------------------------------
+
+
+@dataclass
+class Differences:
+    """What does not match when a model or an optimizer is loaded. Each rank finds its own."""
+
+    missing: dict[str, int] = field(default_factory=dict)
+    """Names that the checkpoint lacks, and their bytes."""
+    unexpected: dict[str, int] = field(default_factory=dict)
+    """Names that only the checkpoint has, and their bytes."""
+    wrong: list[str] = field(default_factory=list)
+    """Mismatches that `strict=False` does not allow, in words."""
+    without_state: dict[str, int] = field(default_factory=dict)
+    """Parameters without optimizer state while others have some, and their bytes. No error: they may be unused."""
+
+    @staticmethod
+    def of_all_ranks(each_rank: list[Differences]) -> Differences:
+        """Combine the reports of all ranks."""
+        return Differences(
+            missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
+            # With pipeline parallelism, another rank may need the name.
+            unexpected={
+                name: nbytes
+                for name, nbytes in each_rank[0].unexpected.items()
+                if all(name in each.unexpected for each in each_rank)
+            },
+            wrong=list(dict.fromkeys(text for each in each_rank for text in each.wrong)),
+            without_state={name: nbytes for each in each_rank for name, nbytes in each.without_state.items()},
+        )
+
+    def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
+        """Raise if the checkpoint does not fit. `look`: advice to add to the error."""
+        parts = []
+        if strict and self.missing:
+            parts.append(f"{_counted(self.missing)} missing in the {what}: {listed(self.missing)}.")
+        if strict and self.unexpected:
+            parts.append(f"{_counted(self.unexpected)} of the {what} unexpected here: {listed(self.unexpected)}.")
+        if self.wrong:
+            parts.append(f"{len(self.wrong)} cannot be loaded: {listed(self.wrong)}.")
+        if parts:
+            advice = "" if self.wrong else " Pass strict=False to load the rest."
+            raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
+
+    def warn(self, where: Path) -> None:
+        """Log what is not loaded. Call it after `refuse`."""
+        for kind, names in (("missing in it", self.missing), ("of it unexpected here", self.unexpected)):
+            if names:
+                _log.warning("%s is partly loaded: %s %s: %s.", where, _counted(names), kind, listed(names))
+        if self.without_state:
+            _log.warning(
+                "%s: the optimizer has no state for %s: %s. They start without state. If the saved run trained them, "
+                "it lost their state.",
+                *(where, _counted(self.without_state, "parameter", "parameters"), listed(self.without_state)),
+            )
+
+
+def _counted(names: dict[str, int], one: str = "entry", several: str = "entries") -> str:
+    nbytes = sum(names.values())
+    return f"{len(names)} {one if len(names) == 1 else several} ({nbytes} bytes)"

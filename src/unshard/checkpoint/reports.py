@@ -11,8 +11,7 @@ import torch
 
 from .files import CheckpointFiles
 from .folders import resolve
-from .manifest import Manifest, read_manifest
-from .plan import TensorEntry
+from .manifest import Manifest, TensorEntry, read_manifest
 
 
 def verify(path: str | os.PathLike[str]) -> Path:

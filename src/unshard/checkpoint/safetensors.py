@@ -1,6 +1,7 @@
-"""Safetensors files: their headers, and loading them into a model. Each rank reads only the elements that it holds.
+"""Safetensors files: loading them into a model, and exporting a checkpoint's model to them.
 
-A file has 8 bytes with the length of the header, the header, and the tensors one after the other:
+A rank reads only the elements that it holds. An export reads and writes tensors piece by piece. A file has 8 bytes with
+the length of the header, the header, and the tensors one after the other:
 
     {"__metadata__": {"format": "pt"}, "bias": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, ...}
 
@@ -12,25 +13,32 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import os
+import re
 import struct
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, listed
+from ..errors import ArgumentError, CheckpointError, listed
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state, non_persistent_names
 from . import storage
-from .files import copy_pieces
-from .manifest import Malformed, without_duplicates
-from .matching import Differences, LoadedNames, fill, match
-from .plan import TensorEntry
-from .ranks import begin, together
+from .files import CheckpointFiles, copy_pieces, host_buffers, write_file
+from .folders import resolve
+from .load import LoadedNames, fill, match
+from .manifest import UNCAST, Malformed, Manifest, TensorEntry, best_algorithm, without_duplicates
+from .ranks import Differences, begin, together
 from .values import DTYPES
+
+_log = logging.getLogger("unshard")
 
 _NAMES = (
     "F64=float64 F32=float32 F16=float16 BF16=bfloat16 I64=int64 I32=int32 I16=int16 I8=int8 U64=uint64 U32=uint32 "
@@ -155,6 +163,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"The index {path} is malformed: {error}.") from error
 
 
+# -- loading ------------------------------------------------------------------------------------------------
+
+
 UNMAP_BYTES = 64 * 2**20
 """A file is reopened after this many bytes: pages that were read stay in memory as long as it is open."""
 
@@ -170,21 +181,45 @@ def load_safetensors(
     do not match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected
     names and loads the rest.
     """
-    what, loading = f"Loading {path}", SafetensorsLoading(Path(path), prefix)
+    what, state = f"Loading {path}", ModelState()
+    targets: list[tuple[HeldTensor, str]] = []
+    source: SafetensorsSource
+
+    def compare() -> tuple[str, Differences]:
+        """Read the headers and match them with the model; returns their checksum and the differences."""
+        nonlocal source, state
+        differences, source, state = Differences(), SafetensorsSource(Path(path), prefix), model_state(model)
+        for held, names in match(state, source.entries, differences):
+            for name in names:
+                for box in held.part.boxes:
+                    source.read(name, box)  # only maps: what the package rejects fails before any change
+            differences.wrong += [
+                f"{names[0]} and {other} are tied here, and are two different tensors in the files"
+                for other in names[1:]
+                if not source.equal(held, names[0], other)
+            ]
+            targets.append((held, names[0]))
+        return source.hash.hexdigest(), differences
+
+    def apply() -> None:
+        for held, name in targets:
+            fill(held, partial(source.copy, name))
+        state.finish_loading(held for held, _ in targets)
+
     begin("load safetensors files", model)
-    answers = together(what, lambda: loading.compare(model))
+    answers = together(what, compare)
     if len({checksum for checksum, _ in answers}) > 1:
         raise CheckpointError(f"The ranks read different files in {path}. All ranks must see the same disk.")
     found = Differences.of_all_ranks([differences for _, differences in answers])
-    found.refuse(Path(path), strict, what="files", look=loading.lost_ties(found))
-    together(what, loading.apply)
+    lost = [f"{name} is tied to {source.ties[name]}" for name in found.missing if name in source.ties]
+    look = f" The files say that {listed(lost)}. Tie them in the model first; `to_empty` may have untied them."
+    found.refuse(Path(path), strict, what="files", look=look if lost else "")
+    together(what, apply)
     return LoadedNames(sorted(found.missing), sorted(found.unexpected), non_persistent_names(model))
 
 
 class SafetensorsSource:
     """The tensors of safetensors files, which the package safetensors reads."""
-
-    casts = True
 
     def __init__(self, path: Path, prefix: str):
         try:
@@ -194,36 +229,28 @@ class SafetensorsSource:
                 "Reading safetensors files needs the package safetensors, which is not installed: "
                 "pip install safetensors"
             ) from error
-        self.prefix, self._in_files = "", prefix
-        self.aliases: dict[str, str] = {}
+        self._prefix = prefix
         self.entries: dict[str, TensorEntry] = {}
         self._paths: dict[str, Path] = {}
         self.ties: dict[str, str] = {}
         """Names that the files do not hold, and the names of the tensors that they are tied to, by the metadata."""
-        self._hash = hashlib.sha256()
-        for file, names in _files(path).items():
-            self._add(file, names)
+        self.hash = hashlib.sha256()
+        """Of all headers."""
+        for file, expected in _files(path).items():
+            tensors, metadata, raw = read_header(file)
+            self.hash.update(raw)
+            ties = {alias: name for alias, name in metadata.items() if alias not in tensors and name in tensors}
+            self.ties |= {alias.removeprefix(prefix): name for alias, name in ties.items()}
+            if expected is not None and (lost := expected - tensors.keys()):
+                raise CheckpointError(f"{file} does not hold {listed(sorted(lost))}, which the index says it does.")
+            for name, entry in tensors.items():
+                if name.startswith(prefix):
+                    plain = name.removeprefix(prefix)
+                    if plain in self.entries:
+                        raise CheckpointError(f"{file} and {self._paths[plain]} both hold {name!r}.")
+                    self.entries[plain], self._paths[plain] = entry, file
         self._open: tuple[Path, Any] | None = None
         self._nbytes = 0
-
-    def _add(self, path: Path, expected: set[str] | None) -> None:
-        tensors, metadata, raw = read_header(path)
-        self._hash.update(raw)
-        ties = {alias: name for alias, name in metadata.items() if alias not in tensors and name in tensors}
-        self.ties |= {alias.removeprefix(self._in_files): name for alias, name in ties.items()}
-        if expected is not None and (lost := expected - tensors.keys()):
-            raise CheckpointError(f"{path} does not hold {listed(sorted(lost))}, which the index says it does.")
-        for name, entry in tensors.items():
-            if name.startswith(self._in_files):
-                plain = name.removeprefix(self._in_files)
-                if plain in self.entries:
-                    raise CheckpointError(f"{path} and {self._paths[plain]} both hold {name!r}.")
-                self.entries[plain], self._paths[plain] = entry, path
-
-    @property
-    def checksum(self) -> str:
-        """Covers all headers."""
-        return self._hash.hexdigest()
 
     def copy(self, name: str, box: Box, target: torch.Tensor) -> None:
         copy_pieces(target, self.read(name, box))
@@ -234,7 +261,7 @@ class SafetensorsSource:
         if self._open is None or self._open[0] != path or self._nbytes > UNMAP_BYTES:
             self._open, self._nbytes = (path, self._package.safe_open(path, framework="pt", device="cpu")), 0
         self._nbytes += box.numel * entry.itemsize
-        found: torch.Tensor = self._open[1].get_slice(self._in_files + name)[box.slices_in(full_box(entry.shape))]
+        found: torch.Tensor = self._open[1].get_slice(self._prefix + name)[box.slices_in(full_box(entry.shape))]
         if found.dtype != DTYPES[entry.dtype] or tuple(found.shape) != box.size:
             raise CheckpointError(
                 f"{path} gave {found.dtype} of shape {tuple(found.shape)} for {name!r}, expected {entry.dtype} of "
@@ -242,8 +269,16 @@ class SafetensorsSource:
             )
         return found
 
+    def equal(self, held: HeldTensor, one: str, other: str) -> bool:
+        """Return True if the boxes of this rank have the same bytes under both names."""
+        return self.entries[one].dtype == self.entries[other].dtype and all(
+            torch.equal(*(self.read(name, box).contiguous().reshape(-1).view(torch.uint8) for name in (one, other)))
+            for box in held.part.boxes
+            if box.numel
+        )
 
-def _files(path: Path) -> dict[Path, set[str] | None]:
+
+def _files(path: Path) -> Mapping[Path, set[str] | None]:
     """The files to read, and the names that the index says each of them holds."""
     given = path
     if path.is_dir():
@@ -253,62 +288,165 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
             raise CheckpointError(f"{given} holds neither {single.name} nor {INDEX}. Pass the file itself.")
     if path.suffix != ".json":
         return {path: None}
-    found: dict[Path, set[str] | None] = {}
+    found: defaultdict[Path, set[str]] = defaultdict(set)
     for name, file in read_index(path).items():
-        names = found.setdefault(path.parent / file, set())
-        assert names is not None
-        names.add(name)
+        found[path.parent / file].add(name)
     return found
 
 
-class SafetensorsLoading:
-    """One load on one rank."""
+# -- exporting ----------------------------------------------------------------------------------------------
 
-    _source: SafetensorsSource
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
+_HIDDEN = ".exporting_"
+_OWN = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}|{re.escape(_HIDDEN)}.*")
+"""Names of files that an export writes, and replaces."""
 
-    def __init__(self, path: Path, prefix: str):
-        self._path, self._prefix = path, prefix
-        self._model = ModelState()
-        self._targets: list[tuple[HeldTensor, str]] = []
 
-    def compare(self, model: nn.Module) -> tuple[str, Differences]:
-        """Read the headers and match them with the model; returns their checksum and the differences."""
-        differences = Differences()
-        self._source, self._model = SafetensorsSource(self._path, self._prefix), model_state(model)
-        for held, names in match(self._model, self._source, differences):
-            for name in names:
-                for box in held.part.boxes:
-                    self._source.read(name, box)  # only maps: what the package rejects fails before any change
-            differences.wrong += [
-                f"{names[0]} and {other} are tied here, and are two different tensors in the files"
-                for other in names[1:]
-                if not self._equal(held, names[0], other)
-            ]
-            self._targets.append((held, names[0]))
-        return self._source.checksum, differences
+class Exported(NamedTuple):
+    """A tensor to write: its name, its entry in the checkpoint, and its entry in the file."""
 
-    def _equal(self, held: HeldTensor, *names: str) -> bool:
-        """Return True if the boxes of this rank have the same bytes under both names."""
-        one, other = names
-        return self._source.entries[one].dtype == self._source.entries[other].dtype and all(
-            torch.equal(_bits(self._source.read(one, box)), _bits(self._source.read(other, box)))
-            for box in held.part.boxes
-            if box.numel
+    name: str
+    entry: TensorEntry
+    header: TensorEntry
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_file_size: int | str = "5GB",
+    prefix: str = "",
+    tied_names: Iterable[str] = (),
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the model of a checkpoint to safetensors files; returns their paths.
+
+    `dtype`: cast floating-point tensors to it, except those of quantized layers. `max_file_size`: bytes, or a string
+    such as "5GB"; a larger tensor gets its own file. `prefix`: precedes all names. A tied tensor is written once, under
+    its name in `tied_names`, or else the first of its names in alphabetical order. If the folder contains files, it
+    raises; `overwrite=True` replaces the files of an earlier export. Needs neither a process group nor a GPU, and only
+    the memory of a few pieces of a tensor.
+    """
+    limit, target, cast = _bytes(max_file_size), Path(folder), None
+    if dtype is not None:
+        cast = str(dtype).removeprefix("torch.")
+        known = [name for name, each in DTYPES.items() if each.is_floating_point and name in CODE_OF]
+        if cast not in known:
+            raise ArgumentError(f"dtype must be one of {', '.join(known)}, got {dtype!r}.")
+    with CheckpointFiles(resolve(checkpoint)) as stored:
+        manifest = stored.manifest
+        pairs = [(alias, key) for alias, key in manifest.aliases.items() if key.startswith("model/")]
+        tied = {name.removeprefix("model/"): pair[1] for pair in pairs for name in pair}
+        names = _names(manifest, prefix, tied, tied_names)
+        if manifest.values.get("extra"):
+            _log.warning("%s has extra state of modules, which safetensors files cannot hold.", stored.folder)
+        uncast, tensors = set(manifest.values.get(UNCAST, ())), []
+        for key, name in names.items():
+            entry = manifest.tensors[key]
+            is_float = DTYPES[entry.dtype].is_floating_point
+            written = cast if cast is not None and is_float and key not in uncast else entry.dtype
+            if written not in CODE_OF:
+                advice = " Pass a dtype to export." if is_float else ""
+                raise CheckpointError(
+                    f"{name!r} has the dtype {entry.dtype}, which safetensors files cannot hold.{advice}"
+                )
+            tensors.append(Exported(name, entry, TensorEntry(written, entry.shape)))
+        if not tensors:
+            raise CheckpointError(f"{stored.folder} holds no tensor of a model.")
+        files = _in_files(tensors, limit)
+        ties = {prefix + name: names[key] for name, key in tied.items()}
+        contents = {name: _buffers(stored, inside, ties) for name, inside in files.items()}
+        if len(files) > 1:
+            size = sum(each.header.nbytes for each in tensors)
+            file_of = {each.name: name for name, inside in files.items() for each in inside}
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+            contents[INDEX] = iter([memoryview(f"{json.dumps(index, indent=2)}\n".encode())])
+        _write(target, contents, overwrite)
+    return [target / name for name in files]
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?B?)", str(size).strip().upper())
+    found = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2], 0))
+    if found < 1:
+        raise ArgumentError(
+            f"max_file_size must be a number of bytes, or a string such as '5GB' or '500MiB', got {size!r}."
         )
-
-    def lost_ties(self, differences: Differences) -> str:
-        """Advice if the files say that a missing tensor is tied to one that they hold."""
-        ties = self._source.ties
-        lost = [f"{name} is tied to {ties[name]}" for name in differences.missing if name in ties]
-        if not lost:
-            return ""
-        return f" The files say that {listed(lost)}. Tie them in the model first; `to_empty` may have untied them."
-
-    def apply(self) -> None:
-        for held, name in self._targets:
-            fill(held, name, self._source)
-        self._model.finish_loading(held for held, _ in self._targets)
+    return found
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: Iterable[str]) -> dict[str, str]:
+    """Names in the files, by names in the checkpoint. `tied`: names in the checkpoint, by all names of tied tensors."""
+    found = {key: prefix + key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
+    chosen: dict[str, str] = {}
+    for name in tied_names:
+        if name not in tied or chosen.setdefault(tied[name], name) != name:
+            raise ArgumentError(
+                f"tied_names has {name!r}, which is not a tied tensor of the checkpoint, or is the second name of the "
+                f"same tensor. Tied tensors: {listed(tied, 8) or 'none'}."
+            )
+        found[tied[name]] = prefix + name
+    if METADATA in found.values():
+        raise CheckpointError(f"A tensor has the name {METADATA}, which safetensors files use for something else.")
+    return found
+
+
+def _in_files(tensors: list[Exported], limit: int) -> dict[str, list[Exported]]:
+    """Assign tensors to files in alphabetical order. In a file, larger elements come first, so that all are aligned."""
+    files: list[list[Exported]] = [[]]
+    size = 0
+    for each in sorted(tensors):
+        if files[-1] and size + each.header.nbytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(each)
+        size += each.header.nbytes
+    count = len(files)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    inside = (sorted(file, key=lambda each: (-each.header.itemsize, each.name)) for file in files)
+    return dict(zip(names if count > 1 else ["model.safetensors"], inside, strict=True))
+
+
+def _buffers(stored: CheckpointFiles, tensors: list[Exported], aliases: dict[str, str]) -> Iterator[memoryview]:
+    names = {each.name for each in tensors}
+    # `safetensors.torch.save_model` stores tied names in the same way.
+    ties = {alias: name for alias, name in aliases.items() if name in names and alias != name}
+    yield memoryview(header_bytes(((each.name, each.header) for each in tensors), {**ties, "format": "pt"}))
+    for each in tensors:
+        for piece in stored.pieces(each.entry):
+            yield from host_buffers(piece, DTYPES[each.header.dtype])
+
+
+def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: bool) -> None:
+    """Write hidden files, and rename them when all are on the disk."""
+    made = not folder.exists()
+    try:
+        storage.make_folder(folder, exist_ok=True)
+        present = storage.names_in(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be created or is not a folder ({error.strerror}).") from error
+    if present and not overwrite:
+        raise CheckpointError(
+            f"{folder} is not empty: {listed(sorted(present))}. Choose a new folder, or pass overwrite "
+            "(--overwrite) to replace the files of an earlier export."
+        )
+    hidden = {name: folder / f"{_HIDDEN}{os.urandom(8).hex()}" for name in contents}
+    try:
+        for name, buffers in contents.items():
+            write_file(hidden[name], buffers, best_algorithm())
+        # Delete the old index first and add the new one last, so that no index names files of two exports.
+        (folder / INDEX).unlink(missing_ok=True)
+        for name in storage.names_in(folder):
+            if _OWN.fullmatch(name) and name not in hidden and folder / name not in hidden.values():
+                (folder / name).unlink()
+        for name, path in hidden.items():
+            storage.rename(path, folder / name)
+        storage.sync_folder(folder)
+    except BaseException:
+        for path in hidden.values():
+            path.unlink(missing_ok=True)
+        if made:
+            with suppress(OSError):  # not empty: another program has written files
+                folder.rmdir()
+        raise

@@ -1,86 +1,46 @@
-"""Saving a run: all ranks write into a hidden folder, which one rename publishes."""
+"""Saving a run: all ranks write into a hidden folder, which one rename publishes.
+
+`make_plan` decides which rank writes which box of which tensor at which offset. All ranks compute the same plan.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
-from ..state.boxes import whole
+from ..state.boxes import Box, first_overlap, whole
 from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from . import storage
-from .files import host_buffers, padding_after, write_file
+from .files import host_buffers, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only
-from .manifest import BLOCK_BYTES, MANIFEST, UNCAST, FileEntry, Manifest, best_algorithm, manifest_bytes
+from .manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    UNCAST,
+    FileEntry,
+    Manifest,
+    StoredBox,
+    TensorEntry,
+    aligned,
+    best_algorithm,
+    manifest_bytes,
+)
 from .optimizer import merged, optimizer_state
-from .plan import Described, Plan, describe, make_plan
 from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, together
-from .values import encode, rng_state
+from .values import DTYPES, encode, name_of_dtype, rng_state
 
 _log = logging.getLogger("unshard")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
-
-
-@torch.no_grad()
-def nonfinite_parameters(state: ModelState) -> list[str]:
-    """Names of parameters with NaN or infinite elements on this rank. Reads each one once and copies nothing."""
-    parameters = {f"model/{each.name}" for optimized in state.optimized.values() for each in optimized}
-    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for held in state.tensors:
-        local = held.local
-        if held.name in parameters and local.dtype in _DTYPES and local.numel() and not held.packed:
-            numbers = torch.view_as_real(local) if local.is_complex() else local
-            # Far faster than isfinite() on the CPU. aminmax() returns NaN if there is one.
-            extremes = torch.stack(numbers.aminmax()).double()
-            by_device.setdefault(local.device, []).append((held.name.removeprefix("model/"), extremes))
-    found: list[str] = []
-    for each in by_device.values():
-        finite = torch.stack([extremes for _, extremes in each]).isfinite().all(1)
-        found += [
-            name for (name, _), good in zip(each, finite.tolist(), strict=True) if not good
-        ]  # one synchronization
-    return found
-
-
-def warn_of_nonfinite(what: str, ranks: Iterable[list[str]]) -> None:
-    """Log one warning for the parameters that `nonfinite_parameters` found on each rank."""
-    where: dict[str, list[int]] = {}
-    for rank, names in enumerate(ranks):
-        for name in names:
-            where.setdefault(name, []).append(rank)
-    if where:
-        found = [f"{name} (rank {listed(where[name], most=4)})" for name in sorted(where)]
-        _log.warning(
-            "%s: %d parameters are not finite (NaN or infinity): %s. They are saved unchanged. To resume from finite "
-            "parameters, load an earlier checkpoint.",
-            *(what, len(found), listed(found)),
-        )
-
-
-@dataclass
-class RankEntry:
-    """One rank's contribution to the manifest; the ranks exchange these."""
-
-    step: int
-    tensors: dict[str, Described] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-    """Values of which rank 0's copy is saved."""
-    own: dict[str, Any] = field(default_factory=dict)
-    """Values of this rank."""
-    optimizer: dict[str, Any] | None = None
-    uncast: list[str] = field(default_factory=list)
-    """Tensors of quantised layers."""
-    nonfinite: list[str] = field(default_factory=list)
-    """Parameters that are NaN or infinite on this rank."""
 
 
 def save(
@@ -102,30 +62,123 @@ def save(
     latest `keep_last` checkpoints afterwards.
     """
     check_step(step, keep_last)
-    what, saving = f"Saving step {step} to {path}", Saving(Path(path), step)
-    shared = {"scheduler": scheduler, "scaler": scaler}
     begin("save a checkpoint", model)
-    saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
-    saving.warn(what)
+    saving = Saving(f"Saving step {step} to {path}", Path(path), step)
+    saving.plan(model, optimizer, scheduler, scaler, data)
     try:
-        folder, algorithm = on_first_rank(what, saving.make_folder)
-        files = together(what, lambda: saving.write(folder, algorithm))
-        on_first_rank(what, lambda: saving.publish(files, algorithm, keep_last))
+        folder, algorithm = saving.make_folder()
+        files = together(saving.what, lambda: saving.write(folder, algorithm, saving.buffers()))
+        on_first_rank(saving.what, lambda: saving.publish(files, algorithm, keep_last))
     finally:
         saving.clean_up()
     return Path(path) / folder_name(step)
 
 
-class Saving:
-    """One save on one rank."""
+# -- the plan -----------------------------------------------------------------------------------------------
 
-    def __init__(self, path: Path, step: int):
-        self._path, self._step = path, step
+
+class Described(NamedTuple):
+    """The boxes of a tensor that a rank holds, for the other ranks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    plain: bool
+    boxes: tuple[Box, ...]
+
+
+def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
+    found: dict[str, Described] = {}
+    for each in tensors:
+        if each.name in found:
+            raise CheckpointError(f"Two tensors have the name {each.name!r}.")
+        if not each.name.isprintable() or len(each.name) > 4096:
+            raise CheckpointError(f"{each.name[:100]!r} cannot be the name of a tensor in a checkpoint.")
+        dtype = name_of_dtype(each.dtype, repr(each.name))
+        found[each.name] = Described(dtype, each.part.shape, each.plain, each.part.boxes)
+    return found
+
+
+def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
+    """Assign each element to one rank; returns the tensors, whose file numbers are ranks, and the size of each file.
+
+    If several ranks hold a box, the one with the fewest bytes so far writes it; without `spread`, the lowest one does.
+    The lowest rank always writes plain tensors.
+    """
+    nbytes = [0] * len(ranks)
+    tensors: dict[str, TensorEntry] = {}
+    for name in sorted({name for rank in ranks for name in rank}):
+        holders: dict[Box, list[int]] = {}
+        described = [(rank, held[name]) for rank, held in enumerate(ranks) if name in held]
+        _, first = described[0]
+        for rank, mine in described:
+            if mine[:2] != first[:2]:
+                raise CheckpointError(
+                    f"{name!r} differs between ranks: rank {rank} has {mine.dtype} of shape {mine.shape}, and another "
+                    f"rank has {first.dtype} of shape {first.shape}."
+                )
+            for box in mine.boxes:
+                if box.numel:
+                    holders.setdefault(box, []).append(rank)
+        numel, overlap = sum(box.numel for box in holders), first_overlap(list(holders))
+        if overlap is not None or numel != prod(first.shape):
+            raise CheckpointError(
+                f"The ranks together hold {numel} elements of {name!r}, which has {prod(first.shape)}"
+                f"{'' if overlap is None else f', and {overlap[0]} and {overlap[1]} overlap'}. Call it on all ranks, "
+                "with a model and an optimizer that are sharded in the same way on all of them."
+            )
+        stored = []
+        for box, having in holders.items():
+            writer = having[0] if first.plain or not spread else min(having, key=nbytes.__getitem__)
+            stored.append(StoredBox(writer, nbytes[writer], box))
+            nbytes[writer] += aligned(box.numel * DTYPES[first.dtype].itemsize)
+        tensors[name] = TensorEntry(first.dtype, first.shape, tuple(stored))
+    return tensors, nbytes
+
+
+# -- saving -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankEntry:
+    """One rank's contribution to the manifest; the ranks exchange these."""
+
+    step: int
+    tensors: dict[str, Described] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Values of which rank 0's copy is saved."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """Values of this rank."""
+    optimizer: dict[str, Any] | None = None
+    uncast: list[str] = field(default_factory=list)
+    """Tensors of quantized layers."""
+    nonfinite: list[str] = field(default_factory=list)
+    """Parameters that are NaN or infinite on this rank."""
+
+
+class Saving:
+    """One save on one rank. `what` names it in errors."""
+
+    def __init__(self, what: str, path: Path, step: int):
+        self.what, self._path, self._step = what, path, step
         self.rank, self.size = rank_and_size()
-        self._tensors: dict[str, HeldTensor] = {}
+        self.tensors: dict[str, HeldTensor] = {}
         self._entries: list[RankEntry] = []
-        self._plan = Plan({}, [])
+        self._plan: dict[str, TensorEntry] = {}
+        self.nbytes = 0
+        """Size of this rank's file."""
         self._unpublished: Unpublished | None = None
+
+    def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
+        """List what each rank saves, and decide which rank writes what."""
+        given = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
+        self._entries = together(self.what, lambda: self.collect(model, optimizer, given, data))
+        steps = sorted({entry.step for entry in self._entries})
+        if len(steps) > 1:
+            raise CheckpointError(f"The ranks save different steps: {steps}.")
+        refuse_different_parts([[name for name in ("data",) if name in entry.own] for entry in self._entries])
+        self._plan, nbytes = make_plan([entry.tensors for entry in self._entries])
+        self.nbytes = nbytes[self.rank]
 
     @torch.no_grad()
     def collect(self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any) -> RankEntry:
@@ -143,67 +196,48 @@ class Saving:
             of_optimizer, found.optimizer = optimizer_state(optimizer, state)
             tensors += of_optimizer
         if self.rank == 0:
-            given = {name: each for name, each in shared.items() if each is not None}
-            found.shared = {name: encode(_state_dict(each, name), name, store) for name, each in given.items()}
+            found.shared = {name: encode(_state_dict(each, name), name, store) for name, each in shared.items()}
             extra = {name: module.get_extra_state() for name, module in state.extra.items()}
             found.shared["extra"] = {name: encode(each, f"extra/{name}", store) for name, each in extra.items()}
         found.own["rng"] = encode(rng_state(), f"rng/{self.rank}", store)
         if data is not None:
             found.own["data"] = encode(_state_dict(data, "data"), f"data/{self.rank}", store)
         found.tensors = describe(tensors)
-        self._tensors = {each.name: each for each in tensors}
+        self.tensors = {each.name: each for each in tensors}
         return found
 
-    def plan(self, entries: list[RankEntry]) -> None:
-        """Decide which rank writes what. All ranks compute the same plan."""
-        steps = sorted({entry.step for entry in entries})
-        if len(steps) > 1:
-            raise CheckpointError(f"The ranks save different steps: {steps}.")
-        refuse_different_parts([[name for name in ("data",) if name in entry.own] for entry in entries])
-        self._entries, self._plan = entries, make_plan([entry.tensors for entry in entries])
-
-    def warn(self, what: str) -> None:
-        if self.rank == 0:
-            warn_of_nonfinite(what, [entry.nonfinite for entry in self._entries])
-
     def make_folder(self) -> tuple[Path, str]:
-        """On rank 0: create the folder to write to; returns it and the checksum algorithm."""
-        self._unpublished = Unpublished(self._path, self._step)
-        return self._unpublished.folder, best_algorithm()
+        """Create the folder to write to; returns it and the checksum algorithm. All ranks must call it."""
+        if self.rank == 0:
+            warn_of_nonfinite(self.what, self._entries)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of this rank's file."""
-        return self._plan.nbytes[self.rank]
+        def make() -> tuple[Path, str]:
+            self._unpublished = Unpublished(self._path, self._step)
+            return self._unpublished.folder, best_algorithm()
 
-    @property
-    def on_cuda(self) -> bool:
-        return any(each.local.is_cuda for each in self._tensors.values())
+        return on_first_rank(self.what, make)
 
-    def forget_tensors(self) -> None:
-        """Drop references once tensors are copied, so that the model can be deleted while the copies are written."""
-        self._tensors.clear()
-
-    def write(self, folder: Path, algorithm: str, buffers: Iterable[memoryview] | None = None) -> FileEntry | None:
-        """Write this rank's boxes; returns None if it has none. `buffers`: the bytes, if they are copied already."""
+    def write(self, folder: Path, algorithm: str, buffers: Iterator[memoryview]) -> FileEntry | None:
+        """Write this rank's boxes; returns None if it has none."""
         if not self.nbytes:
             return None
-        buffers = self._buffers() if buffers is None else buffers
         entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm, self.nbytes)
         storage.sync_folder(folder)
         return entry
 
-    def _buffers(self) -> Iterator[memoryview]:
+    def buffers(self) -> Iterator[memoryview]:
+        """The bytes of this rank's file, copied piece by piece."""
         for view, dtype in self.views():
             yield from host_buffers(view, dtype)
-            yield padding_after(view.numel() * dtype.itemsize)
+            nbytes = view.numel() * dtype.itemsize
+            yield memoryview(bytes(aligned(nbytes) - nbytes))
 
     def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """The boxes of this rank's file and their dtypes, in file order."""
-        for name, entry in self._plan.tensors.items():
+        for name, entry in self._plan.items():
             mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
-                held = self._tensors[name]
+                held = self.tensors[name]
                 views = dict(zip(held.part.boxes, held.views(), strict=True))
                 for box in mine:
                     yield views[box], held.dtype
@@ -222,7 +256,7 @@ class Saving:
         number = {rank: position for position, rank in enumerate(written)}
         tensors = {
             name: replace(entry, boxes=tuple(each._replace(file=number[each.file]) for each in entry.boxes))
-            for name, entry in self._plan.tensors.items()
+            for name, entry in self._plan.items()
         }
         values = {
             **self._entries[0].shared,
@@ -245,3 +279,38 @@ def _state_dict(value: Any, name: str) -> Any:
     if not callable(getattr(value, "state_dict", None)):
         raise CheckpointError(f"{name} must have the methods state_dict and load_state_dict, got {type(value)}.")
     return value.state_dict()
+
+
+@torch.no_grad()
+def nonfinite_parameters(state: ModelState) -> list[str]:
+    """Names of parameters with NaN or infinite elements on this rank. Reads each one once and copies nothing."""
+    parameters = {f"model/{each.name}" for optimized in state.optimized.values() for each in optimized}
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for held in state.tensors:
+        local = held.local
+        if held.name in parameters and local.dtype in _DTYPES and local.numel() and not held.packed:
+            numbers = torch.view_as_real(local) if local.is_complex() else local
+            # Far faster than isfinite() on the CPU. aminmax() returns NaN if there is one.
+            extremes = torch.stack(numbers.aminmax()).double()
+            by_device.setdefault(local.device, []).append((held.name.removeprefix("model/"), extremes))
+    found: list[str] = []
+    for each in by_device.values():
+        finite = torch.stack([extremes for _, extremes in each]).isfinite().all(1)
+        # One synchronization for all parameters of a device.
+        found += [name for (name, _), good in zip(each, finite.tolist(), strict=True) if not good]
+    return found
+
+
+def warn_of_nonfinite(what: str, ranks: list[RankEntry]) -> None:
+    """Log one warning for the parameters that are not finite on any rank."""
+    where: dict[str, list[int]] = {}
+    for rank, entry in enumerate(ranks):
+        for name in entry.nonfinite:
+            where.setdefault(name, []).append(rank)
+    if where:
+        found = [f"{name} (rank {listed(where[name], most=4)})" for name in sorted(where)]
+        _log.warning(
+            "%s: %d parameters are not finite (NaN or infinity): %s. They are saved unchanged. To resume from finite "
+            "parameters, load an earlier checkpoint.",
+            *(what, len(found), listed(found)),
+        )

@@ -37,6 +37,7 @@ from .save import Saving
 
 _log = logging.getLogger("unshard")
 
+_SAVE = "save a checkpoint (Saver)"
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
 """How long a program that exits without `wait` waits for the other ranks after it has written its own file."""
@@ -47,8 +48,8 @@ _under_way: set[BackgroundSave] = set()
 class BackgroundSave:
     """One save on one rank. The training thread fills host buffers, and a thread of the save writes them."""
 
-    def __init__(self, what: str, saving: Saving, folder: Path, algorithm: str, keep_last: int | None):
-        self.what, self.saving = what, saving
+    def __init__(self, saving: Saving, folder: Path, algorithm: str, keep_last: int | None):
+        self.saving = saving
         self._folder, self._algorithm, self._keep_last = folder, algorithm, keep_last
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
         """Empty buffers, from the thread to training; None when the thread has stopped writing."""
@@ -80,7 +81,8 @@ class BackgroundSave:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self.saving.forget_tensors()
+            # The copies are enough: training may delete the model while they are written.
+            self.saving.tensors.clear()
 
     def next_buffer(self) -> HostBuffer:
         buffer = self._free.get()
@@ -183,7 +185,7 @@ class BackgroundSave:
         self.end()
         error = self._write_error or self._publish_error
         if error is not None:
-            _log.error("%s failed, and the program exits without wait(): %s", self.what, error_text(error))
+            _log.error("%s failed, and the program exits without wait(): %s", self.saving.what, error_text(error))
 
 
 class _WritingFailed(Exception):
@@ -198,6 +200,10 @@ def _finish_all() -> None:
 
 # Threads do not survive a fork: a child process would wait for them forever, and delete what they write.
 os.register_at_fork(after_in_child=_under_way.clear)
+
+
+def _on_cuda(saving: Saving) -> bool:
+    return any(each.local.is_cuda for each in saving.tensors.values())
 
 
 class Saver:
@@ -233,9 +239,10 @@ class Saver:
         Call it after the first optimizer step, which creates its state. Returns at once; `wait` waits for it.
         """
         self.wait()
-        what = f"Preparing to save to {self._path}"
-        saving = self._planned(what, 0, model, optimizer, scheduler, scaler, data)
-        together(what, lambda: self._buffers.prepare(saving.nbytes, saving.on_cuda))
+        saving = Saving(f"Preparing to save to {self._path}", self._path, 0)
+        begin(_SAVE, model)
+        saving.plan(model, optimizer, scheduler, scaler, data)
+        together(saving.what, lambda: self._buffers.prepare(saving.nbytes, _on_cuda(saving)))
 
     def save(
         self,
@@ -254,28 +261,20 @@ class Saver:
         """
         check_step(step, None)
         self.wait()
-        what = f"Saving step {step} to {self._path}"
-        saving = self._planned(what, step, model, optimizer, scheduler, scaler, data)
-        saving.warn(what)
+        saving = Saving(f"Saving step {step} to {self._path}", self._path, step)
+        begin(_SAVE, model)
+        saving.plan(model, optimizer, scheduler, scaler, data)
         try:
-            folder, algorithm = on_first_rank(what, saving.make_folder)
+            folder, algorithm = saving.make_folder()
         except BaseException:
             saving.clean_up()
             raise
-        pending = BackgroundSave(what, saving, folder, algorithm, self._keep_last)
+        pending = BackgroundSave(saving, folder, algorithm, self._keep_last)
         self._pending, self._target = pending, self._path / folder_name(step)
         pending.fill(
-            lambda: self._buffers.reserve(saving.nbytes, saving.on_cuda),
+            lambda: self._buffers.reserve(saving.nbytes, _on_cuda(saving)),
             lambda: Staging(pending.next_buffer, pending.hand_over).copy(saving.views()),
         )
-
-    def _planned(
-        self, what: str, step: int, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any
-    ) -> Saving:
-        begin("save a checkpoint (Saver)", model)
-        saving, shared = Saving(self._path, step), {"scheduler": scheduler, "scaler": scaler}
-        saving.plan(together(what, lambda: saving.collect(model, optimizer, shared, data)))
-        return saving
 
     def wait(self) -> Path | None:
         """Wait until the save in progress is published; returns its folder, or None if there is none.
@@ -290,15 +289,15 @@ class Saver:
         begun, now = (pending.saving.rank, pending.saving.size), rank_and_size()
         if begun != now:
             raise CheckpointError(
-                f"{pending.what} was started as rank {begun[0]} of {begun[1]}, and this is rank {now[0]} of {now[1]} "
-                "now. Call wait() before the process group is destroyed."
+                f"{pending.saving.what} was started as rank {begun[0]} of {begun[1]}, and this is rank {now[0]} of "
+                f"{now[1]} now. Call wait() before the process group is destroyed."
             )
         self._pending = None
         begin("wait for a checkpoint (Saver.wait)")
         try:
-            together(pending.what, pending.finish_writing)
+            together(pending.saving.what, pending.finish_writing)
             # All entries exist now, so rank 0 waits only for the disk.
-            on_first_rank(pending.what, pending.finish_publishing)
+            on_first_rank(pending.saving.what, pending.finish_publishing)
         finally:
             pending.end()
         return self._target

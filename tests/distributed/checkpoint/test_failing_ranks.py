@@ -263,9 +263,7 @@ def die_while_exchanging(loads: bool) -> None:
     """Rank 2 dies between two tensors."""
     model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     if dist.get_rank() == 2:
-        target = (
-            "unshard.checkpoint.full_state_dict.fill" if loads else "unshard.checkpoint.full_tensors.Gathering._send"
-        )
+        target = f"unshard.checkpoint.full_state_dict.{'fill' if loads else '_send'}"
         mock.patch(target, lambda *unused: os.kill(os.getpid(), signal.SIGKILL)).start()
     if loads:
         checkpoint.load_full_state_dict(model, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict())
