@@ -130,6 +130,33 @@ class Works:
         return not self.works or self.works[0].is_completed()
 
 
+def joined(works: list[Any]) -> Work:
+    """Return one work for all. A process group that is written in Python may return None instead of a work."""
+    return works[0] or Done() if len(works) == 1 else Works([work or Done() for work in works])
+
+
+class WorkThen:
+    """A collective in flight whose first `wait` also runs `then`: adds up received pieces, or copies the result.
+
+    `then` also keeps tensors alive until the wait. Works of a user's class get no timeout: they need not take one.
+    """
+
+    def __init__(self, work: Any, then: Callable[[], object] | None = None):
+        self._work, self._then = work, then
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None and isinstance(self._work, (dist.Work, Works, Done)):
+            self._work.wait(timeout)
+        elif self._work is not None:
+            self._work.wait()
+        then, self._work, self._then = self._then, None, None
+        if then is not None:
+            then()
+
+    def is_completed(self) -> bool:
+        return not isinstance(self._work, (dist.Work, Works, Done)) or self._work.is_completed()
+
+
 class Done:
     """A work that had nothing to do."""
 

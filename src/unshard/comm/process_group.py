@@ -10,10 +10,9 @@ import atexit
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from ..torch_private import (
     backend_name,
     backend_of,
 )
-from .interface import Done, Label, Tensors, Traits, Transport, Work, Works
+from .interface import Done, Label, Tensors, Traits, Transport, Work, Works, WorkThen, joined
 
 # Each tensor in a grouped NCCL collective costs time on the wire: 0.07 ms with 4 ranks on a slow network. Packing costs
 # a copy at the speed of the device's memory, 3 us for 4 MiB, and a call on the host.
@@ -62,15 +61,23 @@ class ProcessGroupTransport(Transport):
         if self.backend == "gloo":
             delay_exit()
         in_python = type(group) is not dist.ProcessGroup
-        methods = methods_of(group, backend_of(group, device), *_grouping(self.backend, in_python))
-        self._gather_one, self._gather_many = methods.all_gather, methods.all_gather_many
-        self._reduce_one, self._reduce_many = methods.reduce_scatter, methods.reduce_scatter_many
-        self._all_to_all, self._all_reduce = methods.all_to_all, methods.all_reduce
-        self._exchanges = (
-            methods.all_to_all is not None
-            and not methods.own_reduce_scatter
-            and _exchange_is_faster(self.backend, device)
+        backend = backend_of(group, device) if in_python else group
+        gathers_groups, reduces_groups = _grouping(self.backend, in_python)
+        gather, self._gather_many, _ = _methods(group, backend, ALL_GATHER, ALL_GATHER_COALESCED, gathers_groups)
+        if gather is None and (by_list := _own(group, ("allgather",))):
+            gather = _all_gather_by_list(by_list)
+        reduce, self._reduce_many, own = _methods(
+            group, backend, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, reduces_groups
         )
+        if reduce is None and (by_list := _own(group, ("reduce_scatter",))):
+            reduce = _reduce_scatter_by_list(by_list)
+        self._gather_one = gather or _missing(group, ALL_GATHER)
+        self._reduce_one = reduce or _missing(group, REDUCE_SCATTER)
+        self._all_to_all = _own(group, ALL_TO_ALL) or (backend and _method(backend, ALL_TO_ALL))
+        all_reduce = _own(group, ("allreduce", "allreduce_coalesced")) or (backend and backend.allreduce)
+        self._all_reduce = all_reduce or _missing(group, ("allreduce",))
+        # A reduce-scatter that is written in Python is not replaced by an exchange.
+        self._exchanges = self._all_to_all is not None and not own and _exchange_is_faster(self.backend, device)
         # NCCL runs the collectives of a group one after the other. In backward, the all-gather of the next unit would
         # wait for the reduce-scatter of the previous one, and both for each other's latencies.
         self.separate_is_faster = self.backend == "nccl" and not in_python
@@ -83,7 +90,7 @@ class ProcessGroupTransport(Transport):
             # NCCL is slower with pieces that are not multiples of 16 bytes.
             piece_alignment=16 if self.backend == "nccl" else 1,
             reduce_scatter_ignores_timeout=self.backend == "gloo" and not self._exchanges,
-            gathers=methods.gathers,
+            gathers=gather is not None or isinstance(group, dist.ProcessGroup),
         )
         self._gather_options = AllgatherOptions()
         self._sum, self._mean = ReduceScatterOptions(), ReduceScatterOptions()
@@ -125,7 +132,7 @@ class ProcessGroupTransport(Transport):
                 same.append((output, unreduced))
         if same:
             works.append(self.reduce_scatter([o for o, _ in same], [i for _, i in same], average=average))
-        return _joined(works)
+        return joined(works)
 
     def _reduce_by_function(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
         """Call the function with which a program has replaced `torch.distributed`'s reduce-scatter."""
@@ -149,7 +156,7 @@ class ProcessGroupTransport(Transport):
             return self._exchange_pair(self._all_to_all, output, unreduced, average)
         received = torch.empty_like(unreduced)
         work = self._all_to_all(received, unreduced, [], []) or _DONE
-        return ExchangeWork(work, partial(add_up, self._rows(received, output), output, average))
+        return WorkThen(work, partial(add_up, self._rows(received, output), output, average))
 
     def _rows(self, pieces: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """A row per rank, each as long as `output`: pieces are padded in bytes, so narrow ones may be longer."""
@@ -159,7 +166,7 @@ class ProcessGroupTransport(Transport):
         """Reduce a copy in the dtype of the output, for a group without an all-to-all."""
         copy = self._rows(unreduced, output).to(output.dtype).flatten()
         work = self.reduce_scatter([output], [copy], average=average)
-        return ExchangeWork(work, lambda kept=copy: None)  # type: ignore[misc]  # the copy must live until the wait
+        return WorkThen(work, lambda: copy)  # the copy must live until the wait
 
     def _exchange_pair(self, all_to_all: Any, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
         """Send one piece and receive one, into the output itself if the dtypes are the same."""
@@ -168,37 +175,12 @@ class ProcessGroupTransport(Transport):
         received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
         splits = [piece, 0] if other == 0 else [0, piece]
         work = all_to_all(received, sent, splits, splits) or _DONE
-        return ExchangeWork(work, partial(_add_pair, own, received, output, average))
+        return WorkThen(work, partial(_add_pair, own, received, output, average))
 
     def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
         options = self._mean_all if average else self._sum_all
         reduce = self._all_reduce
-        return _joined([reduce([tensor], options) for tensor in tensors])
-
-
-def _joined(works: list[Any]) -> Work:
-    return works[0] or _DONE if len(works) == 1 else Works([work or _DONE for work in works])
-
-
-class ExchangeWork:
-    """A reduce-scatter made of an exchange. The first wait adds up the received pieces and frees them."""
-
-    def __init__(self, work: Any, add_up: Callable[[], None]):
-        self._work, self._add_up = work, add_up
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if self._work is None:
-            return
-        if timeout is None:
-            self._work.wait()
-        else:
-            self._work.wait(timeout)
-        self._work = None
-        self._add_up()
-        del self._add_up
-
-    def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return joined([reduce([tensor], options) for tensor in tensors])
 
 
 def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, average: bool) -> None:
@@ -271,73 +253,19 @@ def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
 Method = Callable[..., Any]
 
 
-class GroupMethods(NamedTuple):
-    """Each method issues a collective and returns its work, or None if it is complete.
+def _methods(
+    group: Any, backend: Any, names: tuple[str, ...], coalesced: tuple[str, ...], grouped: bool
+) -> tuple[Method | None, Method | None, bool]:
+    """Return the methods for one tensor and for several, if they exist, and True if they are written in Python.
 
-    A method that is None does not exist.
+    `backend`: has the inherited method for one tensor. `grouped`: the backend takes several tensors.
     """
-
-    all_gather: Method
-    """For one tensor: `(output, input, options)`."""
-    all_gather_many: Method | None
-    """For several tensors: `(outputs, inputs, options)`."""
-    reduce_scatter: Method
-    reduce_scatter_many: Method | None
-    all_to_all: Method | None
-    """`(output, input, output_splits, input_splits)`."""
-    all_reduce: Method
-    """`([tensor], options)`."""
-    gathers: bool = True
-    """False if the all-gather is missing, and raises when it is called."""
-    own_reduce_scatter: bool = False
-    """The reduce-scatter is written in Python, so no other collective may replace it."""
-
-
-def methods_of(group: Any, backend: Any, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
-    """`backend`: the group's backend for the device, or None.
-
-    `gathers_groups`, `reduces_groups`: the backend takes several tensors in one collective.
-    """
-    if type(group) is not dist.ProcessGroup:
-        return _methods_in_python(group, backend, gathers_groups, reduces_groups)
-    return GroupMethods(
-        _method(group, ALL_GATHER),
-        _method(group, ALL_GATHER_COALESCED) if gathers_groups else None,
-        _method(group, REDUCE_SCATTER),
-        _method(group, REDUCE_SCATTER_COALESCED) if reduces_groups else None,
-        _method(group, ALL_TO_ALL),
-        group.allreduce,
-    )
-
-
-def _methods_in_python(group: Any, backend: Any, gathers_groups: bool, reduces_groups: bool) -> GroupMethods:
-    gather, gather_many = _own(group, ALL_GATHER), _own(group, ALL_GATHER_COALESCED)
-    if gather is None and gather_many is None and backend is not None:
-        gather = _method(backend, ALL_GATHER)
-        gather_many = _method(group, ALL_GATHER_COALESCED) if gathers_groups else None
-    if gather is None:
-        gather = _changed(gather_many, _of_many) or _changed(_own(group, ("allgather",)), _all_gather_by_list)
-
-    reduce, reduce_many = _own(group, REDUCE_SCATTER), _own(group, REDUCE_SCATTER_COALESCED)
-    own_reduce_scatter = reduce is not None or reduce_many is not None
-    if not own_reduce_scatter and backend is not None:
-        reduce = _method(backend, REDUCE_SCATTER)
-        reduce_many = _method(group, REDUCE_SCATTER_COALESCED) if reduces_groups else None
-    if reduce is None:
-        reduce = _changed(reduce_many, _of_many) or _changed(_own(group, ("reduce_scatter",)), _reduce_scatter_by_list)
-
-    all_to_all = _own(group, ALL_TO_ALL) or (backend and _method(backend, ALL_TO_ALL))
-    all_reduce = _own(group, ("allreduce", "allreduce_coalesced")) or (backend and backend.allreduce)
-    return GroupMethods(
-        gather or _missing(group, ALL_GATHER),
-        gather_many,
-        reduce or _missing(group, REDUCE_SCATTER),
-        reduce_many,
-        all_to_all,
-        all_reduce or _missing(group, ("allreduce",)),
-        gathers=gather is not None or isinstance(group, dist.ProcessGroup),
-        own_reduce_scatter=own_reduce_scatter,
-    )
+    one, many = _own(group, names), _own(group, coalesced)
+    if one is not None or many is not None:
+        return one or (many and _of_many(many)), many, True
+    if backend is None:
+        return None, None, False
+    return _method(backend, names), _method(group, coalesced) if grouped else None, False
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Method:
@@ -347,6 +275,8 @@ def _method(group: Any, names: tuple[str, ...]) -> Method:
 
 def _own(group: Any, names: tuple[str, ...]) -> Method | None:
     """The method under the first of `names` that the group does not inherit from torch's class."""
+    if type(group) is dist.ProcessGroup:
+        return None
     for name in names:
         inherited = getattr(type(group), name, None) is getattr(dist.ProcessGroup, name, None)
         if isinstance(group, dist.ProcessGroup) and inherited and name not in getattr(group, "__dict__", ()):
@@ -354,10 +284,6 @@ def _own(group: Any, names: tuple[str, ...]) -> Method | None:
         if callable(method := getattr(group, name, None)):
             return method
     return None
-
-
-def _changed(method: Method | None, change: Callable[[Method], Method]) -> Method | None:
-    return None if method is None else change(method)
 
 
 def _of_many(many: Method) -> Method:

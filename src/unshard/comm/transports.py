@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import DistError
 from ..layout.collective_tensors import PackingRule
 from ..torch_private import foreach_copy
 from .groups import group_like
-from .interface import AllGather, Done, Label, ReduceScatter, Tensors, Traits, Transport, Work, Works
+from .interface import AllGather, Done, Label, ReduceScatter, Tensors, Traits, Transport, Work, WorkThen, joined
 from .order.check import Order, order_of
 from .order.waiting import PollingWork, with_timeout
 from .process_group import ProcessGroupTransport
@@ -173,14 +173,14 @@ class PluginTransport(Transport):
         if comm is None:
             return self._base.all_gather(outputs, inputs, label=label)
         if self.traits.gathers_groups:
-            return UserWork(comm.gather_many(outputs, inputs, self._group))  # type: ignore[attr-defined]
+            return WorkThen(comm.gather_many(outputs, inputs, self._group))  # type: ignore[attr-defined]
         works = []
         for output, piece in zip(outputs, inputs, strict=True):
             whole = comm.allocate(output.shape, dtype=output.dtype, device=output.device)
             mine = whole.view(self.world, -1)[self.rank]
             mine.copy_(piece)
-            works.append(UserWork(comm(whole, mine, self._group, async_op=True), (output, whole)))
-        return works[0] if len(works) == 1 else Works(works)
+            works.append(WorkThen(comm(whole, mine, self._group, async_op=True), partial(_copy, output, whole)))
+        return joined(works)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
         comm = self._reduce_scatter
@@ -188,38 +188,20 @@ class PluginTransport(Transport):
             return self._base.reduce_scatter(outputs, inputs, label=label, average=average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if self.traits.reduces_groups:
-            return UserWork(comm.reduce_scatter_many(outputs, inputs, self._group, op))  # type: ignore[attr-defined]
+            return WorkThen(comm.reduce_scatter_many(outputs, inputs, self._group, op))  # type: ignore[attr-defined]
         works = []
         for output, unreduced in zip(outputs, inputs, strict=True):
             copy = comm.allocate(unreduced.shape, dtype=unreduced.dtype, device=unreduced.device)
             piece = comm.allocate(output.shape, dtype=output.dtype, device=output.device)
             copy.copy_(unreduced)
-            # The work also keeps the input: the collective may read it until the wait.
-            works.append(UserWork(comm(piece, copy, self._group, op, async_op=True), (output, piece, copy)))
-        return works[0] if len(works) == 1 else Works(works)
+            work = comm(piece, copy, self._group, op, async_op=True)
+            works.append(WorkThen(work, partial(_copy, output, piece, copy)))
+        return joined(works)
 
     def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
         return self._base.all_reduce(tensors, label=label, average=average)
 
 
-class UserWork:
-    """A user's collective in flight. `wait` copies the result to its destination.
-
-    Only a work of `torch.distributed` gets the timeout: a user's own class need not take one.
-    """
-
-    def __init__(self, work: Work | None, tensors: tuple[torch.Tensor, ...] = ()):
-        """`tensors`: destination, result, and other tensors to keep until the wait."""
-        self._work, self._tensors = work, tensors
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None and isinstance(self._work, dist.Work):
-            self._work.wait(timeout)
-        elif self._work is not None:
-            self._work.wait()
-        if self._tensors:
-            self._tensors[0].copy_(self._tensors[1])
-        self._work, self._tensors = None, ()
-
-    def is_completed(self) -> bool:
-        return not isinstance(self._work, dist.Work) or self._work.is_completed()
+def _copy(output: torch.Tensor, result: torch.Tensor, *kept: torch.Tensor) -> None:
+    """Copy the result of a user's collective to its destination. `kept`: other tensors that it may read until then."""
+    output.copy_(result)
