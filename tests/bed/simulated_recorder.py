@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unshard.captured_step import step as captured
 from unshard.captured_step.recording import Recording
 from unshard.captured_step.signature import Arguments
-from unshard.comm.order.check import RecordedCollectives
+from unshard.comm.order.check import recorded_collectives
 from unshard.engine.api import recording_step
 from unshard.engine.gradients import GroupGradients
 
@@ -54,10 +54,10 @@ class SimulatedRecorder:
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
         self._happened.append("record")
         _refuse_ordinary_memory(self._captured._trained)
-        static, collectives, gradients = arguments.static(), RecordedCollectives(), self._captured._trained.gradients()
+        static, gradients = arguments.static(), self._captured._trained.gradients()
         tensors = _tensors(self._captured._trained)
         before = [tensor.clone() for tensor in tensors]
-        with collectives.recording():
+        with recorded_collectives() as collectives:
             result = static.run(step)
             returned = tuple(each.detach().clone() for each in _listed(result))
         with torch.no_grad():

@@ -83,7 +83,7 @@ def test_gradients_between_calls() -> None:
 def test_returned_containers_are_new_ones() -> None:
     """A program may change the one that it got."""
     loss: Any = torch.ones(())
-    recording = Recording(Mock(), Mock(), Mock(), {"loss": loss, "more": [loss]}, Mock())
+    recording = Recording(Mock(), [], Mock(), {"loss": loss, "more": [loss]}, Mock())
     first = recording.replay([])
     first["more"].append(None)
     first.pop("loss")

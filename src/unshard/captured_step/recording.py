@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.order.check import RecordedCollectives
+from ..comm.order.check import Recorded, check_replay, recorded_collectives
 from ..comm.order.peers import keys_of_job
 from ..engine.api import ShardedGrad
 from ..errors import StateError
@@ -144,9 +144,9 @@ class Recorder:
         is_new = self._pool_is_spent or not self._alive
         if is_new:
             self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
-        static, collectives, graph = arguments.static(), RecordedCollectives(), torch.cuda.CUDAGraph()
+        static, graph = arguments.static(), torch.cuda.CUDAGraph()
         nbytes = self._give_back()
-        with collectives.recording(), _without_earlier_casts(), self._recorded(graph):
+        with recorded_collectives() as collectives, _without_earlier_casts(), self._recorded(graph):
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
@@ -213,7 +213,7 @@ class Recording:
     def __init__(
         self,
         static: Arguments,
-        collectives: RecordedCollectives,
+        collectives: Recorded,
         graph: torch.cuda.CUDAGraph,
         returned: Any,
         dropped: Callable[[], None],
@@ -237,7 +237,7 @@ class Recording:
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run the step with these arguments. The next replay overwrites the tensors that it returns."""
-        self._collectives.check()
+        check_replay(self._collectives)
         self._static.fill(tensors)
         self._graph.replay()
         return tree_unflatten(self._returned, self._structure)  # new containers: the program may change them

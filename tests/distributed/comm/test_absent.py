@@ -75,7 +75,7 @@ def test_a_rank_that_is_busy_with_something_else() -> None:
     with quick():
         model = after_three_steps()
         expected = (
-            rf"Rank {rank} wanted to all-gather unit '\(root\)', in the process group of ranks 0, .* waited for rank "
+            rf"Rank {rank} wanted to all-gather unit '\(root\)', and .* process group of ranks 0, .* waited for rank "
             rf"{late}: rank {late} last announced to reduce-scatter the gradients of unit '\(root\)', \d+ s ago; is "
             r"now at \S*test_absent.py:\d+ in the_last_rank_waits_for_the_others. Every rank must"
         )
@@ -96,7 +96,7 @@ def test_a_rank_that_shards_nothing(front_end: str) -> None:
         if is_last():
             with the_last_rank_waits_for_the_others():
                 return
-        expected = r"module Linear.* with the other ranks, in .* waited for rank 2: rank 2 has not sharded any module"
+        expected = r"module Linear.* with the other ranks, and .* waited for rank 2: rank 2 has not sharded any module"
         with the_last_rank_waits_for_the_others(), pytest.raises(CollectiveError, match=expected):
             if front_end == "wrapper":
                 FullyShardedDataParallel(model, process_group=group)

@@ -366,7 +366,7 @@ def test_a_rank_that_does_not_come() -> None:
                 step(model, [0, 1, 2])
         else:
             order_of(model)._peer_seconds = 0.5
-            expected = r"wants to all-gather unit 'blocks.2'.* within 0.5 s rank 1 did not join"
+            expected = r"wants to all-gather unit 'blocks.2', but rank 1 did not join within 0\.5 s\."
             with pytest.raises(OrderError, match=expected):
                 model.blocks[2].unshard()
             store.set("the other rank has given up", "")
@@ -381,7 +381,7 @@ def test_replicas_that_disagree() -> None:
         model = sharded(mesh=mesh)
         for _ in range(3):
             step(model, [0, 1, 2])
-        with pytest.raises(OrderError, match=r"ranks [01], [23]: rank \d wants to all-reduce over the replicas"):
+        with pytest.raises(OrderError, match=r"wants to all-reduce over the replicas.* of ranks [01], [23]\."):
             step(model, [2, 1, 0] if dist.get_rank() > 1 else [0, 1, 2])
             step(model, [0, 1, 2])
         assert_at_rest(model)
@@ -394,7 +394,7 @@ def test_an_error_among_the_shards_of_one_replica_reaches_the_others() -> None:
         model = sharded(mesh=mesh)
         for _ in range(3):
             step(model, [0, 1, 2])
-        with pytest.raises(OrderError, match=r"ranks 2, 3: rank \d wants to"):
+        with pytest.raises(OrderError, match=r"rank \d wants to .* of ranks 2, 3\."):
             step(model, [0, 2, 1] if is_last() else [0, 1, 2])
             step(model, [0, 1, 2])
         assert_at_rest(model)
@@ -472,7 +472,7 @@ class Counted:
 def counted(model: nn.Module) -> Callable[[], int]:
     board = order_of(model)._store
     board._store = mine = Counted(board._store)
-    board._job = jobs = Counted(board._job)
+    board.job = jobs = Counted(board.job)
     return lambda: mine.calls + jobs.calls
 
 

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -176,19 +176,24 @@ class Order:
         finally:
             self._patience = 1
 
-    def begin_noting(self) -> list[Label]:
-        """Collect labels instead of comparing them, until `end_noting`."""
+    @contextmanager
+    def noting(self) -> Iterator[list[Label]]:
+        """Collect labels instead of comparing them."""
         noted: list[Label] = []
+
+        def reraise(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
+            raise error
+
         # Attributes of the object hide the methods. A flag would cost every collective of a step a look at it.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
         self.compare_step = lambda: noted.append(self._step)  # type: ignore[method-assign]
         # Other ranks need not hear of failures of collectives that never run.
         self.raised = lambda text: True  # type: ignore[method-assign]
-        self.raise_failed = _reraise  # type: ignore[method-assign]
-        return noted
-
-    def end_noting(self) -> None:
-        del self.check, self.compare_step, self.raised, self.raise_failed
+        self.raise_failed = reraise  # type: ignore[method-assign]
+        try:
+            yield noted
+        finally:
+            del self.check, self.compare_step, self.raised, self.raise_failed
 
     @property
     def in_job(self) -> bool:
@@ -224,9 +229,9 @@ class Order:
         self._published = max(self._published, position + 1)
         if theirs != mine:
             self._publish_error(
-                f"The ranks want different collectives, at position {position} of the process group of "
-                f"{named(self.ranks)}: rank {rank} wants to {shown(theirs, mine)}, rank {self._store.rank} to "
-                f"{shown(mine, theirs)}. {self._peers.cause()}"
+                f"The ranks want different collectives: rank {rank} wants to {shown(theirs, mine)}, rank "
+                f"{self._store.rank} to {shown(mine, theirs)}. They differ at position {position} of the process group "
+                f"of {named(self.ranks)}. {self._peers.cause()}"
             )
 
     def _wait_for_all(self, position: int, text: str) -> None:
@@ -240,7 +245,14 @@ class Order:
             waited = time.monotonic() - began
             self._raise_published_error()
             if waited > limit:
-                self._fail_for_missing(position, text, limit)
+                store.add_name(position)
+                missing = store.missing(position)
+                self._publish_error(
+                    f"Rank {store.rank} wants to {shown(text)}, but {named(missing)} did not join within {limit:g} s. "
+                    f"This is position {position} of the process group of {named(self.ranks)}; "
+                    f"{listed(self._peers.doing(missing))}. {self._peers.cause()} If the others are only slow, give "
+                    "init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to a number of seconds."
+                )
             if waited > POLL_SECONDS and not has_name:
                 has_name = True
                 store.add_name(position)
@@ -256,16 +268,6 @@ class Order:
             time.sleep(min(0.25, waited / 4))  # in proportion: loses little time and does not flood the store
         if has_name:
             store.remove_name(position)
-
-    def _fail_for_missing(self, position: int, text: str, waited: float) -> None:
-        self._store.add_name(position)
-        missing = self._store.missing(position)
-        self._publish_error(
-            f"Rank {self._store.rank} wants to {shown(text)} (position {position} of the process group of "
-            f"{named(self.ranks)}), but within {waited:g} s {named(missing)} did not join: "
-            f"{listed(self._peers.doing(missing))}. {self._peers.cause()} If the others are only slow, give "
-            "init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to a number of seconds."
-        )
 
     # -- errors while a rank waits --------------------------------------------------------------------------
 
@@ -327,31 +329,21 @@ class Order:
         raise OrderError(error)
 
 
-def _reraise(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
-    raise error
+Recorded = list[tuple[Order, list[Label]]]
 
 
-class RecordedCollectives:
-    """The collectives of a recorded step, by process group. Every replay issues them again, and the ranks compare that.
+@contextmanager
+def recorded_collectives() -> Iterator[Recorded]:
+    """Collect the collectives that are issued inside, by process group.
 
     Nothing is compared while a step is recorded: a rank that fails midway would stay behind the others.
     """
+    with ExitStack() as stack:
+        yield [(order, stack.enter_context(order.noting())) for order in _all_orders()]
 
-    def __init__(self) -> None:
-        self._labels: list[tuple[Order, list[Label]]] = []
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Collect the labels of the collectives that are issued inside."""
-        self._labels = [(order, order.begin_noting()) for order in _all_orders()]
-        try:
-            yield
-        finally:
-            for order, _ in self._labels:
-                order.end_noting()
-
-    def check(self) -> None:
-        """Call before a replay: raises if another rank issues other collectives."""
-        for order, labels in self._labels:
-            for label in labels:
-                order.check(label)
+def check_replay(collectives: Recorded) -> None:
+    """Call before a replay, which issues the collectives again: raises if another rank issues other ones."""
+    for order, labels in collectives:
+        for label in labels:
+            order.check(label)

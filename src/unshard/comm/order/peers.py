@@ -276,7 +276,7 @@ class Peers:
         `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
         """
         rank = self._store.rank
-        begin = f"Rank {rank} wanted to {what}, in the process group of {named(self.ranks)}, and the backend failed"
+        begin = f"Rank {rank} wanted to {what}, and the backend failed."
         try:
             absent = self._find_absent(patient)
             if not absent:
@@ -284,14 +284,15 @@ class Peers:
             raised = any(each.raised and not each.waited_for for each in self.others() if each.rank in absent)
         except RuntimeError:
             return (
-                f"{begin}. The job's store does not answer either: the process that hosts it, rank 0 or the launcher, "
+                f"{begin} The job's store does not answer either: the process that hosts it, rank 0 or the launcher, "
                 f"has ended. {FAILED_REMEDY}"
             )
         who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
         with suppress(RuntimeError):
             self.announcer.raised(f"CollectiveError: {who}", absent)
             self._wait_for_readers(absent)
-        return f"{begin} while {who}. {RAISED_REMEDY if raised else FAILED_REMEDY}"
+        remedy = RAISED_REMEDY if raised else FAILED_REMEDY
+        return f"{begin} In the process group of {named(self.ranks)}, {who}. {remedy}"
 
     def _find_absent(self, patient: bool) -> dict[int, str]:
         """The ranks that a collective waited for, with descriptions. Waits for signs of life if none has ended."""

@@ -120,7 +120,7 @@ def leak(*objects: object) -> None:
 # -- works that ignore their timeout -----------------------------------------------------------------------
 
 # One thread per process group, because a collective that never completes blocks its thread. Ends with the order.
-_threads: weakref.WeakKeyDictionary[Order, WaitThread] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[Order, SimpleQueue[ThreadWaitedWork | None]] = weakref.WeakKeyDictionary()
 _given_up: list[ThreadWaitedWork] = []  # a thread may be blocked in each of these
 
 
@@ -130,9 +130,16 @@ def with_timeout(work: Any, order: Order) -> Any:
         return Works([with_timeout(each, order) for each in work.works])
     if not isinstance(work, dist.Work):
         return work
-    if order not in _threads:
-        _threads[order] = WaitThread()
-    return _threads[order].watch(work)
+    works = _threads.get(order)
+    if works is None:
+        _register_at_exit()
+        works = _threads[order] = SimpleQueue()
+        # A daemon, because a collective that never completes may still block it when the program ends.
+        threading.Thread(target=_run, args=(works,), name="unshard waits", daemon=True).start()
+        weakref.finalize(order, works.put, None).atexit = False
+    waited = ThreadWaitedWork(work)
+    works.put(waited)
+    return waited
 
 
 def _give_up(work: Any) -> None:
@@ -143,27 +150,8 @@ def _give_up(work: Any) -> None:
         work.give_up()
 
 
-class WaitThread:
-    """Waits, one at a time, for works whose own wait cannot be interrupted. The thread ends with this object.
-
-    It is a daemon thread, because a collective that never completes may still block it when the program ends.
-    """
-
-    def __init__(self) -> None:
-        _register_at_exit()
-        self._works: SimpleQueue[ThreadWaitedWork | None] = SimpleQueue()
-        threading.Thread(target=_run, args=(self._works,), name="unshard waits", daemon=True).start()
-
-    def watch(self, work: Any) -> ThreadWaitedWork:
-        waited = ThreadWaitedWork(work)
-        self._works.put(waited)
-        return waited
-
-    def __del__(self) -> None:
-        self._works.put(None)
-
-
 def _run(works: SimpleQueue[ThreadWaitedWork | None]) -> None:
+    """Wait for the works, one at a time, until None comes."""
     while _run_one(works):
         pass
 
