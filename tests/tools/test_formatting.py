@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from unshard.tools.formatting import quoted, shared_title, short, shorts, table, unit_titles
+from unshard.tools.precision_report import _units, quoted, shared_title, short, shorts, table
 
 
 def test_dtypes_are_short() -> None:
@@ -17,7 +20,8 @@ def test_dtypes_are_short() -> None:
 def test_names_are_few() -> None:
     assert quoted(["a", "b", "a"]) == "'a', 'b'"
     assert quoted(list("abcde")) == "'a', 'b', 'c' and 2 more"
-    assert unit_titles([""]) == "unit '(root)'" and unit_titles(list("abcde")) == "units 'a', 'b', 'c' and 2 more"
+    units: list[Any] = [SimpleNamespace(name=name) for name in ("", "a", "b", "c", "d")]
+    assert _units(units[:1]) == "unit '(root)'" and _units(units) == "units '(root)', 'a', 'b' and 2 more"
     assert shared_title([""]) == "(root)" and shared_title(["a", "b"]) == "a and b"
     assert shared_title([f"blocks.{number}" for number in range(16)]) == "blocks.0 … blocks.15 (16 units)"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,9 +16,19 @@ from ..engine.api import ManagedParam, Members, Phase, Precision, observer, tens
 from ..errors import StateError
 from ..names import FSDP_PREFIX, optimizer_parameters
 from ..torch_private import never_compiled, own_buffers
-from .formatting import NOTHING, quoted, shared_title, shorts, table, unit_title
 from .precision_plan import ModelPlan, ParamPlan, ParamStage, UnitPlan, plan_of, state_dtypes
-from .precision_report import NOT_CAST, surprise_lines, surprises_of
+from .precision_report import (
+    NOT_CAST,
+    NOTHING,
+    lines_of_units,
+    quoted,
+    short,
+    shorts,
+    surprise_lines,
+    surprises_of,
+    table,
+    unit_title,
+)
 
 _POLICY = Precision.POLICY
 _MOST_SHOWN = 20  # one cause often makes a difference in every block
@@ -34,13 +44,11 @@ class PrecisionAudit:
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
-        self._handles: list[Any] = []
         self._prepare()
 
     def _prepare(self) -> None:
         self._plan = plan_of(self._model, self._optimizer)
         self._recorder = PrecisionRecorder(self._plan, self._optimizer)
-        self._casts = CastRecorder(self._recorder)
 
     def __enter__(self) -> PrecisionAudit:
         if observer.current is not None:
@@ -49,19 +57,11 @@ class PrecisionAudit:
                 "audit the root module, which covers all units."
             )
         self._prepare()  # again: the model may have been converted since the audit was created
-        self._handles = self._recorder.install()
-        self._casts.__enter__()
-        observer.current = self._recorder
+        self._recorder.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        observer.current = None
-        self._casts.__exit__(kind, error, trace)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def __exit__(self, *exception: Any) -> None:
+        self._recorder.__exit__(*exception)
 
     @property
     def steps(self) -> int:
@@ -84,8 +84,7 @@ class PrecisionAudit:
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
 
     def _surprises_of_steps(self) -> list[str]:
-        found, recorder = [], self._recorder
-        params = [each for unit in self._plan.units for each in unit.params]
+        found, recorder, params = [], self._recorder, self._plan.params
         with_grad = [each for each in params if recorder.dtypes(ParamStage.GRAD, each)]
         if self._optimizer is not None and not recorder.steps:
             found.append(
@@ -105,7 +104,7 @@ class PrecisionAudit:
                 f"Parameters {quoted([each.name for each in rounded])}: sums of several backwards, kept in "
                 f"{shorts(each.dtypes.kept for each in rounded)}, were rounded to "
                 f"{shorts(each.dtypes.wire for each in rounded)} when they were sent; leave wire_dtype None if you "
-                "accumulate gradients without synchronisation."
+                "accumulate gradients without synchronization."
             )
         if recorder.autocast:
             names = {module: name for name, module in self._model.named_modules()}
@@ -125,14 +124,15 @@ class PrecisionAudit:
         plan, recorder, differences = self._plan, self._recorder, self.differences
         stages = [stage for stage in ParamStage if stage is not ParamStage.GRADIENT]
         head = ["unit", "parameters", "", *(stage.value for stage in stages)]
-        lines = table(head, _lines_of_units(plan, lambda unit: _parameter_lines(unit, recorder, stages)), numbers=(1,))
-        boundaries = table(_BOUNDARIES, _lines_of_units(plan, lambda unit: [_boundary_line(unit, recorder)]))
+        rows = lines_of_units(plan.units, lambda unit: _parameter_lines(unit, recorder, stages))
+        boundaries = lines_of_units(plan.units, lambda unit: [_boundary_line(unit, recorder)])
+        lines = [*table(head, rows, numbers=(1,)), "", *table(_BOUNDARIES, boundaries)]
         steps = f"Steps of an optimizer: {recorder.steps or 'none'}."
         shown = ["Differences:", *(f"- {each}" for each in differences[:_MOST_SHOWN])]
         if len(differences) > _MOST_SHOWN:
             shown.append(f"- and {len(differences) - _MOST_SHOWN} more, all of them in `differences`")
         shown = shown if differences else ["No differences."]
-        return "\n".join([*lines, "", *boundaries, "", steps, "", *shown, "", *surprise_lines(self.surprises)])
+        return "\n".join([*lines, "", steps, "", *shown, "", *surprise_lines(self.surprises)])
 
 
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
@@ -146,26 +146,27 @@ def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
 # -- recording --------------------------------------------------------------------------------------------------
 
 
-class PrecisionRecorder:
-    """An observer of the engine, with hooks on modules and optimizers. Keeps sets of dtypes, no tensors."""
+class PrecisionRecorder(TorchFunctionMode):
+    """An observer of the engine and of torch calls, with hooks on modules and optimizers. Keeps no tensors."""
 
     def __init__(self, plan: ModelPlan, optimizer: Any = None):
+        super().__init__()
         self._plan, self._optimizer = plan, optimizer
+        self._handles: list[Any] = []
         self._owners = {each.param: unit for unit in plan.units for each in unit.params}
-        self.parameters: dict[tuple[ParamStage, ManagedParam, Precision], DtypeSet] = {}
-        self.inputs: dict[tuple[nn.Module, Precision], DtypeSet] = {}
-        self.outputs: dict[tuple[nn.Module, Precision], DtypeSet] = {}
-        self.buffers: dict[tuple[str, Precision], DtypeSet] = {}
+        self.parameters: defaultdict[tuple[ParamStage, ManagedParam, Precision], DtypeSet] = defaultdict(set)
+        self.inputs: defaultdict[tuple[nn.Module, Precision], DtypeSet] = defaultdict(set)
+        self.outputs: defaultdict[tuple[nn.Module, Precision], DtypeSet] = defaultdict(set)
+        self.buffers: defaultdict[tuple[str, Precision], DtypeSet] = defaultdict(set)
         self.autocast: dict[nn.Module, torch.dtype] = {}
-        self.casts: dict[ManagedParam, DtypeSet] = {}
+        self.casts: defaultdict[ManagedParam, DtypeSet] = defaultdict(set)
         """The dtypes to which the model's own code converted unsharded parameters."""
         self.steps = 0
         """The number of steps of optimizers that hold parameters of the model."""
         self._stepping: set[int] = set()  # the step of a subclass may call its parent's: that is one step
 
-    def install(self) -> list[Any]:
-        """Register all hooks; `remove()` of each handle ends it."""
-        handles: list[Any] = [
+    def __enter__(self) -> PrecisionRecorder:
+        self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -174,24 +175,42 @@ class PrecisionRecorder:
             for module in dict.fromkeys([*tops, *unit.modules_with_params()]):
                 # These run after the hooks that cast, which were registered before.
                 before = partial(self._before_forward, unit, module in tops)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(partial(self._after_forward, unit)))
-        return handles
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(self._after_forward, unit)))
+        observer.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        observer.current = None
+        super().__exit__(*exception)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record conversions of parameters by the model's own code, which inputs and outputs may not show."""
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS and unsharded_name(args[0]) is not None and result.dtype != args[0].dtype:
+            for param, unit in self._owners.items():
+                # Between steps, a conversion is not part of a computation.
+                if param.unsharded is args[0] and unit.state.unit.phase is not Phase.IDLE:
+                    self.casts[param].add(result.dtype)
+        return result
 
     @never_compiled
     def _before_forward(self, plan: UnitPlan, is_top: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         unit = plan.state.unit
-        self.inputs.setdefault((module, unit.precision), set()).update(_floats((args, kwargs)))
+        self.inputs[module, unit.precision].update(_floats((args, kwargs)))
         if torch.is_autocast_enabled(unit.device.type):
             self.autocast[module] = torch.get_autocast_dtype(unit.device.type)
         for each in plan.buffers if is_top else ():
             buffer = own_buffers(each.module).get(each.alias.rpartition(".")[2])
             if buffer is not None:
-                self.buffers.setdefault((each.name, unit.precision), set()).add(buffer.dtype)
+                self.buffers[each.name, unit.precision].add(buffer.dtype)
 
     @never_compiled
     def _after_forward(self, plan: UnitPlan, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs.setdefault((module, plan.state.unit.precision), set()).update(_floats(output))
+        self.outputs[module, plan.state.unit.precision].update(_floats(output))
 
     # -- called by the engine -------------------------------------------------------------------------------
 
@@ -238,17 +257,10 @@ class PrecisionRecorder:
     def _one(self, stage: ParamStage, param: ManagedParam, dtype: torch.dtype) -> None:
         unit = self._owners.get(param)
         if unit is not None:  # not a parameter of another model
-            self.parameters.setdefault((stage, param, unit.state.unit.precision), set()).add(dtype)
-
-    def cast(self, unsharded: torch.Tensor, dtype: torch.dtype) -> None:
-        """The model has converted an unsharded parameter. Between steps that is not part of a computation."""
-        for param, unit in self._owners.items():
-            if param.unsharded is unsharded and unsharded.dtype != dtype and unit.state.unit.phase is not Phase.IDLE:
-                self.casts.setdefault(param, set()).add(dtype)
+            self.parameters[stage, param, unit.state.unit.precision].add(dtype)
 
     def dtypes(self, stage: ParamStage, param: ParamPlan, *precisions: Precision) -> DtypeSet:
-        wanted = precisions or tuple(Precision)
-        return {d for each in wanted for d in self.parameters.get((stage, param.param, each), ())}
+        return {d for each in precisions or Precision for d in self.parameters[stage, param.param, each]}
 
     # -- optimizers -----------------------------------------------------------------------------------------
 
@@ -272,20 +284,6 @@ class PrecisionRecorder:
         for param in self._held_params(optimizer):
             for dtype in state_dtypes(optimizer, param.sharded) or ():
                 self._one(ParamStage.STATE, param, dtype)
-
-
-class CastRecorder(TorchFunctionMode):
-    """Records conversions of parameters by the model's own code, which inputs and outputs may not show."""
-
-    def __init__(self, recorder: PrecisionRecorder):
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _CASTS and unsharded_name(args[0]) is not None:
-            self._recorder.cast(args[0], result.dtype)
-        return result
 
 
 def _cast_modules(unit: UnitPlan) -> list[nn.Module]:
@@ -317,8 +315,7 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
     for (stage_name, want_text, have_text), names in equal.items():
         yield f"{_title(unit)}: {stage_name} planned {want_text}, found {have_text} ({quoted(names)})."
 
-    casts = [(each, to) for each in unit.params for to in recorder.casts.get(each.param, ())]
-    for param, dtype in casts:
+    for param, dtype in [(each, to) for each in unit.params for to in recorder.casts[each.param]]:
         want = param.planned(ParamStage.COMPUTED, unit.state.unit.precision)
         yield (
             f"{_title(unit)}: {param.name!r} planned to be computed with in {shorts(want)}, found converted to "
@@ -336,7 +333,7 @@ def _buffer_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator
     for each in unit.buffers:
         for precision in Precision:
             want = each.seen if precision is _POLICY else each.stored
-            have = recorder.buffers.get((each.name, precision), set()) - {want}
+            have = recorder.buffers[each.name, precision] - {want}
             if have:
                 yield f"{_title(unit)}: buffer {each.name!r} planned {shorts([want])}, found {shorts(have)} in forward."
 
@@ -345,8 +342,8 @@ def _boundary_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterat
     for module in _cast_modules(unit):
         for precision in Precision:
             for name, want, have in (
-                ("inputs", _planned_input(unit, precision), recorder.inputs.get((module, precision), set())),
-                ("outputs", _planned_output(unit, precision), recorder.outputs.get((module, precision), set())),
+                ("inputs", _planned_input(unit, precision), recorder.inputs[module, precision]),
+                ("outputs", _planned_output(unit, precision), recorder.outputs[module, precision]),
             ):
                 if want is not None and have - {want}:
                     yield f"{_title(unit)}: {name} planned {shorts([want])}, found {shorts(have - {want})}."
@@ -370,8 +367,7 @@ def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator
             computed = {d for each in params if (d := each.dtypes_in(precision).compute).is_floating_point}
             policy = unit.module_policies.get(module, unit.policy if module in tops else None)
             output_dtype = policy.output_dtype if policy is not None and precision is _POLICY else None
-            inputs = recorder.inputs.get((module, precision), set())
-            outputs = recorder.outputs.get((module, precision), set())
+            inputs, outputs = recorder.inputs[module, precision], recorder.outputs[module, precision]
             autocast = recorder.autocast.get(module)
             path = params[0].name.rpartition(".")[0] or type(module).__name__
             where = f"{_title(unit)}, module {path!r}"
@@ -390,26 +386,14 @@ def _title(unit: UnitPlan) -> str:
 # -- the text ----------------------------------------------------------------------------------------------------
 
 
-def _lines_of_units(plan: ModelPlan, lines_of: Callable[[UnitPlan], list[list[str]]]) -> list[list[str]]:
-    """The lines of every unit after its name; units with equal lines are listed once."""
-    equal: dict[Any, list[str]] = {}
-    for unit in plan.units:
-        equal.setdefault(tuple(tuple(line) for line in lines_of(unit)), []).append(unit.name)
-    return [
-        [shared_title(names) if number == 0 else "", *line]
-        for lines, names in equal.items()
-        for number, line in enumerate(lines)
-    ]
-
-
 def _parameter_lines(unit: UnitPlan, recorder: PrecisionRecorder, stages: Sequence[ParamStage]) -> list[list[str]]:
     lines = []
     for row in unit.rows:
         params = [each for each in unit.params if each.name in row.names]
         want = [_planned_cell(unit, params, stage) for stage in stages]
         have = [_found_cell(recorder, params, stage) for stage in stages]
-        lines += [[str(len(params)), "planned", *want], ["", "found", *have]]
-    return lines or [["0", "", *[NOTHING] * len(stages)]]
+        lines += [["", str(len(params)), "planned", *want], ["", "", "found", *have]]
+    return lines or [["", "0", "", *[NOTHING] * len(stages)]]
 
 
 def _planned_cell(unit: UnitPlan, params: list[ParamPlan], stage: ParamStage) -> str:
@@ -426,14 +410,15 @@ def _found_cell(recorder: PrecisionRecorder, params: list[ParamPlan], stage: Par
 
 def _boundary_line(unit: UnitPlan, recorder: PrecisionRecorder) -> list[str]:
     tops = _cast_modules(unit)
-    inputs = {d for top in tops for each in Precision for d in recorder.inputs.get((top, each), ())}
-    outputs = {d for top in tops for each in Precision for d in recorder.outputs.get((top, each), ())}
-    seen = {d for each in unit.buffers for p in Precision for d in recorder.buffers.get((each.name, p), ())}
+    inputs = {d for top in tops for each in Precision for d in recorder.inputs[top, each]}
+    outputs = {d for top in tops for each in Precision for d in recorder.outputs[top, each]}
+    seen = {d for each in unit.buffers for p in Precision for d in recorder.buffers[each.name, p]}
     to, out = _planned_input(unit, _POLICY), _planned_output(unit, _POLICY)
     return [
-        shorts([to] if to else [], NOT_CAST),
+        "",
+        short(to, NOT_CAST),
         shorts(inputs),
-        shorts([out] if out else [], NOT_CAST),
+        short(out, NOT_CAST),
         shorts(outputs),
         shorts(each.seen for each in unit.buffers),
         shorts(seen),

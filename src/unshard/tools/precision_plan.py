@@ -83,7 +83,7 @@ class ParamPlan:
         if not self.trainable:
             return set()
         if stage is ParamStage.GRADIENT:
-            return {dtypes.compute, dtypes.kept}  # `kept` after accumulation without synchronisation
+            return {dtypes.compute, dtypes.kept}  # `kept` after accumulation without synchronization
         if stage is ParamStage.STATE:
             return set(self.state) if self.state else {dtypes.original}
         return {getattr(dtypes, _FIELDS[stage])}
@@ -103,9 +103,9 @@ class Row:
     wire: torch.dtype | None
     reduced: torch.dtype | None
     kept: torch.dtype | None
-    """Gradients accumulated over backwards without synchronisation."""
+    """Gradients accumulated over backwards without synchronization."""
     grad: torch.dtype | None
-    """`.grad`, in which gradients of backwards with synchronisation accumulate."""
+    """`.grad`, in which gradients of backwards with synchronization accumulate."""
     updated: torch.dtype | None
     state: tuple[torch.dtype, ...]
     """The dtypes of the optimizer's state; before its first step, the expected ones."""
@@ -114,24 +114,6 @@ class Row:
     @property
     def parameters(self) -> int:
         return len(self.names)
-
-    @property
-    def cells(self) -> tuple[Any, ...]:
-        """All cells of the table except the unit."""
-        fields = self.__dict__.items()
-        return (self.parameters, *(value for name, value in fields if name not in ("unit", "names")))
-
-
-@dataclass(frozen=True)
-class CastPlan:
-    """Casts of inputs and outputs of a unit, or of modules inside it whose dtypes are overridden."""
-
-    modules: tuple[str, ...]
-    """Relative to the unit; empty for the unit itself."""
-    inputs: torch.dtype | None
-    outputs: torch.dtype | None
-    in_eval: bool
-    """True if they are also cast in `eval()` mode."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,6 @@ class UnitPlan:
     state: FSDPState
     params: tuple[ParamPlan, ...]
     rows: tuple[Row, ...]
-    casts: tuple[CastPlan, ...]
     buffers: tuple[BufferPlan, ...]
     module_policies: dict[nn.Module, MixedPrecisionPolicy]
     """The modules inside the unit that cast inputs and outputs, and their policies."""
@@ -168,7 +149,10 @@ class UnitPlan:
 
     @property
     def casts_inputs(self) -> bool:
-        return _casts_inputs(self.state, self.outermost)
+        """For some policies this depends on the root, which the first forward finds: until then, the outermost unit."""
+        if self.state.is_initialised:
+            return self.state.casts_inputs
+        return self.policy.casts_inputs(self.outermost, empty=not self.state.unit.used_params)
 
     def modules_with_params(self) -> dict[nn.Module, list[ParamPlan]]:
         """The modules on which parameters of the unit are registered."""
@@ -190,8 +174,12 @@ class ModelPlan:
     """The ids of all parameters that the model's optimizers should hold."""
 
     @property
-    def rows(self) -> list[Row]:
-        return [row for unit in self.units for row in unit.rows]
+    def params(self) -> list[ParamPlan]:
+        return [each for unit in self.units for each in unit.params]
+
+    @property
+    def buffers(self) -> list[BufferPlan]:
+        return [each for unit in self.units for each in unit.buffers]
 
 
 def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
@@ -252,15 +240,13 @@ def _unit_plan(
 ) -> UnitPlan:
     unit = state.unit
     params = tuple(_params(state, prefixes, optimizer))
-    module_policies = dict(cast_boundaries(state.modules(), unit.params, unit.policy))
     return UnitPlan(
         name,
         state,
         params,
         tuple(_rows(name, params)),
-        tuple(_casts_of(state, state in outer, module_policies)),
         tuple(_buffers(state, prefixes)),
-        module_policies,
+        dict(cast_boundaries(state.modules(), unit.params, unit.policy)),
         max((group.shards.world * group.replicas.world for group in unit.param_groups), default=1),
         any(group.replicas.world > 1 for group in unit.param_groups),
         state in outer,
@@ -315,27 +301,6 @@ def _rows(unit: str, params: tuple[ParamPlan, ...]) -> Iterator[Row]:
             state=(state if state is not None else (dtypes.original,)) if updated else (),
             state_exists=state is not None,
         )
-
-
-def _casts_inputs(state: FSDPState, outermost: bool) -> bool:
-    """For some policies this depends on the root, which the first forward finds: until then, the outermost unit."""
-    if state.is_initialised:
-        return state.casts_inputs
-    return state.unit.policy.casts_inputs(outermost, empty=not state.unit.used_params)
-
-
-def _casts_of(
-    state: FSDPState, outermost: bool, module_policies: dict[nn.Module, MixedPrecisionPolicy]
-) -> Iterator[CastPlan]:
-    policy = state.unit.policy
-    in_eval = not policy.full_precision_in_eval
-    yield CastPlan((), policy.param_dtype if _casts_inputs(state, outermost) else None, policy.output_dtype, in_eval)
-    inside = {module: prefix.removesuffix(".") for _, prefix, module in owned_modules(state)}
-    equal: dict[MixedPrecisionPolicy, list[str]] = {}
-    for module, own in module_policies.items():
-        equal.setdefault(own, []).append(inside.get(module, type(module).__name__))
-    for own, names in equal.items():
-        yield CastPlan(tuple(names), own.param_dtype if own.cast_forward_inputs else None, own.output_dtype, in_eval)
 
 
 def _buffers(state: FSDPState, prefixes: dict[nn.Module, str]) -> Iterator[BufferPlan]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -12,30 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.api import unsharded_name
+from ..errors import listed
 from ..names import optimizer_parameters
 from ..policies import MixedPrecisionPolicy, matches
 from ..torch_private import BATCH_NORM
-from .formatting import NOTHING, quoted, shared_title, short, shorts, table, unit_title, unit_titles
-from .precision_plan import (
-    CastPlan,
-    ModelPlan,
-    ParamPlan,
-    Row,
-    UnitPlan,
-    owned_modules,
-    plan_of,
-    state_tensors,
-)
+from .precision_plan import ModelPlan, ParamPlan, Row, UnitPlan, owned_modules, plan_of, state_tensors
 
 _STAGES = ("stored", "gathered", "computed", "wire", "reduced", "sums kept", ".grad", "updated", "optimizer state")
 _HEAD = ("unit", "parameters", "elements", *_STAGES)
 _BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "seen by forward", "in eval()")
+NOTHING = "-"
 NOT_CAST = "not cast"
 _MANY_RANKS = 8
 """A bf16 number has 8 significant bits, so a sum over more ranks than this rounds nearly every summand."""
 _POSITION_TABLES = ("*inv_freq*", "*freqs*")
 """Names of buffers with a value per position. In 16 bits, distant positions have equal values."""
-_DEFAULT_KEEP_BUFFERS = next(f.default for f in fields(MixedPrecisionPolicy) if f.name == "keep_buffers")
 
 
 @dataclass(frozen=True)
@@ -47,21 +38,22 @@ class PrecisionReport:
 
     @property
     def rows(self) -> list[Row]:
-        return self.plan.rows
+        return [row for unit in self.plan.units for row in unit.rows]
 
     def __str__(self) -> str:
         units, rows = self.plan.units, self.rows
         count, elements = sum(row.parameters for row in rows), sum(row.elements for row in rows)
         ranks = max(unit.ranks for unit in units)
+        parameters = lines_of_units(units, _parameter_lines)
         lines = [
             f"Precision of {_count(len(units), 'unit')}, {_count(count, 'parameter')}, {elements:,} elements; "
             f"gradients are reduced over {_count(ranks, 'rank')}.",
             "",
-            *table(_HEAD, [line for group in _equal_units(units) for line in _parameter_lines(group)], numbers=(1, 2)),
+            *table(_HEAD, parameters, numbers=(1, 2)),
             "",
-            *table(_BOUNDARIES, [line for group in _equal_units(units) for line in _boundary_lines(group)]),
+            *table(_BOUNDARIES, lines_of_units(units, _boundary_lines)),
         ]
-        if len(_equal_units(units)) < len(units):
+        if sum(bool(line[0]) for line in parameters) < len(units):
             lines += ["", "On lines of several units, numbers are per unit."]
         if any(row.state and not row.state_exists for row in rows):
             lines += ["", "* expected after the first step of the optimizer"]
@@ -81,60 +73,107 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
     return report
 
 
+# -- the text ----------------------------------------------------------------------------------------------------
+
+
+def short(dtype: torch.dtype | None, otherwise: str = NOTHING) -> str:
+    """bf16, fp32, int64, fp8_e4m3fn; `otherwise` for no dtype."""
+    if dtype is None:
+        return otherwise
+    if dtype == torch.uint8:
+        return "bytes"  # several dtypes in one collective
+    name = str(dtype).removeprefix("torch.")
+    return name.replace("bfloat", "bf") if name.startswith("bfloat") else name.replace("float", "fp")
+
+
+def shorts(dtypes: Iterable[torch.dtype], otherwise: str = NOTHING) -> str:
+    return "+".join(sorted({short(dtype) for dtype in dtypes})) or otherwise
+
+
+def quoted(names: Iterable[str]) -> str:
+    """The first distinct names, in the order given, and the number of the others."""
+    return listed(map(repr, dict.fromkeys(names)))
+
+
+def unit_title(name: str) -> str:
+    return name or "(root)"
+
+
+def shared_title(names: Sequence[str]) -> str:
+    """Units that have one line in a table: blocks.0 … blocks.15 (16 units)."""
+    shown = [unit_title(name) for name in names]
+    if len(shown) <= 2:
+        return " and ".join(shown)
+    return f"{shown[0]} … {shown[-1]} ({len(shown)} units)"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
+    """The lines of a table; columns in `numbers` are aligned to the right."""
+    lines, right = [list(head), *(list(row) for row in rows)], set(numbers)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    aligned = [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return [aligned[0], "  ".join("-" * width for width in widths), *aligned[1:]]
+
+
+def lines_of_units(units: Iterable[UnitPlan], lines_of: Callable[[UnitPlan], list[list[str]]]) -> list[list[str]]:
+    """The lines of all units, with the unit in the first cell of its first line. Units with equal lines share them."""
+    equal: dict[Any, list[str]] = {}
+    for unit in units:
+        equal.setdefault(tuple(tuple(line) for line in lines_of(unit)), []).append(unit.name)
+    return [
+        [shared_title(names) if number == 0 else line[0], *line[1:]]
+        for lines, names in equal.items()
+        for number, line in enumerate(lines)
+    ]
+
+
 def surprise_lines(found: list[str]) -> list[str]:
     return ["Surprises:", *(f"- {each}" for each in found)] if found else ["No surprises."]
 
 
-def _equal_units(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
-    """Group units that have the same lines, in order of first appearance."""
-    equal: dict[Any, list[UnitPlan]] = {}
-    for unit in units:
-        buffers = tuple(sorted((short(each.stored), short(each.seen)) for each in unit.buffers))
-        lines = (tuple(row.cells for row in unit.rows), unit.casts, buffers)
-        equal.setdefault(lines, []).append(unit)
-    return list(equal.values())
-
-
-def _parameter_lines(group: list[UnitPlan]) -> list[list[str]]:
-    rows = group[0].rows
-    label = shared_title([unit.name for unit in group])
-    if not rows:
-        return [[label, "0", "0", *[NOTHING] * (len(_HEAD) - 3)]]
-    return [[label if number == 0 else "", *_cells(row)] for number, row in enumerate(rows)]
-
-
-def _cells(row: Row) -> list[str]:
-    state = shorts(row.state) + ("" if row.state_exists or not row.state else "*")
-    return [
-        f"{row.parameters:,}",
-        f"{row.elements:,}",
-        short(row.stored),
-        short(row.gathered, "own protocol"),
-        short(row.computed),
-        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
-        short(row.updated, "frozen"),
-        state,
+def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
+    lines = [
+        [
+            "",
+            f"{row.parameters:,}",
+            f"{row.elements:,}",
+            short(row.stored),
+            short(row.gathered, "own protocol"),
+            short(row.computed),
+            *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
+            short(row.updated, "frozen"),
+            shorts(row.state) + ("" if row.state_exists or not row.state else "*"),
+        ]
+        for row in unit.rows
     ]
+    return lines or [["", "0", "0", *[NOTHING] * (len(_HEAD) - 3)]]
 
 
-def _boundary_lines(group: list[UnitPlan]) -> list[list[str]]:
-    first, lines = group[0], []
-    for cast in first.casts:
-        label, pairs = "  " + ", ".join(cast.modules), []
-        if not cast.modules:  # the unit itself
-            label = shared_title([unit.name for unit in group])
-            pairs = sorted({(short(each.stored), short(each.seen)) for each in first.buffers})
-        stored, seen = ("+".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True)) if pairs else ("", "")
-        casts = short(cast.inputs, NOT_CAST), short(cast.outputs, NOT_CAST)
-        lines.append([label, *casts, stored or NOTHING, seen or NOTHING, _in_eval(first, cast)])
+def _boundary_lines(unit: UnitPlan) -> list[list[str]]:
+    """Casts of inputs and outputs of the unit, and of modules inside it whose dtypes are overridden."""
+    policy, in_eval, modules_in_eval = unit.policy, "the same", "the same"
+    if policy.full_precision_in_eval:
+        stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
+        in_eval, modules_in_eval = f"as stored ({stored})", "no casts"
+    pairs = sorted({(short(each.stored), short(each.seen)) for each in unit.buffers})
+    buffers = ["+".join(dict.fromkeys(column)) for column in zip(*pairs, strict=True)] or [NOTHING, NOTHING]
+    inputs = policy.param_dtype if unit.casts_inputs else None
+    lines = [["", short(inputs, NOT_CAST), short(policy.output_dtype, NOT_CAST), *buffers, in_eval]]
+    paths = {module: prefix.removesuffix(".") for _, prefix, module in owned_modules(unit.state)}
+    equal: dict[MixedPrecisionPolicy, list[str]] = {}
+    for module, own in unit.module_policies.items():
+        equal.setdefault(own, []).append(paths.get(module, type(module).__name__))
+    for own, names in equal.items():
+        inputs = own.param_dtype if own.cast_forward_inputs else None
+        casts = [short(inputs, NOT_CAST), short(own.output_dtype, NOT_CAST)]
+        lines.append(["  " + ", ".join(names), *casts, NOTHING, NOTHING, modules_in_eval])
     return lines
-
-
-def _in_eval(unit: UnitPlan, cast: CastPlan) -> str:
-    if cast.in_eval:
-        return "the same"
-    stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
-    return "no casts" if cast.modules else f"as stored ({stored})"
 
 
 def _count(number: int, thing: str) -> str:
@@ -151,7 +190,7 @@ def surprises_of(plan: ModelPlan, optimizer: Any = None) -> list[str]:
         found += [_narrow_state(plan, optimizer), _parameters_of_others(plan, optimizer)]
     found += [_unmanaged(plan), _reductions(plan), _fp16(plan), _buffers(plan), _statistics(plan), _outputs(plan)]
     found += [_unmatched_patterns(plan.units), _modules_without_casts(plan.units), _some_in_eval(plan.units)]
-    return [sentence for each in found for sentence in each]
+    return [text[:1].upper() + text[1:] for each in found for text in each]
 
 
 def _is_16_bit(dtype: torch.dtype | None) -> bool:
@@ -159,7 +198,7 @@ def _is_16_bit(dtype: torch.dtype | None) -> bool:
 
 
 def _trainable(plan: ModelPlan, wanted: Callable[[ParamPlan], bool]) -> list[ParamPlan]:
-    return [each for unit in plan.units for each in unit.params if each.trainable and wanted(each)]
+    return [each for each in plan.params if each.trainable and wanted(each)]
 
 
 def _units_with(plan: ModelPlan, wanted: Callable[[ParamPlan], bool]) -> list[UnitPlan]:
@@ -172,11 +211,9 @@ def _names(params: Iterable[ParamPlan]) -> str:
 
 
 def _units(units: Iterable[UnitPlan]) -> str:
-    return unit_titles([unit.name for unit in units])
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """Units in a sentence: unit 'a', units 'a', 'b', 'c' and 4 more."""
+    titles = [unit_title(unit.name) for unit in units]
+    return ("unit " if len(set(titles)) == 1 else "units ") + quoted(titles)
 
 
 def _stored_in_16_bits(plan: ModelPlan) -> Iterator[str]:
@@ -184,7 +221,7 @@ def _stored_in_16_bits(plan: ModelPlan) -> Iterator[str]:
     if stored:
         dtypes = shorts(each.dtypes.original for each in stored)
         narrow = stored[0].dtypes.original
-        yield _sentence(
+        yield (
             f"{_names(stored)}: stored in {dtypes}, so the optimizer updates in 16 bits and loses small updates; keep "
             f"them in fp32 and set param_dtype={narrow} to compute in {short(narrow)}."
         )
@@ -192,12 +229,12 @@ def _stored_in_16_bits(plan: ModelPlan) -> Iterator[str]:
 
 def _stored_in_fp64(plan: ModelPlan) -> Iterator[str]:
     double = (torch.float64, torch.complex128)
-    names = [each.name for unit in plan.units for each in unit.params if each.dtypes.original in double]
+    names = [each.name for each in plan.params if each.dtypes.original in double]
     names += [name for name, parameter in plan.unmanaged if parameter.dtype in double]
-    buffers = [buffer.name for unit in plan.units for buffer in unit.buffers if buffer.stored in double]
+    buffers = [each.name for each in plan.buffers if each.stored in double]
     for kind, found in (("parameters", names), ("buffers", buffers)):
         if found:
-            yield _sentence(
+            yield (
                 f"{kind} {quoted(found)}: stored in fp64, which takes twice the memory and spreads to results; build "
                 "them with dtype=torch.float32, from Python numbers or torch tensors."
             )
@@ -217,8 +254,7 @@ def _narrow_state(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
 
 
 def _parameters_of_others(plan: ModelPlan, optimizer: Any) -> Iterator[str]:
-    params = [each for unit in plan.units for each in unit.params]
-    before = {id(origin): each.name for each in params if (origin := each.param.origin()) is not None}
+    before = {id(origin): each.name for each in plan.params if (origin := each.param.origin()) is not None}
     others = [
         each for each in optimizer_parameters(optimizer) if id(each) not in plan.parameter_ids and each.requires_grad
     ]
@@ -247,7 +283,7 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
     rounded = _trainable(plan, lambda each: each.dtypes.reduce.itemsize < each.dtypes.compute.itemsize)
     if rounded:
         dtypes = rounded[0].dtypes
-        yield _sentence(
+        yield (
             f"{_names(rounded)}: gradients are computed in {short(dtypes.compute)} and reduced in "
             f"{short(dtypes.reduce)}, which rounds them; set reduce_dtype={dtypes.compute}, or leave it None."
         )
@@ -257,7 +293,7 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
     )
     if sent:
         dtypes = sent[0].dtypes
-        yield _sentence(
+        yield (
             f"{_names(sent)}: gradients are computed in {short(dtypes.compute)} and wire_dtype rounds them to "
             f"{short(dtypes.wire)}; sending loses nothing only if wire_dtype is as wide as param_dtype, so leave "
             "wire_dtype None or compute in it."
@@ -265,7 +301,7 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
     narrow = _units_with(plan, lambda each: _is_16_bit(each.dtypes.reduce))
     many = [unit for unit in narrow if unit.ranks > _MANY_RANKS]
     if many:
-        yield _sentence(
+        yield (
             f"{_units(many)}: gradients are summed in 16 bits over {max(unit.ranks for unit in many)} ranks, "
             "which rounds most summands; set reduce_dtype=torch.float32, and wire_dtype=torch.bfloat16 to send as "
             "few bytes."
@@ -275,16 +311,15 @@ def _reductions(plan: ModelPlan) -> Iterator[str]:
 def _fp16(plan: ModelPlan) -> Iterator[str]:
     users = _units_with(plan, lambda each: torch.float16 in (each.dtypes.compute, each.dtypes.reduce))
     if users:
-        yield _sentence(
+        yield (
             f"{_units(users)}: computed or reduced in fp16, in which gradients below 6e-8 vanish and sums above 65504 "
             "overflow; train with unshard.optim.GradScaler, or use torch.bfloat16."
         )
 
 
 def _buffers(plan: ModelPlan) -> Iterator[str]:
-    every = [each for unit in plan.units for each in unit.buffers]
-    tables = [each for each in every if any(matches(each.alias, pattern) for pattern in _POSITION_TABLES)]
-    rounded = [e for e in every if e.was not in (None, e.stored) and e.stored.itemsize <= e.was.itemsize]
+    tables = [each for each in plan.buffers if any(matches(each.alias, pattern) for pattern in _POSITION_TABLES)]
+    rounded = [e for e in plan.buffers if e.was not in (None, e.stored) and e.stored.itemsize <= e.was.itemsize]
     stored = [each for each in tables if _is_16_bit(each.stored) and each not in rounded]
     seen = [each for each in tables if _is_16_bit(each.seen) and each not in rounded + stored]
     if rounded:
@@ -308,15 +343,11 @@ def _buffers(plan: ModelPlan) -> Iterator[str]:
 
 
 def _statistics(plan: ModelPlan) -> Iterator[str]:
-    narrow = [
-        buffer
-        for unit in plan.units
-        for buffer in unit.buffers
-        if isinstance(buffer.module, BATCH_NORM) and buffer.seen.itemsize < buffer.stored.itemsize
-    ]
+    norms = [each for each in plan.buffers if isinstance(each.module, BATCH_NORM)]
+    narrow = [each for each in norms if each.seen.itemsize < each.stored.itemsize]
     if narrow:
         yield (
-            f"Statistics {quoted([buffer.name for buffer in narrow])} add up in {shorts(b.seen for b in narrow)} "
+            f"Statistics {quoted([each.name for each in narrow])} add up in {shorts(e.seen for e in narrow)} "
             "(buffer_dtype), in which small changes vanish; use overrides to compute these norms in their own dtype."
         )
 
@@ -341,8 +372,7 @@ def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
     keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:
         overriding.setdefault(tuple(override[0] for override in unit.policy.overrides), []).append(unit)
-        if unit.policy.keep_buffers != _DEFAULT_KEEP_BUFFERS:
-            keeping.setdefault(tuple(unit.policy.keep_buffers), []).append(unit)
+        keeping.setdefault(tuple(unit.policy.keep_buffers), []).append(unit)
     for patterns, users in overriding.items():
         names = [alias for unit in users for each in unit.params for alias in each.aliases]
         yield from _matching_nothing("overrides", patterns, users, "parameter", names)
@@ -372,36 +402,26 @@ def _modules_without_casts(units: tuple[UnitPlan, ...]) -> Iterator[str]:
     found: dict[tuple[str, tuple[str, ...], str], list[UnitPlan]] = {}
     for unit in units:
         inside = {module: prefix for _, prefix, module in owned_modules(unit.state)}
-        for module, params in _overridden_without_casts(unit).items():
-            path, names = inside.get(module, "").removesuffix("."), tuple(each.aliases[0] for each in params)
-            found.setdefault((path, names, shorts(each.dtypes.compute for each in params)), []).append(unit)
+        covered = {inner for module in unit.module_policies for inner in module.modules()}
+        for module, params in unit.modules_with_params().items():
+            own = [each for each in params if each.param.policy.param_dtype != unit.policy.param_dtype]
+            if own and module not in covered:
+                path, names = inside.get(module, "").removesuffix("."), tuple(each.aliases[0] for each in own)
+                found.setdefault((path, names, shorts(each.dtypes.compute for each in own)), []).append(unit)
     for (path, names, dtype), users in found.items():
         module_name = f"module {path!r}" if path else "the sharded module itself"
-        yield _sentence(
+        yield (
             f"{_units(users)}: an override puts {quoted(names)} in {dtype}, but not all parameters of {module_name}, "
             "so its inputs and outputs are not cast; match all of them "
             f"({path + '.*' if path else '*'!r}), or cast in its forward."
         )
 
 
-def _overridden_without_casts(unit: UnitPlan) -> dict[nn.Module, list[ParamPlan]]:
-    covered = {inner for module in unit.module_policies for inner in module.modules()}
-    found: dict[nn.Module, list[ParamPlan]] = {}
-    for each in unit.params:
-        own = each.param.policy
-        if own is not unit.policy and own.param_dtype != unit.policy.param_dtype:
-            for location in each.param.locations:
-                module = location.module()
-                if module is not None and module not in covered:
-                    found.setdefault(module, []).append(each)
-    return found
-
-
 def _some_in_eval(units: tuple[UnitPlan, ...]) -> Iterator[str]:
     cast = [unit for unit in units if any(e.dtypes.compute != e.dtypes.original for e in unit.params)]
     in_full = [unit for unit in cast if unit.policy.full_precision_in_eval]
     if in_full and len(in_full) < len(cast):
-        yield _sentence(
+        yield (
             f"{_units(in_full)}: computed in the stored dtype in eval() (full_precision_in_eval), unlike the other "
             "units, so the dtypes of inputs and parameters may differ; set it in all policies, or in none."
         )
