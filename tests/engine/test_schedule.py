@@ -32,23 +32,23 @@ def test_leaving_the_order_ends_predictions_and_the_new_one_is_learned() -> None
 
 
 def test_backward_goes_back() -> None:
-    order = BackwardOrder(limit=10)
+    order = BackwardOrder(maxlen=10)
     for unit in (1, 2, 3, 0):
-        order.push(unit)
+        order.append(unit)
     assert [order.visit(unit) for unit in (0, 3, 2, 1)] == [3, 2, 1, None]
 
 
 def test_two_forwards_are_undone_one_after_the_other() -> None:
-    order = BackwardOrder(limit=10)
+    order = BackwardOrder(maxlen=10)
     for unit in (1, 2, 1, 2):
-        order.push(unit)
+        order.append(unit)
     assert [order.visit(unit) for unit in (2, 1, 2, 1)] == [1, 2, 1, None]
 
 
 def test_skipped_and_unknown_units() -> None:
-    order = BackwardOrder(limit=10)
+    order = BackwardOrder(maxlen=10)
     for unit in (1, 2, 3):
-        order.push(unit)
+        order.append(unit)
     assert order.visit(2) == 1  # 3 had no backward
     assert order.visit(7) is None
     assert order.visit(1) is None
@@ -56,9 +56,9 @@ def test_skipped_and_unknown_units() -> None:
 
 
 def test_forwards_without_backward_do_not_pile_up() -> None:
-    order = BackwardOrder(limit=4)
+    order = BackwardOrder(maxlen=4)
     for unit in range(100):
-        order.push(unit)
+        order.append(unit)
     assert len(order) == 4
     order.drop_to(1)
     assert len(order) == 1

@@ -234,7 +234,7 @@ class Trained:
 
     def awaited(self) -> int:
         """Number of forwards whose backward has not run yet."""
-        return sum([root.awaited for root in self.roots()])
+        return sum([len(root.backward_order) for root in self.roots()])
 
     def _left_unsharded(self) -> list[Unit]:
         if not any(map(is_not, map(_param_state, self.units), repeat(ParamState.SHARDED))):

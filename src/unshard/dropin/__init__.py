@@ -130,7 +130,7 @@ def _find_root(state: FSDPState) -> Any:
 
 def _end_backward(state: FSDPState) -> None:
     """Reduce the gradients of all param groups and reshard."""
-    if state.is_initialised:
+    if state.is_initialized:
         _find_root(state).end_backward()
 
 

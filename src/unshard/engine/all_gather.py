@@ -22,7 +22,7 @@ from .extension import Extensions
 from .params.buffers import Buffer, ShardLayout, UnshardedBuffer
 from .params.offload import IssuedOnSideStream, Upload
 from .params.param import ManagedParam
-from .side_stream import GatherStreams, gather_streams
+from .side_stream import SideStream, gather_streams
 from .states import Segments, sent_dtype
 
 
@@ -66,8 +66,11 @@ class AllGatherPlan:
             if region.packed:
                 self._add(number, region, self.staging, next(ranges), in_place)
             else:
-                self._add(number, region, buffer, self._place_in_buffer(region), in_place)
-        self._skip_casts_in_place()
+                run = region.runs[0]
+                itemsize = itemsizes[run.segment]
+                offset = buffer.offsets[run.members[0]] - run.starts[0] * itemsize
+                at = RegionRange(offset, run.numel * itemsize, transport.world, (0,))
+                self._add(number, region, buffer, at, in_place)
         self._packed = list(zip(packed, staged.ranges, strict=True))
         self.copies = [self._copy_out(region, at) for region, at in self._packed]
         self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
@@ -112,12 +115,12 @@ class AllGatherPlan:
                 return self._upload.start(self.cast_to, self._uploaded, issue)
             self._upload.start(self.cast_to, self._uploaded).wait()
         elif side_stream.recording and self._streams is not None:
-            return self._start_recorded(self._streams, issue)
+            return self._start_recorded(*self._streams, issue)
         elif self.cast_to:
             foreach_copy(self.cast_to, self.cast_from)
         return issue()
 
-    def _start_recorded(self, streams: GatherStreams, issue: Callable[[], Work]) -> Work:
+    def _start_recorded(self, gather: SideStream, copy_out: SideStream, issue: Callable[[], Work]) -> Work:
         """In a recorded step, use side streams, so that a replay gathers while other units compute.
 
         Takes more host time, which a replay does not spend. The gather stream starts after everything that the compute
@@ -127,24 +130,21 @@ class AllGatherPlan:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
 
         def cast_and_issue() -> Work:
-            self._cast_one_by_one()
+            # One by one takes less time on the device than the kernel for lists, and more on the host.
+            with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
+                for to, source in zip(self.cast_to, self.cast_from, strict=True):
+                    to.copy_(source)
             work = issue()
             # The copy-out stream waits for the gather stream, which in turn need not wait for the copies.
-            return streams.copy_out.queue(partial(self._copy_out_after, work)) if self.copies else work
+            return copy_out.queue(partial(copy_out_after, work)) if self.copies else work
 
-        return IssuedOnSideStream(streams.gather, cast_and_issue)
+        def copy_out_after(work: Work) -> None:
+            work.wait()
+            for copy in self._recorded_copies():
+                copy()
+            self._copied_out = True
 
-    def _cast_one_by_one(self) -> None:
-        """Takes less time on the device than the kernel for lists, and more on the host."""
-        with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
-            for to, source in zip(self.cast_to, self.cast_from, strict=True):
-                to.copy_(source)
-
-    def _copy_out_after(self, work: Work) -> None:
-        work.wait()
-        for copy in self._recorded_copies():
-            copy()
-        self._copied_out = True
+        return IssuedOnSideStream(gather, cast_and_issue)
 
     def copy_out(self) -> None:
         """Copy packed parameters to their places, after the collective."""
@@ -178,18 +178,6 @@ class AllGatherPlan:
 
     # -- construction ---------------------------------------------------------------------------------------
 
-    def _skip_casts_in_place(self) -> None:
-        """Drop the copies of a tensor onto itself, if the unsharded buffer is the shard."""
-        pairs = zip(self.cast_to, self.cast_from, strict=True)
-        needed = [(to, source) for to, source in pairs if to.data_ptr() != source.data_ptr()]
-        self.cast_to, self.cast_from = [to for to, _ in needed], [source for _, source in needed]
-
-    def _place_in_buffer(self, region: Region) -> RegionRange:
-        run = region.runs[0]
-        itemsize = self._shard.segments.kinds[run.segment].compute.itemsize
-        offset = self.buffer.offsets[run.members[0]] - run.starts[0] * itemsize
-        return RegionRange(offset, run.numel * itemsize, self._transport.world, (0,))
-
     def _add(self, number: int, region: Region, buffer: Buffer, at: RegionRange, in_place: bool) -> None:
         """Add the input and output of a region, and the casts into this rank's piece if the input is not the shard."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
@@ -200,16 +188,21 @@ class AllGatherPlan:
             return
         own = at.offset + self._transport.rank * at.piece
         self.inputs.append(buffer.tensor(carrier, own, (at.piece // carrier.itemsize,)))
-        self.cast_from += self._shard.run_tensors(number)
-        self.cast_to += [
-            buffer.tensor(kind.compute, own + start, (run.numel,))
-            for run, kind, start in zip(region.runs, kinds, at.runs, strict=True)
-        ]
+        sources = self._shard.run_tensors(number)
+        for run, kind, start, source in zip(region.runs, kinds, at.runs, sources, strict=True):
+            to = buffer.tensor(kind.compute, own + start, (run.numel,))
+            if to.data_ptr() != source.data_ptr():  # else the unsharded buffer is the shard
+                self.cast_to.append(to)
+                self.cast_from.append(source)
 
     def _copy_out(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Return the function that copies a packed region's columns to their parameters."""
-        needs_copy = any(self._shard.shardings[index].needs_copy for index in region.members)
-        if needs_copy or not self._without_gaps(region, at):
+        ends = [
+            start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
+            for run, start in zip(region.runs, at.runs, strict=True)
+        ]
+        gaps = list(at.runs) != [0, *ends[:-1]]  # wide elements after narrow ones need gaps
+        if gaps or any(self._shard.shardings[index].needs_copy for index in region.members):
             return self._copy_out_pieces(region, at)
         return self._copy_out_columns(region, at)
 
@@ -217,14 +210,6 @@ class AllGatherPlan:
         sharding = self._shard.shardings[index]
         assert isinstance(sharding, RowSharding)
         return sharding
-
-    def _without_gaps(self, region: Region, at: RegionRange) -> bool:
-        """Return True if no gaps are between the runs. Wide elements after narrow ones need gaps."""
-        ends = [
-            start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
-            for run, start in zip(region.runs, at.runs, strict=True)
-        ]
-        return list(at.runs) == [0, *ends[:-1]]
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Copy piece by piece: needed for parameters sharded along a dim other than 0, and for runs with gaps."""

@@ -33,7 +33,7 @@ from .shard_lookup import (
     built_too_early,
     cut_flat,
     grad_ranges,
-    lies_flat,
+    name_in_flat_unit,
     orders_of,
     replaced_by_shards,
     rest_on_the_host,

@@ -99,13 +99,13 @@ def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> 
     return output, last > -1
 
 
-def watch_parameters(parameters: Iterable[torch.Tensor | None], reached: Hook) -> bool:
+def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
     """Call `reached` with a parameter when backward has computed its gradient; False if none requires one.
 
     For a unit without outputs to watch: backward may still reach it through a tensor that forward stored elsewhere. No
     hook runs when that backward begins.
     """
-    trained = [each for each in parameters if each is not None and each.requires_grad]
+    trained = [each for each in parameters if each.requires_grad]
     for parameter in trained:
         if parameter not in _watched:
             _watched[parameter] = True

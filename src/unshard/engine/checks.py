@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -51,19 +50,7 @@ _SHOWN = 12
 _CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
 
 
-@dataclass(frozen=True)
-class Place:
-    """The innermost frame of a module's own code that an error left, and the dtypes in it."""
-
-    module: nn.Module
-    name: str
-    parameters: dict[str, torch.dtype]
-    buffers: dict[str, torch.dtype]
-    values: dict[str, torch.dtype]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {*self.parameters.values(), *self.buffers.values(), *self.values.values()}
+NamedDtypes = dict[str, torch.dtype]
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
@@ -71,38 +58,28 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
     if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
     text = str(error)
-    if _SHARDED_AND_PLAIN in text:
-        place = _innermost(error.__traceback__, top)
-        if place is not None:
-            error.args = (f"{text}\n\nunshard: in {_where(place, top, unit)}. {_SHARDED_WEIGHT}",)
+    mixed = _SHARDED_AND_PLAIN in text
+    found = _innermost(error.__traceback__, top) if mixed or _ABOUT_DTYPES.search(text) else None
+    if found is None:
         return
-    if not _ABOUT_DTYPES.search(text):
-        return
-    place = _innermost(error.__traceback__, top)
-    if place is None or (len(place.dtypes) < 2 and not _CERTAINLY.search(text)):
-        return  # it is about something else
-    where = _where(place, top, unit)
-    facts = "; ".join(
-        f"{what} {_listed(dtypes)}"
-        for what, dtypes in (("parameters", place.parameters), ("buffers", place.buffers), ("values", place.values))
-        if dtypes
-    )
-    error.args = (f"{text}\n\nunshard: dtypes do not match in {where}. It has {facts}. {_remedy(unit, place)}",)
-
-
-_SHARDED_WEIGHT = (
-    "It uses a parameter of another unit, which is sharded now: only that unit's forward unshards it. Call that unit's "
-    "module itself; or shard both modules as one unit, fully_shard([one, other]); or call module.unshard() before and "
-    "module.reshard() after."
-)
-
-
-def _where(place: Place, top: nn.Module, unit: Unit) -> str:
-    path = ".".join(part for part in (unit.name, place.name) if part and part != ROOT)
-    kind = type(place.module).__name__
-    if place.module is top:
+    module, name, values = found
+    path = ".".join(part for part in (unit.name, name) if part and part != ROOT)
+    kind = type(module).__name__
+    if module is top:
         kind = kind.removeprefix("FSDP")  # as the user wrote it
-    return f"{kind} {path!r}" if path else f"{kind}, the root"
+    where = f"{kind} {path!r}" if path else f"{kind}, the root"
+    if mixed:
+        error.args = (
+            f"{text}\n\nunshard: in {where}. It uses a parameter of another unit, which is sharded now: only that "
+            "unit's forward unshards it. Call that unit's module itself; or shard both modules as one unit, "
+            "fully_shard([one, other]); or call module.unshard() before and module.reshard() after.",
+        )
+        return
+    dtypes = {"parameters": _parameters(module), "buffers": _dtypes(own_buffers(module).items()), "values": values}
+    if len({dtype for named in dtypes.values() for dtype in named.values()}) > 1 or _CERTAINLY.search(text):
+        facts = "; ".join(f"{what} {_listed(named)}" for what, named in dtypes.items() if named)
+        remedy = _remedy(unit, module, name, **dtypes)
+        error.args = (f"{text}\n\nunshard: dtypes do not match in {where}. It has {facts}. {remedy}",)
 
 
 def _left_a_unit(trace: TracebackType | None) -> bool:
@@ -124,28 +101,20 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(arguments[0]) if arguments else None
 
 
-def _innermost(trace: TracebackType | None, top: nn.Module) -> Place | None:
+def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, str, NamedDtypes] | None:
+    """The innermost module whose own code an error left, its name, and the dtypes of variables in that code."""
     names = {module: name for name, module in top.named_modules()}
     found = None
     while trace is not None:
         frame = trace.tb_frame
         owner = _first_argument(frame)
         if isinstance(owner, nn.Module) and owner in names and frame.f_code.co_filename != _CALLS:
-            found = owner, frame.f_locals
+            found = owner, names[owner], _dtypes(frame.f_locals.items())
         trace = trace.tb_next
-    if found is None:
-        return None
-    module, values = found
-    return Place(
-        module,
-        names[module],
-        _parameters(module),
-        _dtypes(own_buffers(module).items()),
-        _dtypes(values.items()),
-    )
+    return found
 
 
-def _parameters(module: nn.Module) -> dict[str, torch.dtype]:
+def _parameters(module: nn.Module) -> NamedDtypes:
     """The module's own; if these have one dtype, also unsharded ones of its children, which it may use directly."""
     own = _dtypes(own_parameters(module).items())
     if len(set(own.values())) > 1:
@@ -154,18 +123,19 @@ def _parameters(module: nn.Module) -> dict[str, torch.dtype]:
     return unsharded if len(set(unsharded.values())) > 1 else own
 
 
-def _dtypes(named: Iterable[tuple[str, Any]]) -> dict[str, torch.dtype]:
+def _dtypes(named: Iterable[tuple[str, Any]]) -> NamedDtypes:
     floats = [(name, each) for name, each in named if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return {name: each.dtype for name, each in floats}
 
 
-def _listed(dtypes: dict[str, torch.dtype]) -> str:
+def _listed(dtypes: NamedDtypes) -> str:
     return listed([f"{name} ({str(dtype).removeprefix('torch.')})" for name, dtype in dtypes.items()], _SHOWN)
 
 
-def _remedy(unit: Unit, place: Place) -> str:
-    policy = unit.policy
-    expected = set(place.parameters.values())
+def _remedy(
+    unit: Unit, module: nn.Module, name: str, parameters: NamedDtypes, buffers: NamedDtypes, values: NamedDtypes
+) -> str:
+    policy, expected = unit.policy, set(parameters.values())
     if unit.precision is Precision.STORED:
         return (
             "In eval() this unit computes in the dtypes its parameters are stored in (full_precision_in_eval): cast "
@@ -176,10 +146,10 @@ def _remedy(unit: Unit, place: Place) -> str:
             "Its parameters have several dtypes: let a pattern in MixedPrecisionPolicy.overrides match all parameters "
             'of the module ("name.*") or none. A parameter that is used outside its own module gets no casts.'
         )
-    if expected and not expected.issuperset(place.buffers.values()):
-        kept = _one(dtype for dtype in place.buffers.values() if dtype not in expected)
-        override = f'Compute this module in {kept}: overrides={{"{place.name or "*"}.*": {kept}}}.'
-        if isinstance(place.module, BATCH_NORM):
+    if expected and not expected.issuperset(buffers.values()):
+        kept = _one(dtype for dtype in buffers.values() if dtype not in expected)
+        override = f'Compute this module in {kept}: overrides={{"{name or "*"}.*": {kept}}}.'
+        if isinstance(module, BATCH_NORM):
             return f"{override} (With buffer_dtype its statistics would add up in {_one(expected)}, and stall.)"
         return (
             f"Set buffer_dtype={_one(expected)} in the unit's policy, so that forward sees such buffers in the dtype "
@@ -195,8 +165,8 @@ def _remedy(unit: Unit, place: Place) -> str:
             "The unit's policy has cast_forward_inputs=False: set it to True, or cast the inputs to "
             f"{policy.param_dtype} yourself."
         )
-    other = _one(dtype for dtype in place.values.values() if dtype not in expected) if expected else "another dtype"
-    inside = f', or compute this module in {other} with overrides={{"{place.name}.*": {other}}}' if place.name else ""
+    other = _one(dtype for dtype in values.values() if dtype not in expected) if expected else "another dtype"
+    inside = f', or compute this module in {other} with overrides={{"{name}.*": {other}}}' if name else ""
     return (
         f"Inputs of the unit were cast to {policy.param_dtype}, so this was made or widened inside its forward: cast "
         f"it there{inside}. If it is the output of another unit, that unit's output_dtype can be set."
@@ -248,7 +218,7 @@ def refuse_split_backward(units: list[Unit]) -> None:
     It searches the graph for the parameters that the modules hold. If these are sharded, it silently finds none.
     """
     for unit in units:
-        kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronise
+        kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronize
         if not kept and any(param.sharded.requires_grad for param in unit.used_params):
             raise StateError(
                 f"The schedule of this pipeline splits backward into one for inputs and one for parameters (ZeroBubble "
@@ -285,11 +255,11 @@ def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> N
     backward inside that forward.
     """
     for frame in frames(sys._current_frames().get(thread)):
-        if frame.f_code is RUN_BACKWARD:
-            if forward_only:
-                return
-            refuse_thread(unit)
-        if _is_call_of(frame.f_locals.get("self"), unit):
+        in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")
+        if in_backward and forward_only:
+            return
+        state = module.__dict__.get(STATE_KEY) if isinstance(module, nn.Module) else None
+        if in_backward or getattr(state, "unit", None) is unit:
             refuse_thread(unit)
 
 
@@ -300,10 +270,6 @@ def refuse_thread(unit: Unit) -> None:
         "optimizer's step. Copies of the model (copy.deepcopy) in several threads do not help: the order of their "
         "collectives must be the same on all ranks."
     )
-
-
-def _is_call_of(module: Any, unit: Unit) -> bool:
-    return isinstance(module, nn.Module) and getattr(module.__dict__.get(STATE_KEY), "unit", None) is unit
 
 
 # -- state dicts of shards --------------------------------------------------------------------------------

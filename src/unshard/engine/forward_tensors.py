@@ -68,16 +68,10 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif _is_container(value):
         if depth >= _DEEPEST:
             raise StateError(f"Results of forward are nested more than {_DEEPEST} levels deep.")
-        for item in _items(value):
+        if dataclasses.is_dataclass(value):
+            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        for item in list(value.values() if isinstance(value, dict) else value):
             yield from tensors_in(item, depth + 1)
-
-
-def _items(value: Any) -> list[Any]:
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value)
 
 
 def _is_container(value: Any) -> bool:

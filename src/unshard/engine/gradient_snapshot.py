@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from .param_group import ParamGroup
 from .params.buffers import Buffer
 from .sharded_grad import ShardedGrad
 from .states import GradState
 
+InMemory = tuple[Any, int, tuple[int, ...]]
+"""Gradients in one buffer: which one, its address, and the indices of the parameters, or grads of a `ShardedGrad`.
 
-class GradientsInMemory(NamedTuple):
-    """Gradients in one buffer."""
-
-    key: Any
-    """Which buffer: the number of a `ShardedGrad` or the key of a `Reduction`; None for unreduced gradients."""
-    address: int
-    members: tuple[int, ...]
-    """Indices of the parameters, or of the grads of a `ShardedGrad`."""
+Which: the number of a `ShardedGrad` or the key of a `Reduction`; None for unreduced gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,11 +29,11 @@ class GradientSnapshot:
 
     state: GradState = GradState.REDUCED
     """LOCAL or PARTIAL; REDUCED if there is nothing left to reduce."""
-    unreduced: tuple[GradientsInMemory, ...] = ()
+    unreduced: tuple[InMemory, ...] = ()
     """Sums that no collective has seen: one buffer, or none."""
-    partial: tuple[GradientsInMemory, ...] = ()
+    partial: tuple[InMemory, ...] = ()
     """Sums over the shards that wait for their all-reduce over the replicas."""
-    attached: tuple[GradientsInMemory, ...] = ()
+    attached: tuple[InMemory, ...] = ()
     """Sharded gradients that are the `.grad` of parameters."""
     foreign: tuple[int, ...] = ()
     """Ids of the parameters whose `.grad` the program has set."""
@@ -50,9 +46,7 @@ class GradientSnapshot:
         gradients = group.gradients
         grads = gradients.all_grads()
         attached = [
-            GradientsInMemory(grad.number, _address(grad.buffer), members)
-            for grad in grads
-            if (members := grad.attached_members())
+            (grad.number, _address(grad.buffer), members) for grad in grads if (members := grad.attached_members())
         ]
         with_grad = [param.sharded for param in group.sharded.params if param.sharded.grad is not None]
         if not attached and not with_grad and gradients.state in (GradState.EMPTY, GradState.REDUCED):
@@ -61,9 +55,9 @@ class GradientSnapshot:
         sums = gradients.unreduced if gradients.state is GradState.LOCAL else None
         return GradientSnapshot(
             GradState.REDUCED if gradients.state is GradState.EMPTY else gradients.state,
-            () if sums is None else (GradientsInMemory(None, _address(sums.buffer), tuple(sums.sums())),),
+            () if sums is None else ((None, _address(sums.buffer), tuple(sums.sums())),),
             tuple(
-                GradientsInMemory(key, _address(reduction.partial), key[0])
+                (key, _address(reduction.partial), key[0])
                 for key, reduction in gradients.reductions.items()
                 if reduction.has_partial
             ),
@@ -102,8 +96,8 @@ class GradientSnapshot:
         for number, _, members in self.attached:
             grads[number].attach(members)
         if gradients.unreduced is not None:
-            gradients.unreduced.present = {index for each in self.unreduced for index in each.members}
-        partial = {each.key for each in self.partial}
+            gradients.unreduced.present = {index for _, _, members in self.unreduced for index in members}
+        partial = {key for key, _, _ in self.partial}
         for key, reduction in gradients.reductions.items():
             reduction.has_partial = key in partial
         gradients.state = self.state

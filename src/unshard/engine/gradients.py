@@ -57,9 +57,9 @@ class GroupGradients:
         """Parameters whose gradients need work before a reduction: tensor-parallel ones, and those without elements."""
         self.others: list[tuple[int, nn.Parameter]] = []
         """Unsharded parameters of the precision not in use: graphs of earlier forwards may leave gradients there."""
-        self._varied = False
+        self.varied = False
         """True if gradients may have other dtypes than the policy's."""
-        self._as_stored = False
+        self.as_stored = False
         """True if gradients are reduced in the stored dtypes, because the unit computes in those."""
 
     def __str__(self) -> str:
@@ -75,33 +75,22 @@ class GroupGradients:
         self._all = tuple(range(len(unsharded)))
         self._special = [i for i, param in enumerate(params) if param.tp_spec is not None or not param.sharding.numel]
 
-    def use_precision(self, others: list[tuple[int, nn.Parameter]], varied: bool, as_stored: bool) -> None:
-        self.others, self._varied, self._as_stored = others, varied, as_stored
-
-    def change_transport(self, transport: Transport) -> None:
-        self._transport = transport
+    def change_transports(self, shards: Transport | None = None, replicas: Transport | None = None) -> None:
+        self._transport, self._replicas = shards or self._transport, replicas or self._replicas
         self._labels = {}  # labels are numbered per process group
-
-    def change_replicas(self, transport: Transport) -> None:
-        self._replicas = transport
-        self._labels = {}
 
     @property
     def any_new(self) -> bool:
         """True if autograd left a gradient that was not taken yet."""
         if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: called in every step
             return True
-        return self._varied and any(parameter.grad is not None for _, parameter in self.others)
+        return self.varied and any(parameter.grad is not None for _, parameter in self.others)
 
     def has_sums_to_reduce(self, options: Options) -> bool:
         """Return True if earlier backwards left sums that the end of this one must reduce."""
-        kept = self.state is GradState.LOCAL and options.synchronise
-        return kept or (self._has_partial and options.synchronise and options.all_reduce)
-
-    @property
-    def _has_partial(self) -> bool:
-        """True if partial sums exist that no reduction in flight includes."""
-        if self._replicas.world == 1:
+        if self.state is GradState.LOCAL or not options.synchronize:
+            return options.synchronize
+        if self._replicas.world == 1 or not options.all_reduce:
             return False
         under_way = [each.reduction for each in self._in_flight]
         return any(each.has_partial and each not in under_way for each in self.reductions.values())
@@ -114,11 +103,11 @@ class GroupGradients:
         `last`: backward is over, so sums of earlier backwards are reduced even if nothing was added.
         """
         gradients = list(map(gradient_of, self._unsharded))
-        plain = not (self._special or self._varied or self._sharded.extended or self.state is GradState.LOCAL)
+        plain = not (self._special or self.varied or self._sharded.extended or self.state is GradState.LOCAL)
         if (
             plain
             and gradients
-            and options.synchronise
+            and options.synchronize
             and all(map(is_not, gradients, repeat(None)))
             and all(map(_is_trained, self._params))
             and not torch.is_grad_enabled()
@@ -126,7 +115,7 @@ class GroupGradients:
             deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
             if self.state is GradState.REDUCING:
                 checked_move(self, self.state, GradState.REDUCING)  # raises: a reduction is in flight
-            reduction = self.reductions.get((self._all, self._as_stored)) or self._make_reduction(self._all)
+            reduction = self.reductions.get((self._all, self.as_stored)) or self._make_reduction(self._all)
             self._in_flight.append(reduction.start(gradients, options, last))  # type: ignore[arg-type]
             self.state = GradState.REDUCING
             if last and options.all_reduce and self._replicas.world > 1:
@@ -135,20 +124,20 @@ class GroupGradients:
             self._reduce_some(options, last)
 
     def _reduce_some(self, options: Options, last: bool) -> None:
-        """Do the same if gradients are missing, not synchronised, tensor-parallel, or in several precisions."""
+        """Do the same if gradients are missing, not synchronized, tensor-parallel, or in several precisions."""
         gradients = self._take()
-        if options.reduce_unused and options.synchronise:
+        if options.reduce_unused and options.synchronize:
             self._add_unused(gradients)
-        if self._sharded.extended and not self._varied:
+        if self._sharded.extended and not self.varied:
             self._cast_to_one_dtype(gradients)
         if not gradients and not (last and self.has_sums_to_reduce(options)):
             return
         with torch.no_grad():  # a backward may build a graph
             if self.state is GradState.LOCAL and self.unreduced is not None:
                 self.unreduced.forget(self._sharded.hide_unreduced())
-            if self.state is GradState.LOCAL or (gradients and not options.synchronise):
+            if self.state is GradState.LOCAL or (gradients and not options.synchronize):
                 gradients = self._keep(gradients)
-            if options.synchronise:
+            if options.synchronize:
                 self._start(self._sharded.members_to_reduce(gradients), gradients, options, last)
             elif self.unreduced is not None:
                 self._sharded.show_unreduced(self.unreduced)
@@ -156,7 +145,7 @@ class GroupGradients:
     def _start(self, members: tuple[int, ...], gradients: Gradients, options: Options, last: bool) -> None:
         state = checked_move(self, self.state, GradState.REDUCING)
         if members:
-            reduction = self.reductions.get((members, self._as_stored)) or self._make_reduction(members)
+            reduction = self.reductions.get((members, self.as_stored)) or self._make_reduction(members)
             self._in_flight.append(reduction.start(gradients, options, last))
         self.state = state
         if last and options.all_reduce:
@@ -165,13 +154,13 @@ class GroupGradients:
 
     def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
         """Reduce over the replicas what earlier backwards reduced only over the shards, for other parameters."""
-        mine = members, self._as_stored
+        mine = members, self.as_stored
         others = [each for key, each in self.reductions.items() if key != mine and each.has_partial]
         self._in_flight += [each.resume(options) for each in others]
 
     def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
         """Make the reduction for a set of parameters: usually all, or fewer if some were unused."""
-        key = members, self._as_stored
+        key = members, self.as_stored
         labels = self._labels.get(key)
         if labels is None:
             names, mine = [param.name for param in self._params], [self._params[index].name for index in members]
@@ -187,7 +176,7 @@ class GroupGradients:
         return reduction
 
     def _shard(self) -> Shard:
-        return self._sharded.shard.stored() if self._as_stored else self._sharded.shard
+        return self._sharded.shard.stored() if self.as_stored else self._sharded.shard
 
     def _take(self) -> dict[int, torch.Tensor]:
         """Return the gradients by parameter, and clear them on the unsharded parameters."""
@@ -202,7 +191,7 @@ class GroupGradients:
                 if not param.sharding.numel:
                     del gradients[index]
         deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
-        if self._varied:
+        if self.varied:
             self._take_others(gradients)
         return gradients
 
@@ -242,7 +231,7 @@ class GroupGradients:
             trained = param.unsharded is not None and param.unsharded.requires_grad and _is_trained(param)
             if index not in gradients and index not in kept and param.sharding.numel and trained:
                 kinds = self._sharded.shard.segments.dtypes(index)
-                dtype = kinds.reduce if self._varied else kinds.compute
+                dtype = kinds.reduce if self.varied else kinds.compute
                 gradients[index] = torch.zeros(param.sharding.shape, dtype=dtype, device=self._device)
         _sort(gradients)
 
@@ -263,7 +252,7 @@ class GroupGradients:
             self.unreduced = None  # a user holds the sums, and owns them from now on
 
     def drop_unreduced(self) -> None:
-        """Drop the sums of backwards without synchronisation."""
+        """Drop the sums of backwards without synchronization."""
         if self.state in (GradState.LOCAL, GradState.PARTIAL):
             self.drop()
 

@@ -100,30 +100,27 @@ class FSDPState:
 
     def attach(self, module: nn.Module) -> None:
         """Register all hooks on the module."""
-        watch_optimizers()
-        self.adopt([module])
-        module.__dict__[STATE_KEY] = self
+        self._own(module)
         mark_fully_sharded(module)
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
         self._attach_to_state_dicts(module)
-        self._mark_state_dicts(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.pre_state_dict)
         module.register_load_state_dict_pre_hook(self.pre_load)
         module.register_load_state_dict_post_hook(self.post_load)
 
-    def _mark_state_dicts(self, module: nn.Module) -> None:
-        # torch sets an attribute on the hook, which a bound method cannot have.
-        module.register_state_dict_post_hook(partial(self.post_state_dict))
-
     def attach_wrapper(self, module: nn.Module) -> None:
         """`attach` for a wrapper whose own forward calls `run`."""
+        self._own(module)
+
+    def _own(self, module: nn.Module) -> None:
         watch_optimizers()
         self.adopt([module])
         module.__dict__[STATE_KEY] = self
-        self._mark_state_dicts(module)
+        # A partial, because torch sets an attribute on the hook, which a bound method cannot have.
+        module.register_state_dict_post_hook(partial(self.post_state_dict))
 
     def attach_cast_boundary(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Cast inputs and outputs of a submodule whose parameters have an override."""
@@ -238,7 +235,8 @@ class FSDPState:
             if self._to_run:
                 self._to_run.discard(weakref.ref(module))
             if not (self._to_run and self._runs_as_list(root)):
-                root.after_forward(unit, graph, returns, unwatched=not returns and self._watch_parameters())
+                unwatched = not returns and watch_parameters(unit.unsharded, partial(_on_gradient, weakref.ref(self)))
+                root.after_forward(unit, graph, returns, unwatched)
         dtype = unit.policy.output_dtype
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
@@ -294,10 +292,6 @@ class FSDPState:
                 if id(tensor) not in returned:
                     add_gradient_hook(tensor, begin)
 
-    def _watch_parameters(self) -> bool:
-        parameters = [param.unsharded for param in self.unit.used_params]
-        return watch_parameters(parameters, partial(_on_gradient, weakref.ref(self)))
-
     @traced("pre_backward")
     def pre_backward(self, gradient: Any) -> None:
         root = self._root()
@@ -348,7 +342,7 @@ class FSDPState:
     # -- the root -------------------------------------------------------------------------------------------
 
     @property
-    def is_initialised(self) -> bool:
+    def is_initialized(self) -> bool:
         """True if a forward has found this module's root."""
         return self._root() is not None
 

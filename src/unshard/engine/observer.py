@@ -7,51 +7,24 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch.profiler import record_function
 
 from ..torch_private import never_compiled, profiler_enabled
-from .params.param import ManagedParam
 
 Members = Sequence[tuple[int, ...]]
 """For each tensor of a collective, the numbers of the parameters in it."""
 
 
-class Observer(Protocol):
-    """Called by every unit of the process. It must change nothing, keep no tensor and issue no collective."""
+current: Any = None
+"""The observer (`tools/precision_audit.py`). It must change nothing, keep no tensor and issue no collective.
 
-    def all_gathering(self, params: Sequence[ManagedParam], members: Members, sent: Sequence[torch.Tensor]) -> None:
-        """An all-gather of `sent` was issued."""
-
-    def unsharded(self, params: Sequence[ManagedParam]) -> None:
-        """The unsharded parameters hold what was gathered."""
-
-    def keeping(self, params: Sequence[ManagedParam], sums: Mapping[int, torch.Tensor]) -> None:
-        """A backward without synchronisation left these sums, by number of the parameter."""
-
-    def reducing(
-        self,
-        params: Sequence[ManagedParam],
-        members: Members,
-        gradients: Mapping[int, torch.Tensor],
-        sent: Sequence[torch.Tensor],
-        sums: Sequence[torch.Tensor],
-    ) -> None:
-        """A reduce-scatter, or an all-to-all, of `sent` into `sums` was issued."""
-
-    def all_reducing(self, params: Sequence[ManagedParam], members: Members, sums: Sequence[torch.Tensor]) -> None:
-        """An all-reduce over the replicas was issued."""
-
-    def delivered(self, params: Sequence[ManagedParam]) -> None:
-        """The parameters have their `.grad`s, and the user's hooks have seen them."""
-
-
-# A global of the process, not of a thread: autograd runs backward in its own threads.
-current: Observer | None = None
-
+Every unit of the process calls `all_gathering`, `reducing` and `all_reducing` when these collectives are issued;
+`unsharded` and `delivered` when the unsharded parameters and the `.grad`s are complete; `keeping` when a backward
+without synchronization leaves sums. A global of the process, not of a thread: autograd has its own threads.
+"""
 
 log = logging.getLogger("unshard")
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from ..torch_private import (
     stepped_by_plain_scaler,
 )
 from .checks import rank_of_other_shard, refuse_gradients_past_outputs
-from .param_group import ParamGroup, param_groups_of
-from .params.param import Replacements, Steps, dropped_name, steps_of_this_rank, unsharded_name
+from .param_group import ParamGroup, param_group_of, param_groups_of
+from .params.param import Replacements, Steps, dropped_name, former_name, steps_of_this_rank, unsharded_name
 from .root import Root
-from .shard_lookup import built_too_early, cut_flat, lost_to, orders_of_groups, roots_of_groups, sharded_grads_of
+from .shard_lookup import built_too_early, cut_flat, orders_of_groups, roots_of_groups, sharded_grads_of
 from .sharded_grad import LISTENERS
 from .unmanaged import all_modules
 
@@ -96,35 +96,22 @@ def _prepare(root: Root, optimizer: Any) -> None:
     if any(map(_shown, root.units)):  # a loop in C, because it runs in every step
         for unit in root.units:
             unit.show_sharded()  # the program reads the stepped parameters next
-    if root.awaited:
-        _refuse_unreduced_gradients(root, set(map(id, optimizer_parameters(optimizer))))
-    if root.open_graphs:
-        _outdate_graphs(root, set(map(id, optimizer_parameters(optimizer))))
-
-
-def _refuse_unreduced_gradients(root: Root, stepped: Set[int]) -> None:
-    """Raise if parameters have gradients that no hook has seen, so that they are not reduced.
-
-    A loss of parameters alone, of a unit that stays unsharded, gives such gradients. A backward that follows before the
-    step reduces them as well.
-    """
-    for unit in root.units:
+    if not root.backward_order and not root.open_graphs:
+        return
+    stepped = set(map(id, optimizer_parameters(optimizer)))
+    for unit in root.units if root.backward_order else ():
+        # Gradients that no hook has seen are not reduced. A loss of parameters alone, of a unit that stays unsharded,
+        # gives such gradients. A backward that follows before the step reduces them as well.
         if unit.has_untaken_gradients and not stepped.isdisjoint(id(param.sharded) for param in unit.params):
             root.reset()
             refuse_gradients_past_outputs(unit)
-
-
-def _outdate_graphs(root: Root, stepped: Set[int]) -> None:
-    """Count the step as a write to the unsharded parameters.
-
-    Autograd then refuses the backward of a graph that has saved them, as it does without sharding. All-gathers do not
-    count as writes, so such a backward would silently use the new values.
-    """
-    root.open_graphs = 0
-    for group in [group for unit in root.units for group in unit.param_groups]:
+    # The step counts as a write to the unsharded parameters, so autograd refuses the backward of a graph that has saved
+    # them, as it does without sharding. All-gathers do not count: such a backward would silently use the new values.
+    for group in root.param_groups if root.open_graphs else ():
         for param in group.params:
             if param.unsharded is not None and id(param.sharded) in stepped and group.sharded.is_stepped(param):
                 increment_version(param.unsharded)
+    root.open_graphs = 0
 
 
 def _forget(optimizer: Any) -> None:
@@ -186,8 +173,7 @@ def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)
-    _warn_of_plain_scaler(parameters)
-    _warn_of_whole_parameters(optimizer, parameters)
+    _warn_of_cut_parameters(optimizer, parameters)
     _refuse_state_of_another_rank(optimizer, parameters)
 
 
@@ -208,22 +194,17 @@ def refuse_local_state(optimizer: Any) -> None:
         )
 
 
-def _warn_of_plain_scaler(parameters: list[Any]) -> None:
-    """A warning at the first step, not an error: a rank that skips this step would not raise."""
-    name = cut_flat(parameters) if stepped_by_plain_scaler() else None
-    if name is not None:
+def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
+    """Unlike DTensors, plain tensors with this rank's elements do not know the rest of the parameter."""
+    over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
+    name = cut_flat(parameters)
+    if name is not None and stepped_by_plain_scaler():  # not an error: a rank that skips this step would not raise
         warnings.warn(
             f"torch.amp.GradScaler looks for infinities only in this rank's shard of {name!r}, so ranks may skip "
             "different steps and train different weights. Use unshard.optim.ShardedGradScaler.",
             stacklevel=stack_level_of_program(),
         )
-
-
-def _warn_of_whole_parameters(optimizer: Any, parameters: list[Any]) -> None:
-    """Unlike DTensors, plain tensors with this rank's elements do not know the rest of the parameter."""
-    over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
-    name = cut_flat(parameters) if over else None
-    if name is not None:
+    if name is not None and over is not None:
         warnings.warn(
             f"{type(optimizer).__name__} computes {over}, but rank {dist.get_rank()} has only its own elements of "
             f"{name!r}, as a plain tensor: the steps differ from those of the unsharded model. Use an optimizer that "
@@ -277,7 +258,7 @@ def refuse_stepped_by_another(optimizer: Any) -> None:
         if (
             shard.stepper is not None
             and shard.stepper() not in (None, own)
-            and not mine.isdisjoint(map(id, shard.parameters()))
+            and not mine.isdisjoint(map(id, shard.parameters))
         ):
             raise StateError(
                 f"Another optimizer, with flat(..., step_in_backward=True), has stepped {shard.names()} during "
@@ -289,7 +270,22 @@ def refuse_stepped_by_another(optimizer: Any) -> None:
 
 def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
     """Raise if modules no longer have parameters of the optimizer: its steps would have no effect."""
-    by_sharding, by_program = lost_to(parameters)
+    held = set(map(id, parameters))
+    by_sharding: dict[int, str] = {}
+    by_program: dict[int, str] = {}
+    for each in parameters:
+        group = param_group_of(each)
+        if group is None:
+            continue
+        for param in group.params:
+            now = param.sharded
+            if now is each or id(now) in held or not now.requires_grad:
+                continue
+            name = former_name(each)
+            if name is not None and (name == param.name or not group.sharded.one_parameter_each):
+                by_program[id(each)] = name
+            elif param.origin() is each:
+                by_sharding[id(each)] = param.name
     if not by_sharding and not by_program:
         return
     elsewhere = {id(each) for module in all_modules() for each in own_parameters(module).values()}
@@ -341,7 +337,8 @@ def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
         for param in sharded.params if sharded.one_parameter_each else ():
             tensors, full = _tensors(entries.get(id(param.sharded))), torch.Size(param.sharding.shape)
             # Some optimizers also keep other tensors of that shape, or local tensors, which are full on a single rank.
-            if not tensors or param.local.shape == full or not all(_is(full, each) for each in tensors.values()):
+            whole = all(each.shape == full and not isinstance(each, DTensor) for each in tensors.values())
+            if not tensors or param.local.shape == full or not whole:
                 continue
             distributed = isinstance(param.sharded, DTensor)
             raise StateError(
@@ -350,10 +347,6 @@ def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
                 f"its shape is {tuple(param.local.shape)} on rank {sharded.rank}. Build the optimizer after the model "
                 f"was sharded, and load what was saved from the unsharded model with {_LOADERS[distributed]}."
             )
-
-
-def _is(full: torch.Size, tensor: torch.Tensor) -> bool:
-    return tensor.shape == full and not isinstance(tensor, DTensor)
 
 
 def _tensors(entry: Any) -> dict[Any, torch.Tensor]:

@@ -134,12 +134,6 @@ class ParamGroup:
         return "" if unit is None else unit.name
 
     @property
-    def _awaits_backward(self) -> bool:
-        unit = self.unit()
-        root = None if unit is None or unit.root is None else unit.root()
-        return unit is not None and root is not None and root.awaits_backward(unit)
-
-    @property
     def params(self) -> list[ManagedParam]:
         return self.sharded.params
 
@@ -167,10 +161,10 @@ class ParamGroup:
 
     def all_gather(self, from_slices: bool) -> None:
         """Issue the all-gather, from the shard or from the slices kept since forward. Only at rest, or sliced."""
+        sharded = self.sharded
         if from_slices and self._unsharded is not None and self._unsharded.slices is not None:
             plan, label = self._unsharded.slices.plan, self._slices_label
         else:
-            sharded = self.sharded
             if current_graph_task() == -1:
                 if LISTENERS:
                     finish_steps()
@@ -185,23 +179,25 @@ class ParamGroup:
             plan, label = unsharded.plan, self._label
         try:
             self._in_flight = plan, plan.start(label)
-        except OrderError:
-            self._release(plan)
+        except OrderError:  # the ranks disagree, so it was not issued
+            if sharded.offload.copy_streams is not None:
+                sharded.offload.copy_streams.up.synchronize()  # an upload may still write the buffers
+            plan.staging.release()
+            plan.buffer.release()
             raise
         if observer.current is not None:
             observer.current.all_gathering(self.params, plan.members, plan.inputs)
 
-    def _release(self, plan: AllGatherPlan) -> None:
-        """Free the buffers of an all-gather that was not issued because the ranks disagree."""
-        if self.sharded.offload.copy_streams is not None:
-            self.sharded.offload.copy_streams.up.synchronize()  # an upload may still write the buffers
-        plan.staging.release()
-        plan.buffer.release()
-
     def _make_unsharded(self) -> UnshardedParams:
         """Create the unsharded parameters of a precision, at its first all-gather."""
         if self._forgotten_in_graph:
-            self._refuse_backward_of_another_layout()
+            if current_graph_task() != -1:
+                raise StateError(
+                    f"Unit {self.unit_name!r} on rank {self.shards.rank} was changed between forward and backward, for "
+                    "example by .to(dtype), .half() or set_custom_all_gather(). The graph of that forward refers to "
+                    "memory that is no longer used, so its backward cannot run. Change the model before forward or "
+                    "after backward; to go on, run forward again."
+                )
             self._forgotten_in_graph = False
         if self._unsharded is None and self.sharded.find_extended():
             self.gradients.forget_buffers()
@@ -215,15 +211,6 @@ class ParamGroup:
             self._by_precision[self.precision] = self._unsharded
             self._use_params_of(self._unsharded)
         return self._unsharded
-
-    def _refuse_backward_of_another_layout(self) -> None:
-        if current_graph_task() != -1:
-            raise StateError(
-                f"Unit {self.unit_name!r} on rank {self.shards.rank} was changed between forward and backward, for "
-                "example by .to(dtype), .half() or set_custom_all_gather(). The graph of that forward refers to memory "
-                "that is no longer used, so its backward cannot run. Change the model before forward or after "
-                "backward; to go on, run forward again."
-            )
 
     def wait_for_all_gather(self) -> None:
         """Wait, and put the unsharded parameters on the modules."""
@@ -330,11 +317,10 @@ class ParamGroup:
         numbers = {param: number for number, param in enumerate(self.params)}
         others = [each for each in self._by_precision.values() if each is not unsharded]
         stored = self.precision is Precision.STORED
-        self.gradients.use_precision(
-            [(numbers[param], parameter) for each in others for param, parameter in each.parameters()],
-            varied=bool(others) or stored,
-            as_stored=stored and not self.sharded.shard.segments.reduces_stored_alike,
-        )
+        gradients, kinds = self.gradients, self.sharded.shard.segments.kinds
+        gradients.others = [(numbers[param], parameter) for each in others for param, parameter in each.parameters()]
+        gradients.varied = bool(others) or stored
+        gradients.as_stored = stored and any(kind.reduce != kind.reduce_stored for kind in kinds)
 
     def _refresh_unsharded(self) -> None:
         """Call this after params have received other unsharded parameters."""
@@ -342,7 +328,9 @@ class ParamGroup:
         self.gradients.watch(self._swap.unsharded)
 
     def _forget_unsharded(self) -> None:
-        if self._by_precision and self._awaits_backward:
+        unit = self.unit()
+        root = None if unit is None or unit.root is None else unit.root()
+        if self._by_precision and unit is not None and root is not None and root.awaits_backward(unit):
             self._forgotten_in_graph = True
         self._unsharded, self._by_precision = None, {}
         self.gradients.others = []
@@ -409,13 +397,13 @@ class ParamGroup:
         self.gradients.forget_buffers()
         self.shards = transport
         self.sharded.change_transport(transport)
-        self.gradients.change_transport(transport)
+        self.gradients.change_transports(transport)
         self._forget_unsharded()
 
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
         """Reduce through another transport, over the ranks that shard or, if there is only one, over the replicas."""
         self.gradients.forget_buffers()
         if self.shards.world > 1 or self.replicas.world == 1:
-            self.gradients.change_transport(self.shards.wrapped(change))
+            self.gradients.change_transports(self.shards.wrapped(change))
         else:
-            self.gradients.change_replicas(self.replicas.wrapped(change))
+            self.gradients.change_transports(replicas=self.replicas.wrapped(change))

@@ -28,6 +28,7 @@ from .checks import (
     refuse_two_threads,
 )
 from .observer import traced
+from .param_group import ParamGroup
 from .schedule import BackwardOrder, ForwardOrder, Reductions
 from .sharded_grad import LISTENERS, finish_steps
 from .sharing import refuse_shared_with_others
@@ -52,7 +53,7 @@ class Root:
         refuse_shared_with_others(units)
         self._number = {unit: number for number, unit in enumerate(units)}
         self._forward_order = ForwardOrder()
-        self._backward_order = BackwardOrder(limit=8 * len(units))
+        self.backward_order = BackwardOrder(maxlen=8 * len(units))
         self._awaited_before = 0
         self._prefetched: set[Unit] = set()
         self._in_this_backward: set[Unit] = set()
@@ -62,7 +63,7 @@ class Root:
         """This backward makes a graph (create_graph=True)."""
         self._made_graph = False
         """The last backward made a graph. A second backward runs through it, and needs units in any order."""
-        streams = {group.sharded.offload.copy_streams for unit in units for group in unit.param_groups}
+        streams = {group.sharded.offload.copy_streams for group in self.param_groups}
         self._copy_streams = [each for each in streams if each is not None]
         self.unmanaged = Unmanaged()
         self._last_checked = 0
@@ -80,6 +81,10 @@ class Root:
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
 
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        return [group for unit in self.units for group in unit.param_groups]
+
     # -- forward --------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
@@ -96,7 +101,7 @@ class Root:
             unit.refresh()
         if recomputing:
             chosen = unit.options.backward_prefetch
-            expected = self._backward_order.visit(self._number[unit])
+            expected = self.backward_order.visit(self._number[unit])
         else:
             chosen = unit.options.forward_prefetch
             expected = self._forward_order.visit(self._number[unit]) if self.in_forward else None
@@ -144,9 +149,9 @@ class Root:
             event.wait()
         if LISTENERS:
             finish_steps()
-        self._awaited_before = len(self._backward_order)
+        self._awaited_before = len(self.backward_order)
         self._forward_order.begin()
-        for group in [group for unit in self.units for group in unit.param_groups]:
+        for group in self.param_groups:
             group.gradients.release_idle()
         # One unit per forward, in turn: reading storages costs several times all other work per parameter, and programs
         # that assign to `.data` mostly do so for all parameters.
@@ -166,9 +171,9 @@ class Root:
         if unit is self.unit and not returns and not unwatched:
             graph = any(param.sharded.requires_grad for each in self.units for param in each.params)
         if returns and (graph or self.in_forward):
-            if LISTENERS and self._backward_order.awaits(self._number[unit]):
+            if LISTENERS and self._number[unit] in self.backward_order:
                 self._reductions.repeated.add(unit)
-            self._backward_order.push(self._number[unit])
+            self.backward_order.append(self._number[unit])
         options = unit.options
         unit.kept_for_forward = not graph
         if unwatched:
@@ -209,7 +214,7 @@ class Root:
         if graph:
             self.open_graphs += 1
         else:
-            self._backward_order.drop_to(self._awaited_before)
+            self.backward_order.drop_to(self._awaited_before)
             self.wait_for_uploads()  # the program may write parameters next (with a graph: after backward)
 
     def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
@@ -231,7 +236,7 @@ class Root:
         if isinstance(error, (OrderError, CollectiveError)):
             return  # raised on all ranks
         what = "an exception" if error is None else first_line_of(error)
-        for group in [group for unit in self.units for group in unit.param_groups]:
+        for group in self.param_groups:
             for transport in (group.shards, group.replicas):
                 if transport.raised(f"{what} ({where}; forward number {self._forwards})"):
                     return
@@ -252,7 +257,7 @@ class Root:
             return
         if gathers and unit.param_state is not ParamState.GATHERING:  # else it was prefetched
             unit.all_gather()
-        expected = self._backward_order.visit(self._number[unit])
+        expected = self.backward_order.visit(self._number[unit])
         if options.backward_prefetch is not None:
             self._prefetch_chosen(options.backward_prefetch, backward=True)
         elif expected is not None and self._can_prefetch(other := self.units[expected], backward=True):
@@ -316,7 +321,7 @@ class Root:
             self._reshard_prefetched()
             if not self.in_forward:
                 self._reshard_unused()
-            self._backward_order.clear()
+            self.backward_order.clear()
             self._reductions.repeated.clear()
         self._in_this_backward.clear()
         self._wait_for_copies()
@@ -366,14 +371,9 @@ class Root:
             if reshards or unit.param_state is ParamState.GATHERING:
                 unit.reshard()
 
-    @property
-    def awaited(self) -> int:
-        """The number of forwards of units that wait for their backward."""
-        return len(self._backward_order)
-
     def awaits_backward(self, unit: Unit) -> bool:
         """Return True if a graph of `unit` waits for its backward, as far as is known."""
-        return self._backward_order.awaits(self._number[unit])
+        return self._number[unit] in self.backward_order
 
     def wait_for_uploads(self) -> None:
         """Let the host wait for copies to the device. Call this before writing offloaded parameters."""
@@ -389,11 +389,10 @@ class Root:
 
     def _can_prefetch(self, unit: Unit, backward: bool) -> bool:
         """Return True if `unit` is still sharded and will be used, and note that it is prefetched."""
-        state = unit.param_state
-        if state is ParamState.SLICED:
+        if unit.param_state is ParamState.SLICED:
             if not backward and unit.stale:
                 unit.reshard()
-        elif state is not ParamState.SHARDED:
+        elif unit.param_state is not ParamState.SHARDED:
             return False
         if backward and not unit.options.unshard_in_backward:
             return False
@@ -432,7 +431,7 @@ class Root:
 
     def abandon(self) -> None:
         """Reset after a recording that failed. Nothing of it has run, so nothing is waited for."""
-        for group in [group for unit in self.units for group in unit.param_groups]:
+        for group in self.param_groups:
             group.forget_in_flight()
         self.reset()
 
@@ -442,7 +441,7 @@ class Root:
             unit.reset()
         self._reductions.clear()
         self._prefetched.clear()
-        self._backward_order.clear()
+        self.backward_order.clear()
         self._in_this_backward.clear()
         self._wait_for_copies()
         self.in_forward = self.in_backward = self._makes_graph = self._made_graph = False

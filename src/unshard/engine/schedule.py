@@ -40,37 +40,23 @@ class ForwardOrder:
         self._learned, self._seen = self._seen, []
 
 
-class BackwardOrder:
-    """A stack of the units, as numbers, whose forwards still wait for their backward."""
+class BackwardOrder(deque[int]):
+    """A stack of the units, as numbers, whose forwards still wait for their backward.
 
-    def __init__(self, limit: int):
-        # Bounded, because a program may run forwards forever without a backward.
-        self._stack: deque[int] = deque(maxlen=limit)
-
-    def __len__(self) -> int:
-        return len(self._stack)
-
-    def awaits(self, unit: int) -> bool:
-        """Return True if a backward of `unit` is expected."""
-        return unit in self._stack
-
-    def push(self, unit: int) -> None:
-        self._stack.append(unit)
+    Give it a `maxlen`: a program may run forwards forever without a backward.
+    """
 
     def drop_to(self, length: int) -> None:
-        while len(self._stack) > length:
-            self._stack.pop()
+        while len(self) > length:
+            self.pop()
 
     def visit(self, unit: int) -> int | None:
         """Record that the backward of `unit` begins; returns the unit expected next."""
-        if unit not in self._stack:
+        if unit not in self:
             return None
-        while self._stack.pop() != unit:
+        while self.pop() != unit:
             pass
-        return self._stack[-1] if self._stack else None
-
-    def clear(self) -> None:
-        self._stack.clear()
+        return self[-1] if self else None
 
 
 class Reductions:

@@ -20,7 +20,6 @@ from .param_group import ParamGroup, param_group_of, param_groups_of
 from .params.buffers import META, Shard
 from .params.flat_sharded import FlatShardedParams
 from .params.offload import OffloadPlan
-from .params.param import former_name
 from .root import Root
 from .sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 
@@ -87,31 +86,6 @@ def built_too_early(replaced: Iterable[str]) -> str:
     return f"was built before the model was sharded, which has replaced {listed(replaced, 8)}"
 
 
-def lost_to(parameters: Iterable[torch.Tensor]) -> tuple[dict[int, str], dict[int, str]]:
-    """The parameters that modules no longer have, while `parameters` lacks the trained ones that replaced them.
-
-    Returns those that sharding replaced, and those that the program replaced later: their names by id.
-    """
-    parameters = list(parameters)
-    held = set(map(id, parameters))
-    by_sharding: dict[int, str] = {}
-    by_program: dict[int, str] = {}
-    for each in parameters:
-        group = param_group_of(each)
-        if group is None:
-            continue
-        for param in group.params:
-            now = param.sharded
-            if now is each or id(now) in held or not now.requires_grad:
-                continue
-            name = former_name(each)
-            if name is not None and (name == param.name or not group.sharded.one_parameter_each):
-                by_program[id(each)] = name
-            elif param.origin() is each:
-                by_sharding[id(each)] = param.name
-    return by_sharding, by_program
-
-
 def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
     """The roots of the models that the parameters belong to; a model that never ran has none."""
     return roots_of_groups(param_groups_of(parameters))
@@ -153,7 +127,7 @@ def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
     return found
 
 
-def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
+def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
     """The name of one of `parameters` that belongs to a flat unit, if any: plain tensors do not show it.
 
     `ranks`: only units that are sharded over at least so many ranks.
@@ -168,8 +142,8 @@ def lies_flat(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
 
 
 def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
-    """`lies_flat` for flat units of several ranks, where a rank does not have the whole parameter."""
-    return lies_flat(parameters, ranks=2)
+    """`name_in_flat_unit` for flat units of several ranks, where a rank does not have the whole parameter."""
+    return name_in_flat_unit(parameters, ranks=2)
 
 
 def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
@@ -203,14 +177,14 @@ def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
     for shard in sharded_grads_of(parameters):
         if isinstance(shard, FlatShardedGrad):
             continue  # plain tensors, taken one by one
-        if shard.stepped and not given.isdisjoint(map(id, shard.parameters())):
+        if shard.stepped and not given.isdisjoint(map(id, shard.parameters)):
             raise StateError(
                 f"The gradients of {shard.names()} can no longer be clipped or scaled: a flat optimizer with "
                 "step_in_backward=True has already used them during backward. Do not combine step_in_backward=True "
                 "with clipping or gradient scaling."
             )
         if shard.belongs_to(given):
-            given.difference_update(map(id, shard.parameters()))
+            given.difference_update(map(id, shard.parameters))
             found.flat_gradients.extend(shard.flat_gradients)
             found.gaps.extend(shard.gaps)
     found.others.extend(parameter for parameter in parameters if id(parameter) in given)

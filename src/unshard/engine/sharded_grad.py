@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby, repeat
 from math import prod
 from operator import attrgetter, is_, is_not
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,10 +43,6 @@ _Views = TypeVar("_Views")
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class FlatGradient:
     """Adjacent gradients with the same distribution, as one flat tensor; gaps between them are zero."""
@@ -75,7 +71,7 @@ class ShardedGrad:
         """Order of creation: sums over several sharded gradients are added in this order, the same in every run."""
         self.offloaded = offload.offloaded
         """True if it rests on the host and a device computes."""
-        self.wait_for_copy: Callable[[], None] = _nothing
+        self.wait_for_copy: Callable[[], None] = lambda: None
         """Makes the host wait for the copy from the device, if one is in flight."""
         self.stepper: weakref.ref[object] | None = None
         """The optimizer that has used these gradients before its `step`, if any."""
@@ -100,7 +96,7 @@ class ShardedGrad:
                 offset = at.offset + start * dtype.itemsize
                 self._add(params[index], dtype, offset, transport.rank)
         self.buffer.release()
-        self._parameters: list[torch.Tensor] = [param.sharded for param in self._params]
+        self.parameters: list[torch.Tensor] = [param.sharded for param in self._params]
         self._idle_uses = self._uses()
         self._known_idle = True
 
@@ -111,8 +107,10 @@ class ShardedGrad:
             local = self.buffer.tensor(dtype, offset, shape)
         else:
             local = torch.empty(shape, dtype=dtype, device=self.buffer.device)
-        grad = make_gradient(local, spec.mesh, spec.placements, param.sharded.shape)
-        self._params.append(param)
+        self._put(param, make_gradient(local, spec.mesh, spec.placements, param.sharded.shape), local, offset)
+
+    def _put(self, holder: Any, grad: Any, local: torch.Tensor, offset: int) -> None:
+        self._params.append(holder)
         self.grads.append(grad)
         self.locals.append(local)
         self.begins.append(offset)
@@ -125,18 +123,18 @@ class ShardedGrad:
     @property
     def attached(self) -> bool:
         """True if a grad is some parameter's `.grad`."""
-        return any(map(is_, map(gradient_of, self._parameters), self.grads))  # a loop in C: called in every step
+        return any(map(is_, map(gradient_of, self.parameters), self.grads))  # a loop in C: called in every step
 
     def attached_members(self) -> tuple[int, ...]:
         """Indices of the grads that are the `.grad` of their parameters."""
-        pairs = enumerate(zip(self._parameters, self.grads, strict=True))
+        pairs = enumerate(zip(self.parameters, self.grads, strict=True))
         return tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
 
     def attach(self, members: Sequence[int]) -> None:
         """Become `.grad` of some parameters, which have none."""
         self._known_idle = False
         for number in members:
-            self._parameters[number].grad = self.grads[number]
+            self.parameters[number].grad = self.grads[number]
 
     @property
     def idle(self) -> bool:
@@ -148,12 +146,9 @@ class ShardedGrad:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
 
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
     def belongs_to(self, parameters: Set[int]) -> bool:
         """Return True if every grad is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
-        for parameter, grad in zip(self._parameters, self.grads, strict=True):
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False
         return bool(self.grads)
@@ -224,7 +219,7 @@ class ShardedGrad:
         end of backward waits for the copy, and so does this method if anything reads the values here.
         """
         self._known_idle = False
-        parameters, grads, locals_ = self._parameters, self.grads, self.locals
+        parameters, grads, locals_ = self.parameters, self.grads, self.locals
         if absent:
             self.wait_for_copy()
             numbered = enumerate(zip(self._params, locals_, strict=True))
@@ -269,15 +264,11 @@ class FlatShardedGrad(ShardedGrad):
         shape = param.sharding.local_shape(rank)
         if self._one is None:
             if prod(shape):
-                self._put(param, self.buffer.tensor(dtype, offset, shape, param.sharding.local_stride), offset)
+                grad = self.buffer.tensor(dtype, offset, shape, param.sharding.local_stride)
+                self._put(param, grad, grad, offset)
         elif not self.grads:
-            self._put(self._one, self.buffer.tensor(dtype, 0, self._one.local.shape), 0)
-
-    def _put(self, holder: Any, grad: torch.Tensor, offset: int) -> None:
-        self._params.append(holder)
-        self.grads.append(grad)  # type: ignore[arg-type]
-        self.locals.append(grad)
-        self.begins.append(offset)
+            grad = self.buffer.tensor(dtype, 0, self._one.local.shape)
+            self._put(self._one, grad, grad, 0)
 
 
 def _add(
@@ -298,7 +289,7 @@ def _add(
 
 
 class UnreducedGradients:
-    """Sums of gradients that backwards did not synchronise, in one flat buffer; nearly always in the reduce dtype."""
+    """Sums of gradients that backwards did not synchronize, in one flat buffer; nearly always in the reduce dtype."""
 
     def __init__(self, shard: Shard, device: torch.device):
         itemsizes = shard.segments.itemsizes("kept")
@@ -360,32 +351,26 @@ class UnreducedGradients:
         return True
 
 
-class Listener(Protocol):
-    def gradients_ready(self, grads: Sequence[ShardedGrad]) -> None:
-        """Called during backward, in its thread, when gradients are set as `.grad` and complete.
+LISTENERS: dict[int, weakref.ref[Any]] = {}
+"""Optimizers that step units during backward. Usually empty; every unit checks that in every step.
 
-        Their copy to the host may be in flight: call `ShardedGrad.wait_for_copy` before reading them.
-        """
-
-    def finish_steps(self) -> None:
-        """Called before a program reads parameters."""
+`gradients_ready(sharded_grads)` is called in the thread of backward when gradients are complete. Their copy to the
+host may be in flight: call `ShardedGrad.wait_for_copy` before reading them. `finish_steps()` is called before a program
+reads parameters.
+"""
 
 
-LISTENERS: dict[int, weakref.ref[Listener]] = {}
-"""Optimizers that step units during backward. Usually empty; every unit checks that in every step."""
-
-
-def listen(listener: Listener) -> None:
+def listen(listener: Any) -> None:
     """Call `listener` from now on, for its lifetime."""
     key = id(listener)
     LISTENERS[key] = weakref.ref(listener, lambda _: LISTENERS.pop(key, None))
 
 
-def unlisten(listener: Listener) -> None:
+def unlisten(listener: Any) -> None:
     LISTENERS.pop(id(listener), None)
 
 
-def listeners() -> list[Listener]:
+def listeners() -> list[Any]:
     return [listener for ref in list(LISTENERS.values()) if (listener := ref()) is not None]
 
 

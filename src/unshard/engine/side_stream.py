@@ -128,16 +128,6 @@ class CopyStreams:
         self.down.synchronize()
 
 
-@dataclass(frozen=True)
-class GatherStreams:
-    """For all-gathers of recorded steps. Two, so that the next unit is gathered while this one is copied out."""
-
-    gather: SideStream
-    """Casts, and issues all-gathers."""
-    copy_out: SideStream
-    """Copies packed parameters to their places."""
-
-
 # All units of a process share these streams. The functions return None for the CPU.
 
 
@@ -153,5 +143,9 @@ def reduce_stream(device: torch.device) -> SideStream | None:
 
 
 @cache
-def gather_streams(device: torch.device) -> GatherStreams | None:
-    return None if device.type == "cpu" else GatherStreams(SideStream(device), SideStream(device))
+def gather_streams(device: torch.device) -> tuple[SideStream, SideStream] | None:
+    """Streams of recorded steps: one casts and all-gathers, the other copies packed parameters to their places.
+
+    Two, so that the next unit is gathered while this one is copied out.
+    """
+    return None if device.type == "cpu" else (SideStream(device), SideStream(device))

@@ -88,7 +88,7 @@ class Options:
     """The same for a unit that stays unsharded after backward."""
     unshard_in_backward: bool = True
     """False if no gradient depends on the parameters' values, as in an embedding."""
-    synchronise: bool = True
+    synchronize: bool = True
     """False: backward does not reduce gradients, and keeps them unsharded on this rank."""
     all_reduce: bool = True
     """False: gradients are not reduced over replicas, and kept as partial sums."""
@@ -178,7 +178,7 @@ class Dtypes:
     gradient: torch.dtype
     """The dtype of `.grad` at rest, nearly always `original`."""
     kept: torch.dtype
-    """The dtype in which gradients are accumulated without synchronisation."""
+    """The dtype in which gradients are accumulated without synchronization."""
     reduce_stored: torch.dtype
     """The dtype in which gradients are reduced if the unit computes in the original dtype, not the policy's."""
 
@@ -229,8 +229,3 @@ class Segments:
         same = copy.copy(self)
         same.kinds = [kind.stored for kind in self.kinds]
         return same
-
-    @property
-    def reduces_stored_alike(self) -> bool:
-        """True if gradients are reduced in the same dtypes after a forward in the stored dtypes."""
-        return all(kind.reduce == kind.reduce_stored for kind in self.kinds)

@@ -285,7 +285,7 @@ class Unit:
         """
         kept = self.unsharded_is_shard
         return {
-            param: (0 if kept else version_of(param.unsharded), param.lies_elsewhere)
+            param: (0 if kept else version_of(param.unsharded), param.is_outside_buffer)
             for param in self.params
             if param.unsharded is not None
             and not param.unsharded.is_inference()
@@ -359,7 +359,7 @@ class Unit:
 
     @property
     def has_gradients_to_reduce(self) -> bool:
-        """True if autograd, or backwards without synchronisation, left gradients that can be reduced now."""
+        """True if autograd, or backwards without synchronization, left gradients that can be reduced now."""
         for group in self.param_groups:
             if group.gradients.any_new or group.gradients.has_sums_to_reduce(self.options):
                 return True
@@ -379,7 +379,7 @@ class Unit:
                 param.sharded.grad.zero_()
 
     def drop_unreduced(self) -> None:
-        """Drop the sums of backwards without synchronisation."""
+        """Drop the sums of backwards without synchronization."""
         for group in self.param_groups:
             group.gradients.drop_unreduced()
 

@@ -74,7 +74,7 @@ class Unmanaged:
             )
 
     @classmethod
-    def notice(cls, module: nn.Module) -> None:
+    def notice(cls, module: nn.Module, *unused: Any) -> None:
         """Call this before a parameter or a module is registered in `module`."""
         watched = cls._watched.get(module)
         if watched is not None:
@@ -97,12 +97,8 @@ def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]
 @cache
 def _register() -> None:
     """Once per process."""
-    register_module_module_registration_hook(_module_comes)
+    register_module_module_registration_hook(Unmanaged.notice)
     register_module_parameter_registration_hook(_parameter_comes)
-
-
-def _module_comes(module: nn.Module, name: str, child: Any) -> None:
-    Unmanaged.notice(module)
 
 
 def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
@@ -121,11 +117,16 @@ def warn_of_untied(units: list[Unit]) -> None:
             origin = param.origin()
             if origin is not None and origin is not param.sharded and param.sharded.requires_grad:
                 kept[id(origin)] = param.name, unit
-    if kept:
-        for module in all_modules():
-            for name, parameter in own_parameters(module).items():
-                if id(parameter) in kept:
-                    _warn_of_untied(*kept[id(parameter)], f"{name!r} of a {type(module).__name__}")
+    for module in all_modules() if kept else ():
+        for other, parameter in own_parameters(module).items():
+            if id(parameter) in kept:
+                name, unit = kept[id(parameter)]
+                warnings.warn(
+                    f"Parameter {name!r} of {unit} was shared with {other!r} of a {type(module).__name__} that no unit "
+                    "contains. After sharding, they are two separate parameters. Shard a module that contains both as "
+                    "one unit, or both with fully_shard([first, second]).",
+                    stacklevel=stack_level_of_program(),
+                )
 
 
 def all_modules() -> Iterator[nn.Module]:
@@ -133,12 +134,3 @@ def all_modules() -> Iterator[nn.Module]:
         # Not `isinstance`, which reads `__class__`: some objects then import a module or warn.
         if issubclass(type(each), nn.Module) and "_parameters" in each.__dict__:
             yield each
-
-
-def _warn_of_untied(name: str, unit: Unit, other: str) -> None:
-    warnings.warn(
-        f"Parameter {name!r} of {unit} was shared with {other} that no unit contains. After sharding, they are two "
-        "separate parameters. Shard a module that contains both as one unit, or both with "
-        "fully_shard([first, second]).",
-        stacklevel=stack_level_of_program(),
-    )

@@ -141,14 +141,14 @@ class FullyShardedDataParallel(nn.Module):
         states = states_below_root(self, "no_sync")
         before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
         for options, _ in before:
-            options.synchronise = options.all_reduce = False
+            options.synchronize = options.all_reduce = False
             if options.reshard_after_forward is False:
                 options.reshard_after_backward = False
         try:
             yield
         finally:
             for options, reshard_after_backward in before:
-                options.synchronise = options.all_reduce = True
+                options.synchronize = options.all_reduce = True
                 options.reshard_after_backward = reshard_after_backward
 
     @torch.no_grad()
@@ -368,7 +368,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        return self.check_is_root() if self._state.is_initialised else None
+        return self.check_is_root() if self._state.is_initialized else None
 
     @property
     def mixed_precision(self) -> MixedPrecision:

@@ -152,7 +152,7 @@ def _check_module(module: Any) -> None:
         )
     for child_name, child in module.named_modules():
         state = state_of(child)
-        if state is not None and state.is_initialised:
+        if state is not None and state.is_initialized:
             raise StateError(
                 f"fully_shard was applied to {name} after {child_name!r} inside it ran a forward. Shard bottom-up, "
                 "the whole model before its first forward."

@@ -81,7 +81,7 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
-        self._set("synchronise", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
+        self._set("synchronize", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -172,7 +172,7 @@ class FSDPModule:
         `async_op`, returns a handle; the gradients are already complete.
         """
         state = _state(self)
-        if state.is_initialised:
+        if state.is_initialized:
             options = state.root_options()
             before, options.last_backward = options.last_backward, True
             try:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..engine.api import (
     built_too_early,
     finish_steps,
-    lies_flat,
+    name_in_flat_unit,
     note_optimizer_step,
     replaced_by_shards,
     rest_on_the_host,
@@ -134,7 +134,7 @@ def _has_known_step(kind: type[Optimizer]) -> bool:
 
 
 def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
-    flat_unit = lies_flat(parameters)
+    flat_unit = name_in_flat_unit(parameters)
     if flat_unit is not None:
         raise ArgumentError(
             f"flat takes parameters that fully_shard has sharded; this {name} holds {flat_unit!r} of "

@@ -276,9 +276,9 @@ class StepInBackward:
         try:
             for step in steps:
                 step.future.result()
-                new = set(map(id, step.sharded_grad.parameters()))
+                new = set(map(id, step.sharded_grad.parameters))
                 stepped |= new
-                for root in roots_of(step.sharded_grad.parameters()):
+                for root in roots_of(step.sharded_grad.parameters):
                     root.upload_first_units(stepped, new)
         finally:
             for step in steps:

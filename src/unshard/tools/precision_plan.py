@@ -150,7 +150,7 @@ class UnitPlan:
     @property
     def casts_inputs(self) -> bool:
         """For some policies this depends on the root, which the first forward finds: until then, the outermost unit."""
-        if self.state.is_initialised:
+        if self.state.is_initialized:
             return self.state.casts_inputs
         return self.policy.casts_inputs(self.outermost, empty=not self.state.unit.used_params)
 

@@ -232,7 +232,7 @@ def test_every_option_of_a_unit_is_followed() -> None:
         (root,) = trained.roots()
         options = root.unit.options
         names = [each.name for each in fields(options)]
-        assert "synchronise" in names and seen() == seen()
+        assert "synchronize" in names and seen() == seen()
         for name in names:
             before = seen()
             with patch.object(options, name, object()):

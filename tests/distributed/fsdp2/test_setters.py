@@ -14,7 +14,7 @@ from torch import nn
 from unshard import fully_shard
 
 RECURSIVE = {
-    "set_requires_gradient_sync": (False, "synchronise"),
+    "set_requires_gradient_sync": (False, "synchronize"),
     "set_requires_all_reduce": (False, "all_reduce"),
     "set_reshard_after_forward": (True, "reshard_after_forward"),
     "set_reshard_after_backward": (False, "reshard_after_backward"),

@@ -44,7 +44,7 @@ def shards_of(model: nn.Module) -> list[ShardedGrad]:
     """Not those of other tests: collectives that were given up keep theirs as long as the process lives."""
     mine = set(map(id, model.parameters()))
     alive = [each for each in gc.get_objects() if isinstance(each, ShardedGrad)]
-    return [each for each in alive if not mine.isdisjoint(map(id, each.parameters()))]
+    return [each for each in alive if not mine.isdisjoint(map(id, each.parameters))]
 
 
 @world(2)

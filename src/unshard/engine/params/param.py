@@ -92,7 +92,7 @@ class ManagedParam:
         return self.attributes.get("quant_state") is not None
 
     @property
-    def lies_elsewhere(self) -> bool:
+    def is_outside_buffer(self) -> bool:
         """True if `unsharded` was given memory outside the unsharded buffer."""
         unsharded, place = self.unsharded, self.unsharded_view
         return unsharded is not None and place is not None and unsharded.data_ptr() != place.data_ptr()

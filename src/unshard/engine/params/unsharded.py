@@ -212,7 +212,7 @@ class ShownParams:
     def _copy(self, param: ManagedParam) -> bool:
         if self._sliced:
             return False
-        if self._is_shard and not param.lies_elsewhere:
+        if self._is_shard and not param.is_outside_buffer:
             return True
         return self._sharded.copy_unsharded(param)
 
