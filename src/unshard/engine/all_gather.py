@@ -43,10 +43,7 @@ class AllGatherPlan:
         extensions: Extensions | None = None,
         side_streams: bool = True,
     ):
-        """`upload` copies an offloaded shard to the device. `extensions` are gathered with the shard.
-
-        `side_streams`: recorded steps may gather on side streams.
-        """
+        """`extensions` are gathered with the shard. `side_streams`: recorded steps may gather on side streams."""
         self._transport, self._shard, self.buffer = transport, shard, buffer
         traits, itemsizes = transport.traits, shard.segments.itemsizes("compute")
         packed = [region for region in shard.regions if region.packed]
@@ -90,10 +87,7 @@ class AllGatherPlan:
         buffer.release()
 
     def start(self, label: Label) -> Work:
-        """Fill the inputs and issue the all-gather. Until `copy_out`, nobody may touch the buffers.
-
-        All all-gathers of units are issued here.
-        """
+        """Fill the inputs and issue the all-gather. Until `copy_out`, nobody may touch the buffers."""
         # Memory is taken on the compute stream, which also frees it. Side streams wait for that stream before they
         # write, because it may still be reading what had the memory before.
         if not self._takes_late:
@@ -121,11 +115,7 @@ class AllGatherPlan:
         return issue()
 
     def _start_recorded(self, gather: SideStream, copy_out: SideStream, issue: Callable[[], Work]) -> Work:
-        """In a recorded step, use side streams, so that a replay gathers while other units compute.
-
-        Takes more host time, which a replay does not spend. The gather stream starts after everything that the compute
-        stream has queued so far.
-        """
+        """Use side streams, behind everything on the compute stream, so that a replay gathers while units compute."""
         if self.copies:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
 

@@ -279,10 +279,7 @@ FULL_STATE_DICT = "unshard.checkpoint.full_state_dict(model)"
 
 
 class _Metadata(OrderedDict[str, Any]):
-    """The metadata of a state dict of shards, which warns when the state dict is pickled.
-
-    Pickles, copies and prints like the metadata that it replaces.
-    """
+    """Metadata of a state dict of shards: warns when that is pickled, otherwise like the metadata that it replaces."""
 
     def __init__(self, metadata: Any, state_dict: Any, full: str):
         super().__init__(metadata)

@@ -166,10 +166,7 @@ class SideOutputs:
         return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
 
     def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
-        """Replace tensors that share memory with unsharded parameters by copies.
-
-        `search`: look at all attributes, not only at those that had such a tensor before.
-        """
+        """Replace tensors that share memory with unsharded parameters by copies. `search`: look at all attributes."""
         if search:
             for module, name, value in _attributes(modules):
                 if next(_aliases_in(module, name, value), None) is not None:
@@ -188,10 +185,7 @@ class SideOutputs:
 
 
 class _LeftAlias:
-    """A tensor, or a tuple of tensors, that forward left on a module, in a list or in a dict.
-
-    Between forwards a copy replaces it.
-    """
+    """Tensors that forward left on a module, in a list or in a dict. Between forwards a copy replaces them."""
 
     def __init__(self, container: Any, key: Any, value: Any):
         # There are no weak references to lists, but a list does not keep its module alive.

@@ -114,8 +114,8 @@ def keep_gradient_memory(group: ParamGroup) -> None:
     for reduction in gradients.reductions.values():
         if reduction.has_partial:
             reduction.partial.stay()
-        for grad in reduction.attached_grads():
-            grad.buffer.stay()
+    for grad in gradients.sharded_grads():
+        grad.buffer.stay()
 
 
 def kept_grads(group: ParamGroup) -> list[ShardedGrad]:

@@ -21,7 +21,7 @@ from . import observer
 from .params.buffers import Shard
 from .params.param import ManagedParam
 from .params.sharded import ShardedParams
-from .reduction import Gradients, Reduction, ReductionInFlight, Stage
+from .reduction import Reduction, ReductionInFlight, Stage
 from .sharded_grad import ShardedGrad, UnreducedGradients, gradient_of
 from .states import GradState, Options, checked_move
 
@@ -137,20 +137,19 @@ class GroupGradients:
                 self.unreduced.forget(self._sharded.hide_unreduced())
             if self.state is GradState.LOCAL or (gradients and not options.synchronize):
                 gradients = self._keep(gradients)
-            if options.synchronize:
-                self._start(self._sharded.members_to_reduce(gradients), gradients, options, last)
-            elif self.unreduced is not None:
-                self._sharded.show_unreduced(self.unreduced)
-
-    def _start(self, members: tuple[int, ...], gradients: Gradients, options: Options, last: bool) -> None:
-        state = checked_move(self, self.state, GradState.REDUCING)
-        if members:
-            reduction = self.reductions.get((members, self.as_stored)) or self._make_reduction(members)
-            self._in_flight.append(reduction.start(gradients, options, last))
-        self.state = state
-        if last and options.all_reduce:
-            self._resume_partial(members, options)
-        self._clear_unreduced()
+            if not options.synchronize:
+                if self.unreduced is not None:
+                    self._sharded.show_unreduced(self.unreduced)
+                return
+            members = self._sharded.members_to_reduce(gradients)
+            state = checked_move(self, self.state, GradState.REDUCING)
+            if members:
+                reduction = self.reductions.get((members, self.as_stored)) or self._make_reduction(members)
+                self._in_flight.append(reduction.start(gradients, options, last))
+            self.state = state
+            if last and options.all_reduce:
+                self._resume_partial(members, options)
+            self._clear_unreduced()
 
     def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
         """Reduce over the replicas what earlier backwards reduced only over the shards, for other parameters."""
@@ -280,20 +279,24 @@ class GroupGradients:
 
     def sharded_grads(self) -> list[ShardedGrad]:
         """Return the sharded gradients that parameters have as `.grad`."""
-        return [grad for reduction in self.reductions.values() for grad in reduction.attached_grads()]
+        return [grad for reduction in self.reductions.values() for grad in reduction.grads if grad.attached]
 
     def release_idle(self) -> None:
         """Free the memory of gradients that `zero_grad` has cleared."""
         if self.state is not GradState.REDUCING:
             for reduction in self.reductions.values():
-                reduction.release_idle()
+                for grad in reduction.grads:
+                    if grad.idle:
+                        grad.buffer.release()
 
     def drop(self) -> None:
         """Drop everything that is not a `.grad` yet."""
         for each in self._in_flight:
             try:
                 with suppress(CollectiveError):  # the collective has ended, and nobody wants its result
-                    each.reduction.drop(each)
+                    each.work.wait()
+                    if each.grad.idle:
+                        each.grad.buffer.release()
             except OrderError:
                 # The collective stays in flight and may still write, so its buffers must never be freed or used again.
                 leak(each)

@@ -63,10 +63,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 
 class FSDPState:
-    """The hooks of a unit on its modules: one module, or a list that was sharded as one unit.
-
-    The modules own the state, which refers to them weakly.
-    """
+    """The hooks of a unit on its modules, one or a list. They own the state, which refers to them weakly."""
 
     full_state_dict: ClassVar[str] = FULL_STATE_DICT
     """The call that returns unsharded parameters, for messages."""
@@ -83,7 +80,7 @@ class FSDPState:
         self._root: Callable[[], Root | None] = lambda: None
         self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
-        """For each forward in progress, the id of the exception that was being handled when it began."""
+        """For each forward in progress, the id of the exception, not forward's, that was handled when it began."""
         self._first_node = 0
         self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
@@ -143,8 +140,9 @@ class FSDPState:
     @traced("pre_forward")
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.unit
-        # An exception that the program was handling when forward began is not forward's.
-        if self._handled and self._is_nested():
+        # A module of the unit may call itself, or another one of its list. A call that a KeyboardInterrupt left looks
+        # the same, except that it is not on the stack.
+        if self._handled and unit.phase is Phase.FORWARD and calls_on_stack(self.modules()) > 1:
             self._handled += [id(sys.exc_info()[1]), _NESTED]
             # The outer call keeps the unsharded parameters until its own end.
             dtype = unit.compute_dtype_in(unit.precision) if self.casts_inputs else None
@@ -248,13 +246,6 @@ class FSDPState:
             written = [param.name for param, version in versions.items() if now.get(param, version) != version]
             if written:
                 warn_of_lost_writes(self.unit.name, written)
-
-    def _is_nested(self) -> bool:
-        """Return True if a module of the unit called itself, or another one of its list.
-
-        A call that a KeyboardInterrupt left looks the same, except that it is not on the stack.
-        """
-        return self.unit.phase is Phase.FORWARD and calls_on_stack(self.modules()) > 1
 
     def _leave_nested(self, module: nn.Module, output: Any) -> Any:
         unit, error = self.unit, sys.exc_info()[1]

@@ -40,10 +40,7 @@ def name_stages(prefix: str = "unshard", logger: logging.Logger | None = None) -
 
 
 def traced(stage: str) -> Callable[[_Method], _Method]:
-    """Make a method a stage that logs and profiles show and `torch.compile` does not trace.
-
-    The method's object has a `unit`.
-    """
+    """Make a method of an object with a `unit` a stage: logs and profiles show it, `torch.compile` skips it."""
 
     def decorate(method: _Method) -> _Method:
         @never_compiled

@@ -178,10 +178,7 @@ def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def refuse_local_state(optimizer: Any) -> None:
-    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save one rank's shards only.
-
-    Users may still save the state dict on each rank.
-    """
+    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save one rank's shards only."""
     caller = caller_in_checkpoint()
     name = None if caller is None else cut_flat(optimizer_parameters(optimizer))
     if name is not None:

@@ -222,10 +222,7 @@ class Reduction:
         self._division = Division(True, True, 1.0, 1.0)
 
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
-        """Pack `gradients` (by number of the parameter), drop them and issue the reduce-scatter.
-
-        `last`: no other unit's backward follows.
-        """
+        """Pack `gradients`, drop them and issue the reduce-scatter. `last`: no other unit's backward follows."""
         flight, watcher = self._new_flight(options), observer.current
         # At the end nothing overlaps, so the compute stream does as well. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
@@ -339,7 +336,12 @@ class Reduction:
         flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
         if flight.stage is Stage.COPY_TO_HOST:
-            return self._deliver_on_host(flight)
+            assert flight.copied is not None
+            outputs.release()  # the compute stream, which owns it, has waited for the copy
+            # The host has not waited: whoever reads the gradients before the end of backward must.
+            flight.grad.wait_for_copy = flight.copied.synchronize
+            flight.grad.deliver(flight.absent)
+            return Stage.DELIVERED
         if flight.stage is Stage.REDUCE_SCATTER:
             self._input.release()
             if self._replicas.world > 1:
@@ -366,7 +368,7 @@ class Reduction:
     def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Stage:
         """Queue the copy on the side stream for copies to the host; the next unit's backward overlaps with it.
 
-        `flight.outputs` may be freed only after the compute stream has waited for the copy: see `_deliver_on_host`.
+        `flight.outputs` may be freed only after the compute stream has waited for the copy: see `advance`.
         """
         host, device = flight.grad.buffer, flight.outputs
         if self._cast:
@@ -376,14 +378,6 @@ class Reduction:
         flight.work = flight.copied
         flight.stage = Stage.COPY_TO_HOST
         return flight.stage
-
-    def _deliver_on_host(self, flight: ReductionInFlight) -> Stage:
-        assert flight.copied is not None
-        flight.outputs.release()  # `advance` has made the compute stream, which owns it, wait for the copy
-        # The host has not waited: whoever reads the gradients before the end of backward must.
-        flight.grad.wait_for_copy = flight.copied.synchronize
-        flight.grad.deliver(flight.absent)
-        return Stage.DELIVERED
 
     def _reduce_over_replicas(self, flight: ReductionInFlight) -> Stage:
         outputs, partial = flight.outputs, self.partial
@@ -408,12 +402,6 @@ class Reduction:
             observer.current.all_reducing(self._params, members, outputs.pieces)
         return flight.stage
 
-    def drop(self, flight: ReductionInFlight) -> None:
-        """Wait for the operation in flight and discard the result."""
-        flight.work.wait()
-        if flight.grad.idle:
-            flight.grad.buffer.release()
-
     def release(self) -> None:
         """Free all memory except that of gradients. Only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self.partial):
@@ -429,13 +417,3 @@ class Reduction:
         self.grads = [grad for grad in self.grads if grad.attached]
         self.grads.append(self._sharded.make_sharded_grad(self._shard, self._regions, self._transport))
         return self.grads[-1]
-
-    def attached_grads(self) -> list[ShardedGrad]:
-        """Return the sharded gradients that parameters have as `.grad`."""
-        return [grad for grad in self.grads if grad.attached]
-
-    def release_idle(self) -> None:
-        """Free the memory of gradients that were cleared."""
-        for grad in self.grads:
-            if grad.idle:
-                grad.buffer.release()

@@ -41,10 +41,7 @@ class ForwardOrder:
 
 
 class BackwardOrder(deque[int]):
-    """A stack of the units, as numbers, whose forwards still wait for their backward.
-
-    Give it a `maxlen`: a program may run forwards forever without a backward.
-    """
+    """The units, as numbers, whose forwards wait for their backward. Bounded (`maxlen`), because it may never come."""
 
     def drop_to(self, length: int) -> None:
         while len(self) > length:
@@ -110,10 +107,7 @@ class Reductions:
                 self._tell_listeners(unit)
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """The parameters of `unit` have their gradients.
-
-        These are complete, unless the unit, or one that uses its parameters, ran more than once.
-        """
+        """Hand over the gradients of `unit`, complete unless it, or a unit that uses its parameters, ran twice."""
         if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
             ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
             for listener in listeners():

@@ -128,10 +128,7 @@ def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
 
 
 def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
-    """The name of one of `parameters` that belongs to a flat unit, if any: plain tensors do not show it.
-
-    `ranks`: only units that are sharded over at least so many ranks.
-    """
+    """The name of a parameter of a flat unit with at least `ranks` ranks, if any: plain tensors do not show it."""
     for each in parameters:
         group = param_group_of(each)
         if group is not None and isinstance(group.sharded, FlatShardedParams) and group.shards.world >= ranks:

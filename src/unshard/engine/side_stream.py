@@ -144,8 +144,5 @@ def reduce_stream(device: torch.device) -> SideStream | None:
 
 @cache
 def gather_streams(device: torch.device) -> tuple[SideStream, SideStream] | None:
-    """Streams of recorded steps: one casts and all-gathers, the other copies packed parameters to their places.
-
-    Two, so that the next unit is gathered while this one is copied out.
-    """
+    """For recorded steps: a stream that all-gathers the next unit while the other copies packed parameters out."""
     return None if device.type == "cpu" else (SideStream(device), SideStream(device))

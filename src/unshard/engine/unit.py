@@ -152,10 +152,7 @@ class Unit:
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters on the modules, and keep the unsharded ones for the next `unshard`.
-
-        Slices are dropped.
-        """
+        """Put the sharded parameters on the modules; keep the unsharded ones for the next `unshard`, drop slices."""
         if self.param_state is ParamState.SLICED:
             self.reshard()
         elif self.param_state is ParamState.UNSHARDED:
@@ -194,7 +191,7 @@ class Unit:
         lost = self._follow_changes()
         for group in self.gathers:
             group.keep_slice()
-        self._move(ParamState.SLICED)
+        self.param_state = checked_move(self, self.param_state, ParamState.SLICED)
         if lost:
             self._refuse_lost_writes(lost)
 
@@ -218,7 +215,7 @@ class Unit:
             # Marked SHARDED but not freed: a graph of the other precision may still read that buffer in this backward.
             # The next `reshard` frees it.
             self.unshard()
-            self._move(ParamState.SHARDED)
+            self.param_state = checked_move(self, self.param_state, ParamState.SHARDED)
         else:
             self.reshard()
         for group in self.gathers:
@@ -279,17 +276,14 @@ class Unit:
         )
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
-        """The version counters of unsharded parameters whose writes are lost, and whether their memory was replaced.
-
-        Without recurrent layers: on a GPU, these replace the memory of their parameters in forward.
-        """
+        """The version counters of unsharded parameters whose writes are lost, and whether their memory was replaced."""
         kept = self.unsharded_is_shard
         return {
             param: (0 if kept else version_of(param.unsharded), param.is_outside_buffer)
             for param in self.params
             if param.unsharded is not None
             and not param.unsharded.is_inference()
-            and not isinstance(param.locations[0].module(), nn.RNNBase)
+            and not isinstance(param.locations[0].module(), nn.RNNBase)  # replaces memory in forward, on a GPU
         }
 
     def _writes(self) -> list[tuple[int, int]]:
@@ -397,9 +391,6 @@ class Unit:
     def at_rest(self) -> bool:
         """True if it is sharded and nothing is in flight."""
         return self.phase is Phase.IDLE and self.param_state is ParamState.SHARDED
-
-    def _move(self, to: ParamState) -> None:
-        self.param_state = checked_move(self, self.param_state, to)
 
 
 def warn_of_lost_writes(unit_name: str, written: list[str]) -> None:

@@ -107,10 +107,7 @@ def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
 
 
 def warn_of_untied(units: list[Unit]) -> None:
-    """Warn of modules outside all units that still hold an original parameter, which sharding replaced in a unit.
-
-    Nearly always no object holds an original parameter any more, and there is nothing to search for.
-    """
+    """Warn of modules outside all units that hold an original parameter, which sharding replaced. Most have none."""
     kept: dict[int, tuple[str, Unit]] = {}
     for unit in units:
         for param in unit.params:
