@@ -1,4 +1,4 @@
-"""What watches a run: an observer of collectives (an audit), and loggers and profilers that see the stages of units.
+"""Watching a run: an observer of collectives (an audit), and loggers and profilers that see the stages of units.
 
 While nobody watches, an observer costs one comparison per collective and `traced` one call per hook.
 """

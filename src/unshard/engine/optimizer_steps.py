@@ -42,7 +42,7 @@ class _Checked(NamedTuple):
     state: int
     """The id of `optimizer.state`, which loading replaces."""
     replacements: int
-    """How many parameters of any model had been replaced."""
+    """The number of parameters, of any model, that had been replaced."""
     groups: weakref.WeakSet[ParamGroup]
     """The param groups of its parameters."""
     steps: set[Steps]

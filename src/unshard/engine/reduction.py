@@ -224,7 +224,7 @@ class Reduction:
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack `gradients`, drop them and issue the reduce-scatter. `last`: no other unit's backward follows."""
         flight, watcher = self._new_flight(options), observer.current
-        # At the end nothing overlaps, so the compute stream does as well. An observer reads tensors on that stream.
+        # At the end nothing overlaps, so the compute stream is as good. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
             self._start_on_side_stream(flight, gradients, self._side_stream)
             return flight
@@ -352,7 +352,7 @@ class Reduction:
         return self._finish(flight)
 
     def _finish(self, flight: ReductionInFlight) -> Stage:
-        """Divide the sum and copy it to where gradients rest."""
+        """Divide the sum and copy it to the sharded gradient."""
         outputs, grad = flight.outputs, flight.grad
         if flight.division.after != 1.0:
             foreach_div(outputs.flats, flight.division.after)
@@ -403,7 +403,7 @@ class Reduction:
         return flight.stage
 
     def release(self) -> None:
-        """Free all memory except that of gradients. Only if nothing is in flight."""
+        """Free all memory except the sharded gradients. Only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self.partial):
             buffer.release()
         self.has_partial = False

@@ -1,4 +1,4 @@
-"""What a root keeps about its units: the order in which they run, and the reductions in flight."""
+"""The order in which the units of a root run, and their reductions in flight."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reductions:
     def __init__(self, units: list[Unit]):
         self._root_unit = units[0]
         self._most = max(unit.options.reduce_buffers for unit in units)
-        """How many reduce-scatter inputs may be alive at once."""
+        """The number of reduce-scatter inputs that may be alive at once."""
         self.scattering: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self.repeated: set[Unit] = set()

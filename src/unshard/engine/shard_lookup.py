@@ -139,7 +139,7 @@ def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str
 
 
 def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
-    """`name_in_flat_unit` for flat units of several ranks, where a rank does not have the whole parameter."""
+    """`name_in_flat_unit` for flat units of several ranks: a rank does not have the whole parameter."""
     return name_in_flat_unit(parameters, ranks=2)
 
 

@@ -248,17 +248,10 @@ class ShardedGrad:
 class FlatShardedGrad(ShardedGrad):
     """Gradients as plain tensors: one for the flat parameter, or a 1-D tensor for each parameter."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        regions: Sequence[Region],
-        params: list[ManagedParam],
-        transport: Transport,
-        offload: OffloadPlan,
-        flat: Any,
-    ):
+    def __init__(self, *arguments: Any, flat: Any):
+        """`flat`: the flat parameter, if the unit has one."""
         self._one = flat
-        super().__init__(shard, regions, params, transport, offload)
+        super().__init__(*arguments)
 
     def _add(self, param: ManagedParam, dtype: torch.dtype, offset: int, rank: int) -> None:
         shape = param.sharding.local_shape(rank)

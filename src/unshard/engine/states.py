@@ -38,7 +38,7 @@ class GradState(State):
 
 
 class Phase(State):
-    """What the unit's module is doing. Distinguishes a recomputation in backward from an ordinary forward."""
+    """The activity of the unit's module. Distinguishes a recomputation in backward from an ordinary forward."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -75,7 +75,7 @@ def checked_move(owner: object, now: _State, to: _State) -> _State:
 
 @dataclass
 class Options:
-    """What users may change on a unit while the model trains. Nothing caches these: a change takes effect at once."""
+    """Settings that users may change while the model trains. Nothing caches these: a change takes effect at once."""
 
     reshard_after_forward: bool | None = None
     """`None` keeps the root's own unit unsharded for its backward and reshards the others."""
@@ -95,7 +95,7 @@ class Options:
     reduce_unused: bool = False
     """Reduce zeros for trainable parameters without a gradient, so that ranks may use different ones."""
     reduce_buffers: int = 1
-    """How many reduce-scatter inputs of the model may be alive at once."""
+    """The number of reduce-scatter inputs of the model that may be alive at once."""
     divide_factor: float | None = None
     """Divide the sum of gradients by this number instead of the number of ranks."""
     force_sum: bool = False
@@ -119,7 +119,7 @@ AVERAGED = frozenset((torch.float32, torch.bfloat16))
 
 @dataclass(frozen=True)
 class Division:
-    """How a sum over ranks becomes a mean: in the collectives, or by dividing before and after them."""
+    """Makes a mean of a sum over ranks: in the collectives, or by dividing before and after them."""
 
     scatter_average: bool
     all_reduce_average: bool

@@ -1,4 +1,4 @@
-"""How a unit sends: through a user's collectives, in another process group for reductions, from a memory pool."""
+"""Settings of a unit's transports: a user's collectives, a process group for reductions, a memory pool."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Unmanaged:
         _register()
 
     def due(self) -> bool:
-        """Return True if it is time to search. To be called before every forward of the root that makes a graph."""
+        """Return True if it is time to search. Call this before every forward of the root that makes a graph."""
         self._asked += 1
         if self.changed or self._asked & (self._asked - 1) == 0:
             return True

@@ -346,7 +346,7 @@ class FlatShardedParams(ShardedParams):
 
     def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
         flat = None if self.originals else self.flat
-        return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat)
+        return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat=flat)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
         """Return all parameters: the unit is sharded as a whole, so ranks may even use different parameters."""
