@@ -185,7 +185,7 @@ def _by_own_names(
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """Return both by the names that parameters are stored under here. Adds the names in the state dict to `names`."""
     aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
-    plain = {each.name: each.part.shape for inside in model.optimized.values() for each in inside if each.plain}
+    plain = {each.name: each.box_map.shape for inside in model.optimized.values() for each in inside if each.plain}
     found, state = dict(tensors), {}
     for name, values in entry["state"].items():
         held_as = aliases.get(name, name)

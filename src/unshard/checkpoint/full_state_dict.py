@@ -110,7 +110,7 @@ def _full_tensors(
     sent_from, by_name = current_device(ranks[0].device_type), {each.name: each for each in tensors}
     for name, entry in plan.items():
         held = by_name.get(name)
-        views = {} if held is None else dict(zip(held.part.boxes, held.views(), strict=True))
+        views = {} if held is None else dict(zip(held.box_map.boxes, held.views(), strict=True))
         device = torch.device("cpu") if cpu_offload else sent_from if held is None else held.local.device
         full = None
         if rank == 0:
@@ -302,7 +302,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
 def fill_full(held: HeldTensor | None, full: torch.Tensor) -> None:
     """Copy this rank's boxes of `full`. Callers keep no reference to it, so it is freed before the next broadcast."""
     if held is not None:
-        outer = full_box(held.part.shape)
+        outer = full_box(held.box_map.shape)
         fill(held, lambda box, view: copy_pieces(view, full[box.slices_in(outer)]))
 
 

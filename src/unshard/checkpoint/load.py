@@ -136,7 +136,7 @@ def match(
         wrong = [text for name in names if (text := _misfit(held, prefix + name, entries[name], casts))]
         differences.wrong += wrong
         if not names:
-            differences.missing[prefix + plain[0]] = prod(held.part.shape) * held.dtype.itemsize
+            differences.missing[prefix + plain[0]] = prod(held.box_map.shape) * held.dtype.itemsize
         elif not wrong:
             found.append((held, names))
     for name, entry in entries.items():
@@ -148,8 +148,8 @@ def match(
 def _misfit(held: HeldTensor, name: str, entry: TensorEntry, casts: bool) -> str:
     dtype = DTYPES[entry.dtype]
     held.expect(entry.shape)
-    if entry.shape != held.part.shape:
-        return f"{name} has the shape {entry.shape}, expected {held.part.shape}"
+    if entry.shape != held.box_map.shape:
+        return f"{name} has the shape {entry.shape}, expected {held.box_map.shape}"
     if dtype != held.dtype and not (casts and dtype.is_floating_point and held.dtype.is_floating_point):
         return f"{name} has the dtype {dtype}, expected {held.dtype}"
     return ""
@@ -158,7 +158,7 @@ def _misfit(held: HeldTensor, name: str, entry: TensorEntry, casts: bool) -> str
 @torch.no_grad()
 def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
     """Fill the boxes of a tensor that this rank holds. `copy` copies a box of the source to a view."""
-    for box, view in zip(held.part.boxes, held.views(), strict=True):
+    for box, view in zip(held.box_map.boxes, held.views(), strict=True):
         if box.numel:
             copy(box, view)
 
@@ -298,7 +298,7 @@ class Loading:
     def verify(self) -> None:
         """Verify the checksums of all blocks that this rank reads, and decode all values."""
         blocks: dict[int, set[int]] = {}
-        needed = [(entry, held.part.boxes) for held, entry in self._targets]
+        needed = [(entry, held.box_map.boxes) for held, entry in self._targets]
         json = [self._rng, *(value for _, _, value in self._values)]
         if self._optimizer is not None:
             needed += [(self._entry(name), part.boxes) for name, part in self._optimizer.needed()]

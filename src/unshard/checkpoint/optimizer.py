@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from ..engine.api import finish_steps, shard_ranges_of
 from ..errors import CheckpointError, listed
-from ..state.boxes import Part, whole
-from ..state.model import HeldTensor, ModelState, OptimizedParam, is_sharded, params_of, part_of_state
+from ..state.boxes import BoxMap, whole
+from ..state.model import HeldTensor, ModelState, OptimizedParam, box_map_of_state, is_sharded, params_of
 from ..torch_private import local_of, make_dtensor, spec_of
 from .manifest import TensorEntry
 from .ranks import Differences
@@ -54,8 +54,8 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
         name = tensor_name(key, param.name)
         if not is_sharded(parameter, param, key, value):
             return encode(value, name, store)
-        part = part_of_state(value, parameter, param)
-        tensors.append(HeldTensor(name, part, value.dtype, param.local_of(value), param.plain))
+        box_map = box_map_of_state(value, parameter, param)
+        tensors.append(HeldTensor(name, box_map, value.dtype, param.local_of(value), param.plain))
         return SHARDED
 
     groups = params_of(optimizer, model)
@@ -67,7 +67,7 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
         for parameter, inside in group:
             for param in inside if parameter in optimizer.state else ():
                 # Skip ranks without elements: they may have a counter that no step has advanced since it was loaded.
-                if param.part.boxes or 0 in param.part.shape:
+                if param.box_map.boxes or 0 in param.box_map.shape:
                     state = optimizer.state[parameter].items()
                     states[param.name] = {key: add(parameter, param, key, value) for key, value in state}
     params = {id(each) for group in groups for each, _ in group}
@@ -140,7 +140,7 @@ class OptimizerLoad:
                 differences.unexpected[f"optimizer state of {name}"] = nbytes
         if any(saved.values()) or any(optimizer.state.values()):
             differences.without_state |= {
-                each.name: prod(each.part.shape) * parameter.element_size()
+                each.name: prod(each.box_map.shape) * parameter.element_size()
                 for parameter, inside in self._params
                 if parameter.requires_grad
                 for each in inside
@@ -177,8 +177,8 @@ class OptimizerLoad:
                 entry = self._tensors.get(name)
                 if entry is None:
                     differences.missing[name] = 0
-                elif entry.shape != param.part.shape:
-                    differences.wrong.append(f"{name} has the shape {entry.shape}, expected {param.part.shape}")
+                elif entry.shape != param.box_map.shape:
+                    differences.wrong.append(f"{name} has the shape {entry.shape}, expected {param.box_map.shape}")
         if any(len({self._dtype(key, each.name) for each in inside}) > 1 for key in _sharded(first)):
             differences.wrong.append(f"the optimizer states of {listed(each.name for each in inside)} differ in dtype")
         return first
@@ -187,10 +187,10 @@ class OptimizerLoad:
         entry = self._tensors.get(tensor_name(key, name))
         return None if entry is None else DTYPES[entry.dtype]
 
-    def needed(self) -> list[tuple[str, Part]]:
+    def needed(self) -> list[tuple[str, BoxMap]]:
         """Names of the tensors to read, and the boxes of each that this rank reads."""
         return [
-            (tensor_name(key, each.name), each.part)
+            (tensor_name(key, each.name), each.box_map)
             for number, state in self._state.items()
             for key in _sharded(state)
             for each in self._params[number][1]
@@ -222,7 +222,7 @@ class OptimizerLoad:
                 own[key] = _memory(parameter, before.get(key), dtype, devices.get(id(parameter)))
                 for each in inside:
                     local = each.local_of(own[key])
-                    found.append(HeldTensor(tensor_name(key, each.name), each.part, dtype, local, plain=False))
+                    found.append(HeldTensor(tensor_name(key, each.name), each.box_map, dtype, local, plain=False))
         return found
 
     @torch.no_grad()

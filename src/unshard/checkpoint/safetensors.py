@@ -191,7 +191,7 @@ def load_safetensors(
         differences, source, state = Differences(), SafetensorsSource(Path(path), prefix), model_state(model)
         for held, names in match(state, source.entries, differences):
             for name in names:
-                for box in held.part.boxes:
+                for box in held.box_map.boxes:
                     source.read(name, box)  # only maps: what the package rejects fails before any change
             differences.wrong += [
                 f"{names[0]} and {other} are tied here, and are two different tensors in the files"
@@ -273,7 +273,7 @@ class SafetensorsSource:
         """Return True if the boxes of this rank have the same bytes under both names."""
         return self.entries[one].dtype == self.entries[other].dtype and all(
             torch.equal(*(self.read(name, box).contiguous().reshape(-1).view(torch.uint8) for name in (one, other)))
-            for box in held.part.boxes
+            for box in held.box_map.boxes
             if box.numel
         )
 

@@ -94,7 +94,7 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
         if not each.name.isprintable() or len(each.name) > 4096:
             raise CheckpointError(f"{each.name[:100]!r} cannot be the name of a tensor in a checkpoint.")
         dtype = name_of_dtype(each.dtype, repr(each.name))
-        found[each.name] = Described(dtype, each.part.shape, each.plain, each.part.boxes)
+        found[each.name] = Described(dtype, each.box_map.shape, each.plain, each.box_map.boxes)
     return found
 
 
@@ -238,7 +238,7 @@ class Saving:
             mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
                 held = self.tensors[name]
-                views = dict(zip(held.part.boxes, held.views(), strict=True))
+                views = dict(zip(held.box_map.boxes, held.views(), strict=True))
                 for box in mine:
                     yield views[box], held.dtype
 

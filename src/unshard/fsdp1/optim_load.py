@@ -121,7 +121,7 @@ def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam
         )
     is_single = not isinstance(one, torch.Tensor) or one.ndim == 0
     for param in inside:
-        value, expected = values[param.name], param.part.shape
+        value, expected = values[param.name], param.box_map.shape
         if is_single and param.name != first and not _same(one, value):
             raise ArgumentError(
                 f"The optimizer state to load has {name!r} = {one} for {first!r}, and {value} for {param.name!r} in "

@@ -16,13 +16,14 @@ reduce-scatter input) have the same regions and hold one piece per region and ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 ALIGNMENT = 256
-"""Regions begin at multiples of this many bytes, like allocations: vectorised kernels and NCCL are then faster."""
+"""Regions begin at multiples of this many bytes, like allocations: vectorized kernels and NCCL are then faster."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Region:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Indices of all its parameters."""
         return tuple(index for run in self.runs for index in run.members)
 
     def begins(self, run: DtypeRun, rank: int) -> Iterator[tuple[int, int]]:
@@ -96,106 +96,74 @@ class LayoutParam:
     segment: int
     itemsize: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.sharding.numel * self.itemsize
 
-
-class UnitLayout(Protocol):
-    """How the parameters of a unit are divided into regions."""
-
-    same_unsharded: bool
-    """On one rank, the shard has the layout of the unsharded buffer, so one can be used as the other."""
-
-    def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
-    ) -> tuple[Region, ...]:
-        """The regions of a collective that sends the parameters `members`. Parameters without elements have none.
-
-        `rule` decides which are packed if the collective can send several tensors.
-        """
-
-    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
-        """The regions of an unsharded buffer. Every parameter is contiguous in it."""
-
-
-class RowLayout:
-    """Shards each parameter separately."""
-
-    same_unsharded = False
-
-    def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
-    ) -> tuple[Region, ...]:
-        members = [index for index in members if items[index].sharding.numel]
-        alone = _not_packed(items, members, rule)
-        by_segment: dict[int, list[int]] = {}
-        # Large parameters come first in every grouping, so that buffers of different groupings have the same order.
-        # Vectors come last: optimizers treat biases and norms differently from matrices, and flat optimizers need
-        # parameters with the same options next to each other.
-        for index in sorted(members, key=lambda index: (index not in alone, len(items[index].sharding.shape) < 2)):
-            by_segment.setdefault(items[index].segment, []).append(index)
-        # Wide elements come first, so that every run begins at a multiple of its element size without padding.
-        segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
-        if grouping is Grouping.ONE_REGION:
-            runs = tuple(_run(items, segment) for segment in segments)
-            return (Region(runs, packed=True),) if runs else ()
-        if grouping is Grouping.BY_SEGMENT:
-            alone = set()
-        regions = []
-        for segment in segments:  # a segment is a contiguous range of every buffer
-            regions += [Region((_run(items, [index]),), packed=False) for index in segment if index in alone]
-            packed = [index for index in segment if index not in alone]
-            if packed:
-                regions.append(Region((_run(items, packed),), packed=True))
-        return tuple(regions)
-
-    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
-        return [Region((_run(items, [index]),), packed=False) for index in members if items[index].sharding.numel]
-
-
-ROW_LAYOUT = RowLayout()
-
-
-class FlatLayout:
-    """The unit is one region, whichever parameters a collective is for."""
-
-    same_unsharded = True
-
-    def collective_regions(
-        self, items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
-    ) -> tuple[Region, ...]:
-        return tuple(self.unsharded_regions(items, members))
-
-    def unsharded_regions(self, items: Sequence[LayoutParam], members: Sequence[int]) -> list[Region]:
-        present = [index for index, item in enumerate(items) if item.sharding.numel]
-        if not present:
-            return []
-        first = items[present[0]]
-        if any(
-            item.segment != first.segment or item.sharding.shard_numel != first.sharding.shard_numel for item in items
-        ):
-            raise AssertionError("the parameters of a flat unit must have the same dtypes and the same shard size")
-        starts = tuple(items[index].sharding.begin for index in present)
-        return [Region((DtypeRun(first.segment, tuple(present), starts, first.sharding.shard_numel),), packed=False)]
-
-
-FLAT_LAYOUT = FlatLayout()
-
-
-def _not_packed(items: Sequence[LayoutParam], members: Sequence[int], rule: PackingRule) -> set[int]:
-    """Parameters with regions of their own."""
+def _row_regions(
+    items: Sequence[LayoutParam], members: Sequence[int], grouping: Grouping, rule: PackingRule = PACK_SMALL
+) -> tuple[Region, ...]:
+    members = [index for index in members if items[index].sharding.numel]
     possible = {index for index in members if not items[index].sharding.needs_copy}
-    large = {index for index in possible if items[index].nbytes >= rule.below}
-    return possible if len(possible) - len(large) < rule.least else large
+    alone = {index for index in possible if items[index].sharding.numel * items[index].itemsize >= rule.below}
+    if len(possible) - len(alone) < rule.least:
+        alone = possible
+    by_segment: dict[int, list[int]] = {}
+    # Large parameters come first in every grouping, so that buffers of different groupings have the same order.
+    # Vectors come last: optimizers treat biases and norms differently from matrices, and flat optimizers need
+    # parameters with the same options next to each other.
+    for index in sorted(members, key=lambda index: (index not in alone, len(items[index].sharding.shape) < 2)):
+        by_segment.setdefault(items[index].segment, []).append(index)
+    # Wide elements come first, so that every run begins at a multiple of its element size without padding.
+    segments = sorted(by_segment.values(), key=lambda segment: -items[segment[0]].itemsize)
+    if grouping is Grouping.ONE_REGION:
+        runs = tuple(_run(items, segment) for segment in segments)
+        return (Region(runs, packed=True),) if runs else ()
+    if grouping is Grouping.BY_SEGMENT:
+        alone = set()
+    regions: list[Region] = []
+    for segment in segments:  # a segment is a contiguous range of every buffer
+        regions += _unpacked_regions(items, [index for index in segment if index in alone])
+        packed = [index for index in segment if index not in alone]
+        if packed:
+            regions.append(Region((_run(items, packed),), packed=True))
+    return tuple(regions)
+
+
+def _unpacked_regions(items: Sequence[LayoutParam], members: Sequence[int]) -> tuple[Region, ...]:
+    return tuple(Region((_run(items, [index]),), packed=False) for index in members if items[index].sharding.numel)
 
 
 def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:
-    starts, total = [], 0
-    for index in members:
-        starts.append(total)
-        total += items[index].sharding.piece
+    *starts, total = accumulate((items[index].sharding.piece for index in members), initial=0)
     return DtypeRun(items[members[0]].segment, tuple(members), tuple(starts), total)
+
+
+def _flat_region(items: Sequence[LayoutParam], *unused: object) -> tuple[Region, ...]:
+    """Return one region of the whole unit, whichever parameters a collective is for."""
+    present = [index for index, item in enumerate(items) if item.sharding.numel]
+    if not present:
+        return ()
+    first = items[present[0]]
+    if any(item.segment != first.segment or item.sharding.shard_numel != first.sharding.shard_numel for item in items):
+        raise AssertionError("the parameters of a flat unit must have the same dtypes and the same shard size")
+    starts = tuple(items[index].sharding.begin for index in present)
+    return (Region((DtypeRun(first.segment, tuple(present), starts, first.sharding.shard_numel),), packed=False),)
+
+
+class UnitLayout(NamedTuple):
+    """How the parameters of a unit are divided into regions."""
+
+    collective_regions: Callable[[Sequence[LayoutParam], Sequence[int], Grouping, PackingRule], tuple[Region, ...]]
+    """Return the regions of a collective that sends the parameters `members`, except those without elements.
+
+    The rule decides which are packed if the collective can send several tensors.
+    """
+    unsharded_regions: Callable[[Sequence[LayoutParam], Sequence[int]], tuple[Region, ...]]
+    """Return the regions of an unsharded buffer. Every parameter is contiguous in it."""
+    same_unsharded: bool
+    """On one rank, the shard has the layout of the unsharded buffer, so one can be used as the other."""
+
+
+ROW_LAYOUT = UnitLayout(_row_regions, _unpacked_regions, same_unsharded=False)
+FLAT_LAYOUT = UnitLayout(_flat_region, _flat_region, same_unsharded=True)
 
 
 @dataclass(frozen=True)

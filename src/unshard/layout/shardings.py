@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import ClassVar
 
 from .collective_tensors import align
 
@@ -34,6 +35,9 @@ class RowSharding:
     shape: tuple[int, ...]
     world: int
     dim: int = 0
+    stride: ClassVar[None] = None
+    local_stride: ClassVar[None] = None
+    """Strides of the unsharded parameter, and of the shard; None means contiguous."""
 
     def __post_init__(self) -> None:
         if self.dim and self.shape[self.dim] % self.world:
@@ -76,16 +80,6 @@ class RowSharding:
         """The same parameter on one rank."""
         return RowSharding(self.shape, 1)
 
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        """Strides of the unsharded parameter; None means contiguous."""
-        return None
-
-    @property
-    def local_stride(self) -> tuple[int, ...] | None:
-        """Strides of the shard; None means contiguous."""
-        return None
-
 
 PARAM_ALIGNMENT = 16
 """Aligned parameters begin at multiples of this many bytes."""
@@ -104,6 +98,8 @@ class FlatSharding:
     begin: int
     shard_numel: int
     world: int
+    dim: ClassVar[int] = 0
+    needs_copy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.begin < 0 or self.begin + self.numel > self.shard_numel * self.world:
@@ -118,14 +114,6 @@ class FlatSharding:
     def unsharded(self) -> FlatSharding:
         """The parameter has the same offset in an unsharded buffer."""
         return self
-
-    @property
-    def needs_copy(self) -> bool:
-        return False
-
-    @property
-    def dim(self) -> int:
-        return 0
 
     @cached_property
     def numel(self) -> int:

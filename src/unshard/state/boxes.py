@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of a tensor, and which of them this rank holds.
+"""Boxes (rectangular parts of a tensor), and which of them this rank holds.
 
 A box has a first index and a length in each dimension. However a tensor is sharded, a rank holds a few boxes of it:
 rows and columns are one box, and consecutive elements in the middle of a flat shard are at most 2 * ndim - 1 boxes:
@@ -113,10 +113,10 @@ def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tup
             yield done, Box((row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
             done += rows * width
             continue
-        part = min(width - within, count - done)
-        for offset, box in boxes_of_range(shape[1:], within, part):
+        rest = min(width - within, count - done)
+        for offset, box in boxes_of_range(shape[1:], within, rest):
             yield done + offset, Box((row, *box.begin), (1, *box.size))
-        done += part
+        done += rest
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -138,44 +138,35 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Boxes of a tensor of shape `shape`, and the slices of each box in the local tensor."""
+class BoxMap:
+    """The boxes of a tensor of shape `shape` that this rank holds, and the slices of each in the local tensor."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     slices: tuple[tuple[slice, ...], ...]
+    order: tuple[int, ...] | None = None
+    """If the local tensor has one dimension, in memory order (a flat unit): dimensions by decreasing stride."""
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
         """For each box, a view of the local tensor of the parameter or of its state, in the shape of the box."""
-        return [local[each] for each in self.slices]
-
-
-@dataclass(frozen=True)
-class FlatPart(Part):
-    """Consecutive elements in memory order, as in a flat unit. The local tensor has one dimension."""
-
-    starts: tuple[int, ...]
-    order: tuple[int, ...]
-    """Dimensions by decreasing stride."""
-
-    def views(self, local: torch.Tensor) -> list[torch.Tensor]:
+        if self.order is None:
+            return [local[each] for each in self.slices]
         local = local.view(-1)  # not reshape, which may copy: callers write to the views
         back = [self.order.index(dim) for dim in range(len(self.order))]
-        found = []
-        for start, box in zip(self.starts, self.boxes, strict=True):
-            elements = local[start : start + box.numel]
-            found.append(elements.view([box.size[dim] for dim in self.order]).permute(back))
-        return found
+        return [
+            local[each].view([box.size[dim] for dim in self.order]).permute(back)
+            for each, box in zip(self.slices, self.boxes, strict=True)
+        ]
 
 
-def whole(shape: Sequence[int]) -> Part:
+def whole(shape: Sequence[int]) -> BoxMap:
     """The one box of a tensor that is not sharded."""
-    return Part(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
+    return BoxMap(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
 
 
-def part_of_intervals(shape: Sequence[int], index: Sequence[Sequence[Interval]]) -> Part:
+def box_map_of_intervals(shape: Sequence[int], index: Sequence[Sequence[Interval]]) -> BoxMap:
     found = [(box, slices) for box, slices in boxes_of_intervals(index) if box.numel]
-    return Part(tuple(shape), tuple(box for box, _ in found), tuple(slices for _, slices in found))
+    return BoxMap(tuple(shape), tuple(box for box, _ in found), tuple(slices for _, slices in found))
 
 
 def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
@@ -203,12 +194,12 @@ def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
     return index
 
 
-def part_of_dtensor(name: str, tensor: DTensor) -> Part:
+def box_map_of_dtensor(name: str, tensor: DTensor) -> BoxMap:
     index = intervals_of(name, spec_of(tensor))
-    return Part(tuple(tensor.shape), (), ()) if index is None else part_of_intervals(tensor.shape, index)
+    return BoxMap(tuple(tensor.shape), (), ()) if index is None else box_map_of_intervals(tensor.shape, index)
 
 
-def part_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> Part:
+def box_map_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> BoxMap:
     """The boxes of a managed parameter; `rank`: this rank's number among the ranks with shards.
 
     `in_a_row`: local tensors of a flat unit have one dimension, in memory order. Otherwise they have the parameter's
@@ -220,24 +211,24 @@ def part_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> 
     if index is None:
         index = [[(0, length)] if length else [] for length in sharding.shape]
     if isinstance(sharding, FlatSharding):
-        return _flat_part(name, shape, index, sharding, rank) if in_a_row else part_of_intervals(shape, index)
+        return _flat_box_map(name, shape, index, sharding, rank) if in_a_row else box_map_of_intervals(shape, index)
     if shape:
         index[sharding.dim] = take(index[sharding.dim], *sharding.rows(rank))
-    return part_of_intervals(shape, index)
+    return box_map_of_intervals(shape, index)
 
 
-def _flat_part(
+def _flat_box_map(
     name: str, shape: tuple[int, ...], index: list[list[Interval]], sharding: FlatSharding, rank: int
-) -> Part:
+) -> BoxMap:
     if any(len(intervals) > 1 for intervals in index):
         raise CheckpointError(f"{name!r} is a strided shard in a flat unit, which is not supported.")
     offsets = [intervals[0][0] if intervals else 0 for intervals in index]
     order = tuple(sorted(range(len(sharding.shape)), key=lambda dim: (-sharding.stride[dim], dim)))
-    boxes, starts = [], []
+    boxes, slices = [], []
     for start, box in boxes_of_range([sharding.shape[dim] for dim in order], *sharding.elements(rank)):
         begin, size = [0] * len(order), [0] * len(order)
         for place, dim in enumerate(order):
             begin[dim], size[dim] = box.begin[place], box.size[place]
         boxes.append(Box(tuple(begin), tuple(size)).moved(offsets))
-        starts.append(start)
-    return FlatPart(shape, tuple(boxes), (), tuple(starts), order)
+        slices.append((slice(start, start + box.numel),))
+    return BoxMap(shape, tuple(boxes), tuple(slices), order)

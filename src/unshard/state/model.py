@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..torch_private import (
     own_state,
     spec_of,
 )
-from .boxes import Part, full_box, part_of_dtensor, part_of_param, whole
+from .boxes import BoxMap, box_map_of_dtensor, box_map_of_param, full_box, whole
 
 EXTRA = "_extra_state"
 """The name that torch gives to the extra state of a module."""
@@ -49,7 +49,7 @@ class HeldTensor:
     """The boxes of one tensor that this rank holds, and the memory they are in."""
 
     name: str
-    part: Part
+    box_map: BoxMap
     dtype: torch.dtype
     """The dtype in the checkpoint; a local tensor of another dtype is cast."""
     local: torch.Tensor
@@ -63,10 +63,10 @@ class HeldTensor:
     def expect(self, shape: tuple[int, ...]) -> None:
         """Call this before loading: tensors that modules add may change their shape."""
         if self.added:
-            self.part, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
+            self.box_map, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
     def views(self) -> list[torch.Tensor]:
-        return self.part.views(self.local)
+        return self.box_map.views(self.local)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OptimizedParam:
     """A parameter of the model, inside a parameter of an optimizer: all of that, or some elements of a flat one."""
 
     name: str
-    part: Part
+    box_map: BoxMap
     plain: bool = False
     """True if not sharded."""
     start: int | None = None
@@ -88,8 +88,8 @@ class OptimizedParam:
 
     def fill(self, value: torch.Tensor, full: torch.Tensor) -> None:
         """Copy this rank's elements of the full state of the parameter to `value`, the state that the optimizer has."""
-        for box, view in zip(self.part.boxes, self.part.views(self.local_of(value)), strict=True):
-            view.copy_(full[box.slices_in(full_box(self.part.shape))])
+        for box, view in zip(self.box_map.boxes, self.box_map.views(self.local_of(value)), strict=True):
+            view.copy_(full[box.slices_in(full_box(self.box_map.shape))])
 
 
 @dataclass
@@ -123,27 +123,25 @@ def model_state(model: nn.Module) -> ModelState:
     for module in model.modules():
         state = state_of(module)
         if state is not None and state not in found.states:
-            _bring_to_rest(state, module)
+            state.before_listing()
+            if state.unit.phase is not Phase.IDLE or state.in_summon_full_params:
+                raise CheckpointError(
+                    f"{state.unit} is computing, or inside summon_full_params. Save and load checkpoints between steps."
+                )
+            state.pre_state_dict(module)
             found.states.append(state)
     paths = _paths(model)
     managed: set[int] = set()
-    for group, param in _managed_params(found.states):
-        managed |= {id(param.sharded), id(param.unsharded)}
-        _add_managed(found, group, param, paths)
+    units = dict.fromkeys(unit for state in found.states for unit in (state.unit, *state.unit.borrows_from))
+    for group in dict.fromkeys(group for unit in units for group in unit.param_groups):
+        for param in group.params:
+            managed |= {id(param.sharded), id(param.unsharded)}
+            _add_managed(found, group, param, paths)
         if isinstance(group.sharded, FlatShardedParams):
             managed.add(id(group.sharded.flat.sharded))
     _add_others(found, model, managed)
     _add_added(found, model, paths)
     return found
-
-
-def _bring_to_rest(state: FSDPState, module: nn.Module) -> None:
-    state.before_listing()
-    if state.unit.phase is not Phase.IDLE or state.in_summon_full_params:
-        raise CheckpointError(
-            f"{state.unit} is computing, or inside summon_full_params. Save and load checkpoints between steps."
-        )
-    state.pre_state_dict(module)
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:
@@ -154,13 +152,6 @@ def _paths(model: nn.Module) -> dict[int, list[str]]:
         if prefix not in found.setdefault(id(module), []):
             found[id(module)].append(prefix)
     return found
-
-
-def _managed_params(states: list[FSDPState]) -> Iterator[tuple[ParamGroup, ManagedParam]]:
-    units = dict.fromkeys(unit for state in states for unit in (state.unit, *state.unit.borrows_from))
-    for group in dict.fromkeys(group for unit in units for group in unit.param_groups):
-        for param in group.params:
-            yield group, param
 
 
 def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, paths: dict[int, list[str]]) -> None:
@@ -176,7 +167,7 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
     _refuse_subclass(name, local)
     found.optimized.setdefault(id(sharded), []).append(optimized)
     found.tensors.append(
-        HeldTensor(f"model/{name}", optimized.part, local.dtype, local, plain=False, packed=param.packed)
+        HeldTensor(f"model/{name}", optimized.box_map, local.dtype, local, plain=False, packed=param.packed)
     )
 
 
@@ -184,13 +175,13 @@ def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[
     """The parameter that an optimizer would have, and where `param` is inside it."""
     rank, sharding = group.shards.rank, param.sharding
     flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
-    part = part_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
+    box_map = box_map_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
     if flat is None:
-        return param.sharded, OptimizedParam(name, part)
+        return param.sharded, OptimizedParam(name, box_map)
     assert isinstance(sharding, FlatSharding)
     first, count = sharding.elements(rank)
     start = sharding.begin + first - rank * sharding.shard_numel if count else 0
-    return flat.sharded, OptimizedParam(name, part, False, start, count)
+    return flat.sharded, OptimizedParam(name, box_map, False, start, count)
 
 
 def _add_aliases(found: ModelState, names: list[str]) -> str:
@@ -217,14 +208,14 @@ def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
             found.extra[prefix.rstrip(".")] = module
     for key, (tensor, names, is_parameter) in named.items():
         name = _add_aliases(found, names)
-        is_dtensor = isinstance(tensor, DTensor)
-        part = part_of_dtensor(name, tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
+        plain = not isinstance(tensor, DTensor)
+        box_map = box_map_of_dtensor(name, tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
         local = as_plain(local_part(tensor))
         _refuse_subclass(name, local)
         if is_parameter:
-            found.optimized[key] = [OptimizedParam(name, part, not is_dtensor)]
+            found.optimized[key] = [OptimizedParam(name, box_map, plain)]
         dtype = dtypes.get(key, tensor.dtype)
-        held = HeldTensor(f"model/{name}", part, dtype, local.detach(), not is_dtensor, packed=is_packed(tensor))
+        held = HeldTensor(f"model/{name}", box_map, dtype, local.detach(), plain, packed=is_packed(tensor))
         found.tensors.append(held)
 
 
@@ -253,14 +244,18 @@ def _refuse_subclass(name: str, local: Any) -> None:
         raise CheckpointError(
             f"{name!r} is on the meta device and has no values. Give it memory first: model.to_empty(device=...)."
         )
-    if type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer) or local.layout is not torch.strided:
+    if not _is_dense(local):
         raise CheckpointError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout} on this rank. A checkpoint holds plain "
             "dense tensors. Save models with tensor subclasses with torch.distributed.checkpoint."
         )
 
 
-# -- what modules add to their state dicts: scales of quantised weights --------------------------------------
+def _is_dense(value: Any) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
+
+
+# -- what modules add to their state dicts: scales of quantized weights --------------------------------------
 
 
 def added_state(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -276,7 +271,7 @@ def added_state(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
     known = {*own_parameters(module), *own_buffers(module), EXTRA}
     added = {name: value for name, value in found.items() if name not in known and value is not None}
     for name, value in added.items():
-        if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout is not torch.strided:
+        if not _is_dense(value):
             raise CheckpointError(
                 f"{_named(path, module)} adds {name!r} to its state dict, a {type(value).__name__}. A checkpoint holds "
                 "only dense tensors. Return other values from get_extra_state, and load them in set_extra_state."
@@ -316,8 +311,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _set_quant_states(module: nn.Module, values: dict[str, Any]) -> None:
-    heads = {name.partition(".")[0] for name in values if "." in name}
-    for head in heads:
+    for head in {name.partition(".")[0] for name in values if "." in name}:
         parameter = getattr(module, head, None)
         if is_packed(parameter):
             entries = {name.removeprefix(f"{head}."): values[name] for name in values if name.startswith(f"{head}.")}
@@ -376,14 +370,14 @@ def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: 
     )
 
 
-def part_of_state(value: torch.Tensor, parameter: torch.Tensor, param: OptimizedParam) -> Part:
+def box_map_of_state(value: torch.Tensor, parameter: torch.Tensor, param: OptimizedParam) -> BoxMap:
     """The boxes that this rank holds of a sharded state."""
     if isinstance(value, DTensor) and spec_of(value).placements != spec_of(parameter).placements:
-        return part_of_dtensor(param.name, value)
+        return box_map_of_dtensor(param.name, value)
     local = local_part(value)
     if param.start is None and local.shape != local_part(parameter).shape:
         raise CheckpointError(
             f"An optimizer's state of {param.name!r} has the shape {tuple(local.shape)} on this rank, expected "
             f"{tuple(local_part(parameter).shape)}."
         )
-    return param.part
+    return param.box_map
