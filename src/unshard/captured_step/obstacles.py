@@ -27,12 +27,13 @@ class HostEffects:
     """Compares the state of the host before a step (`__init__`) and after it (`found`)."""
 
     def __init__(self, trained: Trained, arguments: Arguments):
-        self._trained, self._arguments = trained, arguments
+        self.trained, self._arguments = trained, arguments
         self._versions = arguments.versions()
         self._rates, self._tensors, self._stages = self._learning_rates(), trained.tensors(), trained.stages()
         self._counters, self._signature = self._host_state(), trained.signature(None, ())
         self._awaited = trained.awaited()
-        self._strangers: dict[str, None] = {}
+        self.strangers: dict[str, None] = {}
+        """Classes of optimizers that were not passed to `capture`, and stepped."""
         self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
         _watch_optimizers()
         _watching.append(self)
@@ -43,25 +44,25 @@ class HostEffects:
 
     def found(self) -> str:
         """Return the reason why the step cannot be recorded, or an empty string."""
-        if self._strangers:
-            names = ", ".join(self._strangers)
+        if self.strangers:
+            names = ", ".join(self.strangers)
             return f"it, or another thread meanwhile, steps an optimizer ({names}) that was not passed to capture"
         if self._arguments.versions() != self._versions:
             return "it writes to its arguments, and a replay would write to its own copies of them"
         if self._learning_rates() != self._rates:
             return "it sets learning rates (for example, scheduler.step()), which a replay does not. Do that after it"
-        if self._stages or self._trained.stages():
+        if self._stages or self.trained.stages():
             return "it begins or ends between scaler.unscale_() and scaler.update(). Call both in the step, or neither"
-        if self._trained.signature(None, ()) != self._signature:
+        if self.trained.signature(None, ()) != self._signature:
             return (
                 "it changes train or eval mode, requires_grad, or settings of units or optimizers, which a replay does "
                 "not. Do that outside the step"
             )
-        if left := self._trained.unit_left_unsharded():
+        if left := self.trained.unit_left_unsharded():
             return left
-        if self._trained.awaited() > self._awaited:
+        if self.trained.awaited() > self._awaited:
             return "it runs a forward of the model without its backward. Use torch.no_grad() for that forward"
-        if not self._tensors.are_in(self._trained.tensors()):  # there may be more: a first step creates state
+        if not self._tensors.are_in(self.trained.tensors()):  # there may be more: a first step creates state
             return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():
             if self._counters.get((name, key), value) != value:
@@ -82,20 +83,16 @@ class HostEffects:
             "would repeat the same numbers"
         )
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not any(optimizer is each for each in self._trained.optimizers):
-            self._strangers[type(optimizer).__name__] = None
-
     def _learning_rates(self) -> list[tuple[int, int]]:
         """Identities of the learning rates, and version counters of those that are tensors."""
-        rates = [group.get("lr") for optimizer in self._trained.optimizers for group in optimizer.param_groups]
+        rates = [group.get("lr") for optimizer in self.trained.optimizers for group in optimizer.param_groups]
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
         """Numbers and CPU tensors of optimizers, by the optimizer's name and the key or attribute."""
         found: dict[tuple[str, str], list[Any]] = defaultdict(list)
-        for optimizer in self._trained.optimizers:
-            name, device = type(optimizer).__name__, self._trained.device
+        for optimizer in self.trained.optimizers:
+            name, device = type(optimizer).__name__, self.trained.device
             for key, value in vars(optimizer).items():
                 if type(value) in (int, float) or isinstance(value, torch.Tensor):
                     found[name, key] += _on_host(value, device)
@@ -115,7 +112,8 @@ def _watch_optimizers() -> None:
 
 def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     for each in list(_watching):
-        each.note_step(optimizer)
+        if not any(optimizer is own for own in each.trained.optimizers):
+            each.strangers[type(optimizer).__name__] = None
 
 
 def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:

@@ -153,7 +153,8 @@ class Recorder:
         # Torch has queued a seed and an offset for random numbers on this stream. A replay first writes its own.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._alive += 1
-        return Recording(static, collectives, graph, tree_map(_without_graph, returned), self._dropped)
+        detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, returned)
+        return Recording(static, collectives, graph, detached, self._dropped)
 
     def wait(self) -> None:
         """Wait until replays have ended: the memory of a dropped recording may be freed while its last replay runs.
@@ -181,7 +182,9 @@ class Recorder:
         Otherwise the pool gets a block for each allocation that fits no free block, and the blocks that forward frees
         are too small for backward.
         """
-        if _can_split_blocks() and nbytes <= torch.cuda.mem_get_info(self._device)[0]:
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        can_split = torch.cuda.get_allocator_backend() == "native" and "max_split_size_mb" not in settings
+        if can_split and nbytes <= torch.cuda.mem_get_info(self._device)[0]:
             torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @contextmanager
@@ -279,12 +282,6 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
     return restore
 
 
-def _can_split_blocks() -> bool:
-    """Return True if torch's allocator gives parts of a large block to small tensors."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return torch.cuda.get_allocator_backend() == "native" and "max_split_size_mb" not in settings
-
-
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
     """Clear autocast's cache of weights: a recording must neither read earlier casts nor leave its own there."""
@@ -293,7 +290,3 @@ def _without_earlier_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def _without_graph(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -315,10 +315,8 @@ class Trained:
         self._plain = [each for each in tensors if not isinstance(each, DTensor)]
         state = [*self._state.tensors(), *self._settings.tensors.tensors()]
         self._plain_state = [each for each in state if not isinstance(each, DTensor)]
-        self._number_on_host = next(filter(self._is_number_on_host, self._buffers.tensors()), None)
-
-    def _is_number_on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() == 0 and tensor.device != self.device
+        numbers = (each for each in self._buffers.tensors() if each.dim() == 0 and each.device != self.device)
+        self._number_on_host = next(numbers, None)
 
     def obstacle_in_buffers(self) -> str:
         """Return the reason why a buffer prevents a recording, or an empty string. Call `identity` first."""

@@ -18,7 +18,7 @@ from ..engine.api import FlatShardedParams
 from ..errors import ArgumentError, StateError, UnsupportedError, listed
 from ..names import clean_tensor_name, optimizer_parameters
 from ..state.model import OptimizedParam, optimized_param, refuse_unknown_parameters
-from ..torch_private import HELPERS, HelperCall, as_dtensor, helper_call, step_without_hooks
+from ..torch_private import HELPERS, as_dtensor, helper_call, step_without_hooks
 from .api import StateDictSettings, StateDictType, tensor_parallel_groups
 from .full_params import all_gathered, full_value, shard_tensor
 from .state import WrapperState, flat_sharded_of, in_memory_order, shard_begins, wrapper_states
@@ -319,26 +319,26 @@ def answer(module: nn.Module, inner: Callable[[], Any], wrapped: bool) -> Any:
 
     `wrapped`: a wrapper adds a prefix to the names of its parameters, but not in state dicts.
     """
-    call = helper_call()
-    if call is not None and not call.knows_wrapper:
-        _refuse_optimizers(module, call)
-        if wrapped and call.name.startswith("set_") and call.full_state_dict:
+    if (call := helper_call()) is not None:
+        name, optimizers, full_state_dict = call
+        _refuse_optimizers(module, name, optimizers)
+        if wrapped and name.startswith("set_") and full_state_dict:
             raise UnsupportedError(
-                f"{HELPERS}.{call.name} does not know the names of unshard's FullyShardedDataParallel: with "
+                f"{HELPERS}.{name} does not know the names of unshard's FullyShardedDataParallel: with "
                 "full_state_dict=True it would not find its parameters in the state dict. Call "
                 f"model.load_state_dict(state_dict) with the full state dict on all ranks. {DROPIN}."
             )
     return inner()
 
 
-def _refuse_optimizers(module: nn.Module, call: HelperCall) -> None:
+def _refuse_optimizers(module: nn.Module, helper: str, optimizers: tuple[Any, ...]) -> None:
     """Refuse optimizers of wrapped models: their state is a plain tensor that differs on each rank."""
-    theirs = {id(each) for optim in call.optimizers for each in optimizer_parameters(optim)}
+    theirs = {id(each) for optim in optimizers for each in optimizer_parameters(optim)}
     for unit in units_of(module) if theirs else ():
         if theirs.isdisjoint(id(parameter) for parameter, _ in unit.parameters):
             continue
         raise UnsupportedError(
-            f"{HELPERS}.{call.name} does not know unshard's FullyShardedDataParallel: it would take each rank's shard "
+            f"{HELPERS}.{helper} does not know unshard's FullyShardedDataParallel: it would take each rank's shard "
             f"of the optimizer state of {unit.state.unit} for all of it, and a checkpoint would keep one rank's. "
             "Call FullyShardedDataParallel.optim_state_dict(model, optimizer) to save and "
             "FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state_dict) to load it, inside "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,12 @@ def clip_grad_norm_(
     given = _checked(parameters)
     order, limit = checked_order(norm_type), checked_limit(max_norm)
     _check_stages(pipeline_stages, process_group)
-    _refuse_flat_parameters(given)
+    if (name := cut_flat(given)) is not None:
+        raise ArgumentError(
+            f"{name!r} is a flat shard of FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell "
+            "from it what other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, "
+            "with the outermost module; a wrapped module has it as a method."
+        )
     device = given[0].device if given else torch.device("cpu")
     ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
     scalable = scalable_gradients(given)
@@ -96,19 +101,22 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
     weights: dict[Any, float] = {}
     for parameter in scalable.others:
         gradient, local = parameter.grad, local_gradient(parameter)
+        measured, weight = local, 1 / ranks
         if isinstance(gradient, DTensor):
+            placements = spec_of(gradient).placements
+            if any(each.is_partial() for each in placements):
+                # A partial gradient has no norm yet: its sum is measured, and the partial gradient itself is scaled.
+                gradient = gradient.redistribute(
+                    placements=[Replicate() if each.is_partial() else each for each in placements]
+                )
+                measured = local_of(gradient)
             spec = spec_of(gradient)
-            if any(placement.is_partial() for placement in spec.placements):
-                found += _partial_gradient(parameter, gradient, local, ranks)
-                continue
             key = id(spec.mesh), spec.placements
-            weight = weights.get(key)
-            if weight is None:
-                weight = weights[key] = _weight(spec, ranks)
-        else:
-            weight = 1 / ranks
-        if local is not None:
-            found.append(LocalGradient(local, local, weight, parameter))
+            if key not in weights:
+                weights[key] = _weight(spec, ranks)
+            weight = weights[key]
+        if local is not None and measured is not None:
+            found.append(LocalGradient(local, measured, weight, parameter))
     return found
 
 
@@ -117,16 +125,6 @@ def _weight(spec: DTensorSpec, ranks: int) -> float:
     mesh = spec.mesh
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
     return mesh.size() / (ranks * copies)
-
-
-def _partial_gradient(
-    parameter: torch.Tensor, gradient: DTensor, local: torch.Tensor | None, ranks: int
-) -> list[LocalGradient]:
-    """A partial gradient has no norm yet: its sum is measured, and the partial gradient itself is scaled."""
-    placements = [Replicate() if placement.is_partial() else placement for placement in spec_of(gradient).placements]
-    summed = gradient.redistribute(placements=placements)
-    measured, weight = local_of(summed), _weight(spec_of(summed), ranks)
-    return [] if local is None else [LocalGradient(local, measured, weight, parameter)]
 
 
 def _power_of_norm(
@@ -155,14 +153,14 @@ def _power_of_norm(
         powers.append(power.to(ranks.device))
     if order < 0:
         smallest = torch.stack(powers).amin() if gradients else powers[0] - 1  # -1: there is none on this rank
-        ranks.min(smallest)
+        ranks.reduce(smallest_over, smallest)
         return smallest.clamp_(min=0)  # 0 if no rank has gradients, as in torch
     if math.isinf(order):
         largest = torch.stack(powers).amax()
-        ranks.max(largest)
+        ranks.reduce(largest_over, largest)
         return largest
     total = torch.stack(powers).sum()
-    ranks.sum(total)
+    ranks.reduce(sum_over, total)
     return total
 
 
@@ -183,10 +181,10 @@ def _nonzero_gradients(
         mesh = reduce_group_of(members, None, otherwise=ranks.device, what=CLIP)
         zero = torch.zeros((), device=mesh.device)
         flags = torch.stack([nonzero[id(each)].to(zero) if id(each) in nonzero else zero for each in members])
-        mesh.sum(flags)
+        mesh.reduce(sum_over, flags)
         total += flags.count_nonzero().to(ranks.device)
     total /= ranks.size  # each rank counts each of its parameters once
-    ranks.sum(total)
+    ranks.reduce(sum_over, total)
     return total
 
 
@@ -233,16 +231,6 @@ def _named(parameter: torch.Tensor, otherwise: str) -> str:
     if group is None or param is None:
         return otherwise
     return f"{param.name!r} of unit {group.unit_name!r}"
-
-
-def _refuse_flat_parameters(parameters: list[torch.Tensor]) -> None:
-    name = cut_flat(parameters)
-    if name is not None:
-        raise ArgumentError(
-            f"{name!r} is a flat shard of FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell "
-            "from it what other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, "
-            "with the outermost module; a wrapped module has it as a method."
-        )
 
 
 def _checked(parameters: Any) -> list[torch.Tensor]:
@@ -328,18 +316,10 @@ class ReduceGroup:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def sum(self, number: torch.Tensor) -> None:
+    def reduce(self, over: Callable[[Any, torch.Tensor, SharedCall], None], number: torch.Tensor) -> None:
+        """Call a function of `comm/agreement.py`, which reduces `number` in place."""
         if self.group is not None:
-            sum_over(self.group, number, self.call)
-
-    def max(self, number: torch.Tensor) -> None:
-        if self.group is not None:
-            largest_over(self.group, number, self.call)
-
-    def min(self, number: torch.Tensor) -> None:
-        """A rank without a number passes -1."""
-        if self.group is not None:
-            smallest_over(self.group, number, self.call)
+            over(self.group, number, self.call)
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
@@ -348,7 +328,9 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
     Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
     compares that all ranks do `what`.
     """
-    meshes = _meshes(parameters)
+    specs = [spec_of(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
+    distinct = {id(spec.mesh): spec.mesh for spec in specs}  # comparing meshes costs more
+    meshes = [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]  # this rank is on them
     if group is not None:
         _check_group(group, meshes)
     sharded_over = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
@@ -358,13 +340,6 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
     if meshes:
         return ReduceGroup(covering_group(meshes), device_of(widest_of(meshes)), call)
     return ReduceGroup(None, otherwise, call)
-
-
-def _meshes(parameters: Sequence[torch.Tensor]) -> list[DeviceMesh]:
-    """The distinct meshes that this rank is on."""
-    meshes = [spec_of(parameter).mesh for parameter in parameters if isinstance(parameter, DTensor)]
-    distinct = {id(mesh): mesh for mesh in meshes}  # comparing meshes costs more
-    return [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]
 
 
 def check_process_group(group: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -241,9 +240,17 @@ class Flat(Optimizer):
             self.state = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load offloaded state without copying it to the device."""
         finish_steps()
-        with _loading_to_host(self):
+        handles = [  # innermost, so that users' hooks see the tensors
+            self.register_load_state_dict_pre_hook(_hide),
+            self.register_load_state_dict_post_hook(_move_to_host, prepend=True),
+        ]
+        try:
             super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was created at run time, so unpickling has to create it again.
@@ -309,20 +316,6 @@ class _Hidden:
 
     def __init__(self, value: DTensor):
         self.value = value
-
-
-@contextmanager
-def _loading_to_host(optimizer: Optimizer) -> Iterator[None]:
-    """Load offloaded state without copying it to the device. The hooks run innermost: users' hooks see the tensors."""
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(_hide),
-        optimizer.register_load_state_dict_post_hook(_move_to_host, prepend=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 
+from ..comm.agreement import largest_over, sum_over
 from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..names import optimizer_parameters
 from ..torch_private import OpenGradScaler, local_of, unscale_and_check
-from .clip import ReduceGroup, check_process_group, local_gradient, reduce_group_of
+from .clip import check_process_group, local_gradient, reduce_group_of
 
 _UNSCALE = "unscale gradients (GradScaler)"
 
@@ -34,6 +35,9 @@ class GradScaler(OpenGradScaler):
     device or the host; a rank may have none. Pass `process_group` if ranks share no mesh, as the stages of a pipeline.
     `device` defaults to the accelerator, or to the CPU if there is none.
     """
+
+    _reduced_over = staticmethod(largest_over)
+    """Makes the flag of an overflow positive on all ranks if it is positive on any."""
 
     def __init__(
         self,
@@ -74,19 +78,18 @@ class GradScaler(OpenGradScaler):
         for device, by_dtype in buckets.items():
             factor = _copied(inverse, device)
             for dtype, gradients in by_dtype.items():
-                if dtype is torch.bfloat16 and device.type == "cuda":
-                    _unscale_widened(gradients, found[device], factor)
-                else:
+                if dtype is not torch.bfloat16 or device.type != "cuda":
                     unscale_and_check(gradients, found[device], factor)
+                    continue
+                for gradient in gradients:  # torch's kernel does not take them. One by one: copies take memory
+                    wide = gradient.float()
+                    unscale_and_check([wide], found[device], factor)
+                    gradient.copy_(wide)
         scalable.clean()
         flags = [_copied(flag, ranks.device) for flag in found.values()]
         any_found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._all_reduce(ranks, any_found)
+        ranks.reduce(self._reduced_over, any_found)
         return {device: _copied(any_found, device) for device in found}
-
-    def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
-        """Make `found` positive on all ranks if it is positive on any."""
-        ranks.max(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Like torch's `step`, but a skipped first step of a fused optimizer creates no state.
@@ -100,7 +103,7 @@ class GradScaler(OpenGradScaler):
         result = None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             step_unless(optimizer, self.found(optimizer), *args, **kwargs)
-        elif not self.found_any(optimizer):
+        elif not any(each.item() for each in self.found(optimizer)):
             result = optimizer.step(*args, **kwargs)
             _started.add(optimizer)
             _not_started.discard(optimizer)
@@ -136,6 +139,8 @@ class ShardedGradScaler(GradScaler):
     arguments have the same order as in PyTorch's class of this name. Without a CUDA device, `device` defaults to
     another accelerator, or to the CPU.
     """
+
+    _reduced_over = staticmethod(sum_over)
 
     def __init__(
         self,
@@ -174,7 +179,9 @@ class ShardedGradScaler(GradScaler):
 
     def _scaled(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            self._check_device(value)
+            expected = torch.device(self.device_type).type
+            if value.device.type not in (expected, "cpu"):
+                raise ConflictError(f"This scaler takes tensors on {expected} or the host, got one on {value.device}.")
             return (value * self.scale_on(value.device)).to(value.dtype)
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise ArgumentError(f"outputs must be a tensor or an iterable of tensors, got {value!r}.")
@@ -182,14 +189,6 @@ class ShardedGradScaler(GradScaler):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*scaled)
         return type(value)(scaled) if isinstance(value, list | tuple) else iter(scaled)
-
-    def _check_device(self, tensor: torch.Tensor) -> None:
-        expected = torch.device(self.device_type).type
-        if tensor.device.type not in (expected, "cpu"):
-            raise ConflictError(f"This scaler takes tensors on {expected} or the host, got one on {tensor.device}.")
-
-    def _all_reduce(self, ranks: ReduceGroup, found: torch.Tensor) -> None:
-        ranks.sum(found)
 
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
@@ -205,14 +204,6 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
         if isinstance(optimizer, torch.optim.SGD) and group.get("momentum")
         for each in group["params"]
     )
-
-
-def _unscale_widened(gradients: Iterable[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """For bfloat16 on CUDA devices, which torch's kernel does not support. One by one, because copies take memory."""
-    for gradient in gradients:
-        wide = gradient.float()
-        unscale_and_check([wide], found, factor)
-        gradient.copy_(wide)
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:

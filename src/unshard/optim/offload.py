@@ -85,12 +85,7 @@ class StateBatch:
 
         self._state.update(self._copy(self._on_device, target, self.copy_streams.down))
 
-    def _copy(
-        self,
-        state: MutableMapping[Any, Any],
-        target: Callable[[FlatSpan, str, torch.Tensor], torch.Tensor],
-        stream: Any,
-    ) -> dict[Any, Any]:
+    def _copy(self, state: MutableMapping[Any, Any], target: Target, stream: Any) -> dict[Any, Any]:
         """The spans' entries of `state` with values per element copied to `target` on `stream`."""
         copied: dict[Any, Any] = {}
         targets: list[torch.Tensor] = []

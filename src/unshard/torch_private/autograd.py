@@ -8,7 +8,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from itertools import dropwhile
 from operator import attrgetter
 from types import FrameType
@@ -248,21 +247,11 @@ HELPERS = f"{CHECKPOINT}.state_dict"
 _AROUND_OPTIMIZERS = ("unshard.", "torch.optim.", "torch._compile", "torch._dynamo.")
 
 
-@dataclass(frozen=True)
-class HelperCall:
-    """A call of one of the helpers in `torch.distributed.checkpoint.state_dict`, and its arguments."""
+def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
+    """The helper that calls the method which calls this function: its name, `optimizers` and `full_state_dict`.
 
-    name: str
-    optimizers: tuple[Any, ...]
-    full_state_dict: bool
-    knows_wrapper: bool
-    """The helper asks for our wrapper's class: true only if the drop-in has put that into the helper's module."""
-
-
-def helper_call() -> HelperCall | None:
-    """The helper that calls the method which calls this function; None if no helper does.
-
-    The helpers recognise PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change
+    None if no helper does, or if it asks for our wrapper's class, which the drop-in puts into the helpers' module. The
+    helpers recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change
     anything. Only the arguments on the stack tell which helper asks, and for which optimizers. Versions 2.5 and later.
     """
     outermost = None
@@ -270,15 +259,14 @@ def helper_call() -> HelperCall | None:
         if _module(frame) != HELPERS:
             break
         outermost = frame
-    if outermost is None:
+    if outermost is None or _knows_wrapper(outermost):
         return None
     arguments = outermost.f_locals
     optimizers = arguments.get("optimizers") or ()
-    return HelperCall(
+    return (
         outermost.f_code.co_name,
         optimizers if isinstance(optimizers, tuple) else (optimizers,),
         bool(getattr(arguments.get("options"), "full_state_dict", False)),
-        _knows_wrapper(outermost),
     )
 
 

@@ -32,12 +32,6 @@ REDUCE_SCATTER_COALESCED = ("reduce_scatter_single_coalesced", "reduce_scatter_t
 ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
-def reduce_scatter_into(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
-    """`torch.distributed`'s reduce-scatter. 2.13 renames it and warns about the old name."""
-    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(output, input, group=group)
-
-
 def low_precision_of(hook: Any) -> torch.dtype | None:
     """The dtype of torch's compressing communication hooks for FSDP; None for other functions.
 

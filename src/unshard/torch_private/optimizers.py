@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,17 +27,15 @@ class OpenGradScaler(torch.amp.GradScaler):
         return self.unscale_gradients(optimizer, inv_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
-        """Initialise the scale of a rank without a loss: it never calls `scale`, but unscales with the others."""
+        """Initialize the scale of a rank without a loss: it never calls `scale`, but unscales with the others."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def scale_on(self, device: torch.device) -> torch.Tensor:
-        """The scale on `device`, initialised at the first use."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        assert self._scale is not None
-        return self._scale.to(device, non_blocking=device.type != "cpu")
+        """The scale on `device`, initialized at the first use."""
+        scale, _ = self._check_scale_growth_tracker("scale")
+        return scale.to(device, non_blocking=device.type != "cpu")
 
     def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
         """Says if `optimizer` was unscaled or stepped since the last update."""
@@ -47,10 +47,6 @@ class OpenGradScaler(torch.amp.GradScaler):
     def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Per device, a positive number if the last check found a gradient that is not finite."""
         return list(self._found_inf_per_device(optimizer).values())
-
-    def found_any(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the last check found a gradient that is not finite. Synchronises with the device."""
-        return any(found.item() for found in self.found(optimizer))
 
     @property
     def device_type(self) -> str:
@@ -89,9 +85,9 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
-def hooks_of_step(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
-    """The dicts of the hooks around an optimizer's step. No public way to read. All versions."""
-    return [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+hooks_of_step: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]]
+hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The dicts of the hooks around an optimizer's step. No public way to read. All versions."""
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

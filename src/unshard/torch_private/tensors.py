@@ -56,16 +56,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 # Called for every parameter in every step, so not a Python function.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor. No public way. All versions."""
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of, for autograd. No public way. All versions."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return True if `tensor` has hooks of `register_hook`. No public way. All versions."""
     return bool(tensor._backward_hooks)
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, for autograd. No public way. All versions."""
-    return tensor._base
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -242,20 +239,20 @@ def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torc
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The dict of a module's own parameters. Assigning there is far cheaper than `setattr`. All versions."""
-    return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """The dict of a module's own buffers. All versions."""
-    return module._buffers
-
-
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of a module's own buffers that are not in its state dict. No public way. All versions."""
-    return module._non_persistent_buffers_set
+own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""The dict of a module's own parameters. Assigning there is far cheaper than `setattr`. All versions."""
+own_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""The dict of a module's own buffers. All versions."""
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The dict of a module's children. `named_children` omits second names of a child. All versions."""
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""Names of a module's own buffers that are not in its state dict. No public way. All versions."""
+hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]]
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The dicts of a module's forward and backward hooks, by handle number. All versions."""
+hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
+hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The dicts of a tensor's hooks; None if it has none. No public way to read. All versions."""
 
 
 def changes_own_state(module: nn.Module) -> bool:
@@ -291,26 +288,6 @@ def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
     Strict, because some modules look for their values among the unexpected ones.
     """
     module._load_from_state_dict(values, "", {}, True, [], [], [])
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict of a module's children. `named_children` omits second names of a child. All versions."""
-    return module._modules
-
-
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts of a module's forward and backward hooks, by handle number. All versions."""
-    return [
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ]
-
-
-hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
-hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The dicts of a tensor's hooks; None if it has none. No public way to read. All versions."""
 
 
 quick_attributes = torch._C.DisableTorchFunctionSubclass

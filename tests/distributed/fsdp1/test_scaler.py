@@ -26,7 +26,6 @@ import unshard
 from unshard import CPUOffload, MixedPrecision, ShardingStrategy
 from unshard import FullyShardedDataParallel as FSDP
 from unshard.optim import ShardedGradScaler
-from unshard.torch_private import reduce_scatter_into
 
 S = ShardingStrategy
 half = torch.float16
@@ -225,7 +224,9 @@ def test_f1_85_f1_86_hooks(originals: bool) -> None:
         if output is None:
             dist.all_reduce(gradient)
         else:
-            reduce_scatter_into(output, gradient, dist.group.WORLD)
+            # 2.13 renames the function and warns about the old name.
+            reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            reduce_scatter(output, gradient, group=dist.group.WORLD)
 
     for strategy in (S.FULL_SHARD, S.NO_SHARD):
         cut = strategy is S.FULL_SHARD and size > 1
