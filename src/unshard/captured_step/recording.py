@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from itertools import count
@@ -210,27 +211,24 @@ class Recorder:
             raise
 
 
+@dataclass(eq=False)
 class Recording:
     """A step that was recorded and not run: `replay` runs it."""
 
-    def __init__(
-        self,
-        static: Arguments,
-        collectives: Recorded,
-        graph: torch.cuda.CUDAGraph,
-        returned: Any,
-        dropped: Callable[[], None],
-    ):
-        """`drop` calls `dropped`."""
-        self._static, self._collectives, self._graph = static, collectives, graph
-        self._returned, self._structure = tree_flatten(returned)
-        self._on_drop = dropped
-        self.gradients: Snapshots | None = None
-        """Gradients after a replay; None if they are the same as before it."""
-        self.written: list[ShardedGrad] = []
-        """Gradients that a replay may write; the program must not hold any of them."""
-        self.used = 0
-        """Number of the last call that replayed it."""
+    _static: Arguments
+    _collectives: Recorded
+    _graph: torch.cuda.CUDAGraph
+    _returned: Any
+    _on_drop: Callable[[], None]
+    gradients: Snapshots | None = None
+    """Gradients after a replay; None if they are the same as before it."""
+    written: list[ShardedGrad] = field(default_factory=list)
+    """Gradients that a replay may write; the program must not hold any of them."""
+    used: int = 0
+    """Number of the last call that replayed it."""
+
+    def __post_init__(self) -> None:
+        self._returned, self._structure = tree_flatten(self._returned)
 
     def can_replay(self, trained: Trained) -> bool:
         """Return True if the memory of the gradients that a replay writes exists and is free to be written."""

@@ -31,7 +31,6 @@ _PLAIN = frozenset((torch.Tensor, bool, int, float, str, NoneType))
 
 _O = torch.optim
 _CAPTURABLE = (_O.Adam, _O.AdamW, _O.Adamax, _O.NAdam, _O.RAdam, _O.RMSprop, _O.Rprop, _O.Adadelta, _O.ASGD)
-_SIMPLE = frozenset((bool, int, float, str, NoneType))
 _NO_SETTINGS = ("params", "param_names")
 
 
@@ -257,7 +256,7 @@ def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, A
 
 def _comparable(value: Any) -> Any:
     """Compare numbers and flags by value, the rest by identity: a replay reads tensors on the device itself."""
-    if type(value) in _SIMPLE or isinstance(value, Number | str):
+    if isinstance(value, int | float | str | NoneType | Number):
         return value
     if isinstance(value, tuple | list):
         return tuple(map(_comparable, value))

@@ -66,7 +66,7 @@ def capture(
     step with the current values of parameters, optimizer state, learning rates, scale and arguments, and with new
     random numbers. No Python of the step runs in a replay. Results are valid until the next call. There is one
     recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode, whether gradients
-    are synchronised, optimizer settings), and at most `max_graphs`.
+    are synchronized, optimizer settings), and at most `max_graphs`.
 
     Steps that cannot be recorded run eagerly, with a warning that says why; on a CPU without a warning.
     """

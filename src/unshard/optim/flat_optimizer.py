@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import MutableMapping
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +22,15 @@ from ..engine.api import (
 )
 from ..errors import ArgumentError
 from ..names import optimizer_parameters
-from ..torch_private import foreach_zero, is_scheduled, local_of, make_dtensor, rewrap_scheduled_step, spec_of
+from ..torch_private import (
+    foreach_zero,
+    is_scheduled,
+    local_of,
+    local_part,
+    make_dtensor,
+    rewrap_scheduled_step,
+    spec_of,
+)
 from .flat_spans import FlatGroups, own_copy
 from .offload import StateStreamer, StepInBackward, submit
 
@@ -40,7 +47,7 @@ _NOT_ELEMENTWISE = {
     "(torch does not flatten other DTensors) and the closure's loss is the same on all ranks.",
     "Adafactor": "it keeps averages over the rows and columns of each parameter. Torch's DTensors do not support it "
     "without flat either (torch 2.13).",
-    "Muon": "it orthogonalises the update of each matrix. Use it without flat.",
+    "Muon": "it orthogonalizes the update of each matrix. Use it without flat.",
     "SparseAdam": "it takes sparse gradients, but the gradients of sharded parameters are dense. Use Adam.",
 }
 
@@ -60,7 +67,7 @@ def flat(
 
     With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`), each as soon
     as its gradients are there; `step` waits for these steps and takes the others. So gradients can be neither clipped
-    nor scaled, no step can be skipped, and `step` must follow every backward that synchronises gradients. False turns
+    nor scaled, no step can be skipped, and `step` must follow every backward that synchronizes gradients. False turns
     it off; None does not change it. `ahead` is its old, deprecated name.
     """
     if ahead is not None:
@@ -153,10 +160,7 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
             f"{found} Call fully_shard first, then build the optimizer from model.parameters(), then call flat."
         )
     if replaced:
-        warnings.warn(
-            f"{why} It will never update these. Build it after all calls to fully_shard.",
-            stacklevel=4,
-        )
+        warnings.warn(f"{why} It will never update these. Build it after all calls to fully_shard.", stacklevel=4)
 
 
 class Flat(Optimizer):
@@ -231,10 +235,14 @@ class Flat(Optimizer):
         return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
+        """Copies counters, which the parameters of a span share: another optimizer would advance them repeatedly."""
         finish_steps()
-        state = self.state
+        state: Any = self.state
         try:
-            self.state = _with_own_counters(state)  # type: ignore[assignment]
+            self.state = {  # type: ignore[assignment]
+                key: {name: own_copy(value) for name, value in entry.items()} if isinstance(key, DTensor) else entry
+                for key, entry in state.items()
+            }
             return super().state_dict()
         finally:
             self.state = state
@@ -257,14 +265,6 @@ class Flat(Optimizer):
         return _restored, (self.base,), self.__getstate__()
 
 
-def _with_own_counters(state: MutableMapping[Any, Any]) -> dict[Any, Any]:
-    """Copy counters, which the parameters of a span share: another optimizer would advance them repeatedly."""
-    return {
-        key: {name: own_copy(value) for name, value in entry.items()} if isinstance(key, DTensor) else entry
-        for key, entry in state.items()
-    }
-
-
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """Like `Optimizer.zero_grad`, without a torch call for every DTensor."""
     in_backward = vars(self).get("unshard_step_in_backward")
@@ -278,7 +278,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if any(each.requires_grad or each.is_sparse for each in gradients):
             Optimizer.zero_grad(self, set_to_none=False)
         elif gradients:
-            foreach_zero([local_of(each) if isinstance(each, DTensor) else each for each in gradients])
+            foreach_zero(list(map(local_part, gradients)))
     if in_backward is not None and stepped:
         in_backward.warn_of_steps()
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor
 
 from ..comm.agreement import largest_over, sum_over
 from ..engine.api import cut_flat, scalable_gradients
 from ..errors import ArgumentError, ConflictError
 from ..names import optimizer_parameters
-from ..torch_private import OpenGradScaler, local_of, unscale_and_check
+from ..torch_private import OpenGradScaler, local_part, unscale_and_check
 from .clip import check_process_group, local_gradient, reduce_group_of
 
 _UNSCALE = "unscale gradients (GradScaler)"
@@ -235,5 +234,4 @@ def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[tor
     attributes = [value for value in vars(optimizer).values() if isinstance(value, torch.Tensor)]
     tensors += [value for value in attributes if value.device == device]
     tensors += optimizer_parameters(optimizer)
-    local = [local_of(each) if isinstance(each, DTensor) else each for each in tensors]
-    return list({id(each): each for each in local}.values())
+    return list({id(each): each for each in map(local_part, tensors)}.values())

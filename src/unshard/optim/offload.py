@@ -55,6 +55,7 @@ class StateBatch:
         self.copy_streams = _copy_streams_of(spans[0])
         self._state = state
         self._on_device: defaultdict[Any, Any] | None = None
+        self.stepping = False
         self._copies: list[StreamEvent] = []
 
     def upload(self) -> None:
@@ -72,11 +73,13 @@ class StateBatch:
         self._on_device.update(others)
         for span in self.spans:
             groups[span.group]["params"].append(span.flat)
+        self.stepping = True
         return groups, self._on_device
 
     def download(self) -> None:
         """Start to copy to the host what the step has changed or created."""
         assert self._on_device is not None
+        self.stepping = False
 
         def target(span: FlatSpan, key: str, value: torch.Tensor) -> torch.Tensor:
             old = self._state.get(span.flat, {}).get(key)
@@ -126,29 +129,22 @@ class StateStreamer:
             self._options = [_copied({**group, "params": []}) for group in groups]
             self._others = _copied({key: each for key, each in state.items() if not isinstance(key, torch.Tensor)})
             self._batches[0].upload()
-        self._stepping: StateBatch | None = None
 
     def steps(self) -> Iterator[tuple[Groups, defaultdict[Any, Any]]]:
         """Optimizer groups and state for each call of the optimizer's step; call `close` afterwards."""
         for number, batch in enumerate(self._batches):
             if number + 1 < len(self._batches):
                 self._batches[number + 1].upload()
-            groups_and_state = batch.begin_step([_copied(group) for group in self._options], _copied(self._others))
-            self._stepping = batch
-            yield groups_and_state
-            self._download()
+            yield batch.begin_step([_copied(group) for group in self._options], _copied(self._others))
+            batch.download()
             if number:
                 self._batches[number - 1].release()
 
-    def _download(self) -> None:
-        batch, self._stepping = self._stepping, None
-        if batch is not None:
-            batch.download()
-
     def close(self) -> None:
         """Wait until all state is on the host, also if a step has raised."""
-        self._download()
         for batch in self._batches:
+            if batch.stepping:
+                batch.download()
             batch.release()
         for copy_streams in {batch.copy_streams for batch in self._batches}:
             copy_streams.down.synchronize()  # the host reads and writes state next
@@ -242,7 +238,7 @@ class StepInBackward:
             raise StateError(
                 f"A second backward has added to the gradients of {grad.names()} before step(). With flat(..., "
                 "step_in_backward=True), the first backward has already stepped them. Call step() after every backward "
-                "that synchronises gradients; to accumulate, call set_requires_gradient_sync(False) for all backwards "
+                "that synchronizes gradients; to accumulate, call set_requires_gradient_sync(False) for all backwards "
                 "but the last. After an exception in backward, or to discard a batch, call the optimizer's step() or "
                 "zero_grad() to continue (the steps that backward took are kept)."
             )
