@@ -34,7 +34,7 @@ class HostEffects:
         self._awaited = trained.awaited()
         self.strangers: dict[str, None] = {}
         """Classes of optimizers that were not passed to `capture`, and stepped."""
-        self._torch, self._python, self._numpy = torch.random.get_rng_state(), random.getstate(), _numpy_state()
+        self._generators = _generators()
         _watch_optimizers()
         _watching.append(self)
 
@@ -67,15 +67,7 @@ class HostEffects:
         for (name, key), value in self._host_state().items():
             if self._counters.get((name, key), value) != value:
                 return f"{name} keeps {key!r} on the host, which a replay does not change"
-        used = [
-            name
-            for name, same in (
-                ("torch (a CPU generator)", torch.equal(torch.random.get_rng_state(), self._torch)),
-                ("random", random.getstate() == self._python),
-                ("numpy", _numpy_state() == self._numpy),
-            )
-            if not same
-        ]
+        used = [name for name, state in _generators().items() if state != self._generators.get(name)]
         if not used:
             return ""
         return (
@@ -128,13 +120,14 @@ def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
             yield from _on_host(each, device)
 
 
-def _numpy_state() -> Any:
-    """Return the state of numpy's generator in a comparable form, or None if the program does not use numpy."""
+def _generators() -> dict[str, Any]:
+    """Comparable states of the generators of random numbers on the host. The program may not use numpy."""
+    states = {"torch (a CPU generator)": torch.random.get_rng_state().tolist(), "random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), *rest
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = name, keys.tobytes(), *rest
+    return states
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from .clip import check_process_group, local_gradient, reduce_group_of
 
 _UNSCALE = "unscale gradients (GradScaler)"
 
-# Optimizers that have taken a step, so that their state exists, and those whose steps were all skipped so far.
-_started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_not_started: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_started: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+"""True for optimizers that have taken a step, so that their state exists; False if all their steps were skipped."""
 
 
 class GradScaler(OpenGradScaler):
@@ -104,10 +103,9 @@ class GradScaler(OpenGradScaler):
             step_unless(optimizer, self.found(optimizer), *args, **kwargs)
         elif not any(each.item() for each in self.found(optimizer)):
             result = optimizer.step(*args, **kwargs)
-            _started.add(optimizer)
-            _not_started.discard(optimizer)
-        elif optimizer not in _started:
-            _not_started.add(optimizer)
+            _started[optimizer] = True
+        else:
+            _started.setdefault(optimizer, False)
         self.set_stage(optimizer, OptState.STEPPED)
         return result
 
@@ -124,7 +122,7 @@ class GradScaler(OpenGradScaler):
             return False
         if not self.handles_scale(optimizer):
             return True  # the program's own code does it
-        if optimizer not in _started or _lacks_momentum(optimizer):
+        if not _started.get(optimizer) or _lacks_momentum(optimizer):
             return False
         return all(
             each.grad is None or each.grad.device == self.scale_device for each in optimizer_parameters(optimizer)
@@ -192,7 +190,8 @@ class ShardedGradScaler(GradScaler):
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
-    return optimizer in _not_started and not any(isinstance(each, dict) and each for each in optimizer.state.values())
+    has_state = any(isinstance(each, dict) and each for each in optimizer.state.values())
+    return _started.get(optimizer) is False and not has_state
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
