@@ -20,6 +20,7 @@ from typing import NoReturn
 from . import __version__
 
 _HELP = ("-h", "--help")
+_COMMANDS = ("run", "checkpoint", "export")
 _PATHS = {"verify": 1, "inspect": 1, "diff": 2}
 
 _USAGE = """usage: unshard COMMAND [arguments]
@@ -89,7 +90,7 @@ def _answer(command: str, rest: list[str]) -> int:
         return _show(_version())
     if command in ("", *_HELP):
         return _show(_USAGE, asked=bool(command))
-    return _unknown("unshard", command, ("run", "checkpoint", "export"))
+    return _unknown("unshard", command, _COMMANDS)
 
 
 def _version() -> str:
@@ -199,8 +200,13 @@ def run(arguments: list[str]) -> int:
 
     install(child_processes=True)
     _say(f"unshard {__version__} replaces torch.distributed.fsdp (torch {torch.__version__})")
+    sys.argv = rest
     try:
-        (_run_module if as_module else _run_script)(rest)
+        if as_module:
+            _put_first(os.getcwd())
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(os.path.abspath(rest[0]))
     except SystemExit as end:
         if not end.code:
             _summarize()
@@ -224,14 +230,7 @@ def _run_processes(arguments: list[str]) -> int:
     return 0
 
 
-def _run_module(arguments: list[str]) -> None:
-    sys.argv = arguments
-    _put_first(os.getcwd())
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-
-
-def _run_script(arguments: list[str]) -> None:
-    sys.argv, path = arguments, os.path.abspath(arguments[0])
+def _run_script(path: str) -> None:
     if not os.path.isfile(path) or path.endswith((".zip", ".pyz", ".pyc")):
         _put_first(path)
         runpy.run_path(path, run_name="__main__")

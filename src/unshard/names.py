@@ -41,25 +41,20 @@ def behind_data_parallel(model: nn.Module) -> nn.Module:
 
 
 def modules_until(
-    top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = ""
+    top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield `top` and the modules below it, parents first, each once, with the prefix of its names in `top`.
 
     Skips modules for which `stop` is true, and everything that only they contain.
     """
-    return _visit(top, stop, prefix, set())
-
-
-def _visit(
-    module: nn.Module, stop: Callable[[nn.Module], bool], prefix: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    if module not in seen and not stop(module):
-        seen.add(module)
-        yield prefix, module
-        for name, child in module.named_children():
-            yield from _visit(child, stop, f"{prefix}{name}.", seen)
+    seen = set() if seen is None else seen
+    if top not in seen and not stop(top):
+        seen.add(top)
+        yield prefix, top
+        for name, child in top.named_children():
+            yield from modules_until(child, stop, f"{prefix}{name}.", seen)
 
 
 def optimizer_parameters(optimizer: Any) -> list[Any]:
-    """The parameters of all groups of an optimizer, in order."""
+    """The parameters of all optimizer groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -32,9 +32,9 @@ class MixedPrecisionPolicy:
 
     ``wire_dtype``: gradients are sent in this dtype and summed in the reduce dtype. With bf16 compute, fp32 reduction
     and bf16 here, half the bytes are sent without losing precision. (Gradients accumulated over several backwards
-    without synchronisation are rounded to it.)
+    without synchronization are rounded to it.)
 
-    ``overrides``: another dtype for parameters of this unit whose names match a pattern (``{"*norm*":
+    ``overrides``: a different dtype for parameters of this unit whose names match a pattern (``{"*norm*":
     torch.float32}``). The first match wins. Names are those of ``named_parameters()`` of the sharded module, and
     ``"*.router.*"`` also matches a top-level ``router``. A module whose parameters all match gets its inputs in that
     dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
@@ -62,8 +62,7 @@ class MixedPrecisionPolicy:
         for field in _DTYPES:
             _check_dtype(f"MixedPrecisionPolicy.{field}", getattr(self, field))
         for field in ("cast_forward_inputs", "full_precision_in_eval"):
-            if not isinstance(getattr(self, field), bool):
-                raise PolicyError(f"MixedPrecisionPolicy.{field} must be True or False, got {getattr(self, field)!r}.")
+            _check_flag(f"MixedPrecisionPolicy.{field}", getattr(self, field))
         if self.wire_dtype is not None and self.wire_dtype.itemsize < 2:
             raise PolicyError(
                 f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}; gradients in 8 bits need scales, which are "
@@ -75,7 +74,10 @@ class MixedPrecisionPolicy:
                 f"MixedPrecisionPolicy.wire_dtype is {self.wire_dtype}, wider than {sums}, in which gradients "
                 "are summed. Widen reduce_dtype, or leave wire_dtype None."
             )
-        object.__setattr__(self, "keep_buffers", _patterns(self.keep_buffers))
+        kept = self.keep_buffers
+        if isinstance(kept, str) or not isinstance(kept, Iterable):
+            raise PolicyError(f"MixedPrecisionPolicy.keep_buffers must be a list of patterns, got {kept!r}.")
+        object.__setattr__(self, "keep_buffers", tuple(_pattern("keep_buffers", each) for each in kept))
         object.__setattr__(self, "overrides", self._checked_overrides())
 
     def _checked_overrides(self) -> tuple[tuple[str, MixedPrecisionPolicy], ...]:
@@ -119,7 +121,7 @@ class MixedPrecisionPolicy:
         return original
 
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients are accumulated without synchronisation."""
+        """Dtype in which gradients are accumulated without synchronization."""
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -158,10 +160,9 @@ def _check_dtype(where: str, dtype: Any) -> None:
         )
 
 
-def _patterns(given: Any) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise PolicyError(f"MixedPrecisionPolicy.keep_buffers must be a list of patterns, got {given!r}.")
-    return tuple(_pattern("keep_buffers", each) for each in given)
+def _check_flag(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PolicyError(f"{where} must be True or False, got {value!r}.")
 
 
 def _pattern(field: str, pattern: Any) -> str:
@@ -186,8 +187,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise PolicyError(f"CPUOffloadPolicy.pin_memory must be True or False, got {self.pin_memory!r}.")
+        _check_flag("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -204,5 +204,4 @@ class OptimizerOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise PolicyError(f"OptimizerOffloadPolicy.pin_memory must be True or False, got {self.pin_memory!r}.")
+        _check_flag("OptimizerOffloadPolicy.pin_memory", self.pin_memory)
