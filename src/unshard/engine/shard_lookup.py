@@ -92,13 +92,8 @@ def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
 
 
 def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
-    roots: dict[Root, None] = {}
-    for group in groups:
-        unit = group.unit()
-        root = None if unit is None or unit.root is None else unit.root()
-        if root is not None:
-            roots[root] = None
-    return list(roots)
+    units = [unit for group in groups if (unit := group.unit()) is not None]
+    return list(dict.fromkeys(root for unit in units if unit.root is not None and (root := unit.root()) is not None))
 
 
 def orders_of(parameters: Iterable[torch.Tensor]) -> list[Order]:
