@@ -274,9 +274,6 @@ def refuse_thread(unit: Unit) -> None:
 
 # -- state dicts of shards --------------------------------------------------------------------------------
 
-FULL_STATE_DICT = "unshard.checkpoint.full_state_dict(model)"
-"""The call that returns unsharded parameters, for messages."""
-
 
 class _Metadata(OrderedDict[str, Any]):
     """Metadata of a state dict of shards: warns when that is pickled, otherwise like the metadata that it replaces."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import require_agreement
-from ..comm.interface import Label, Transport, Work, Works
+from ..comm.interface import Label, Transport, Work, Works, WorkThen
 from ..errors import ProtocolError, UnsupportedError
 from ..policies import MixedPrecisionPolicy
 from ..torch_private import as_dtensor, contiguous_stride, local_of, preserve_version_counter, storage_key
@@ -198,8 +198,15 @@ class Extensions:
             # All of them in one tensor of bytes, which is copied out when it is waited for.
             piece = torch.cat([each.view(torch.uint8) for each in own_inputs])
             gathered = piece.new_empty(piece.numel() * transport.world)
+            self._kept = [piece]
+
+            def unpack() -> None:
+                tables = [output.view(torch.uint8).view(transport.world, -1) for output in own_outputs]
+                widths = [table.shape[1] for table in tables]
+                torch.split_with_sizes_copy(gathered.view(transport.world, -1), widths, dim=1, out=tables)
+
             work = transport.all_gather([gathered], [piece], label=None if outputs else label)
-            return Works([*works, _Unpack(work, gathered.view(transport.world, -1), piece, own_outputs)])
+            return Works([*works, WorkThen(work, unpack)])
 
     def finish(self) -> None:
         self._kept = []
@@ -211,17 +218,3 @@ class Extensions:
         self._kept = []
         for member in self._members:
             member.release()
-
-
-class _Unpack:
-    """An all-gather of bytes, whose columns are copied to their outputs after the wait."""
-
-    def __init__(self, work: Work, gathered: torch.Tensor, piece: torch.Tensor, outputs: list[torch.Tensor]):
-        self._work, self._gathered, self._outputs = work, gathered, outputs
-        self._piece = piece  # the collective reads it until the wait
-
-    def wait(self) -> None:
-        self._work.wait()
-        world = self._gathered.shape[0]
-        tables = [output.view(torch.uint8).view(world, -1) for output in self._outputs]
-        torch.split_with_sizes_copy(self._gathered, [table.shape[1] for table in tables], dim=1, out=tables)

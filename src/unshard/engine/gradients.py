@@ -127,7 +127,7 @@ class GroupGradients:
         """Do the same if gradients are missing, not synchronized, tensor-parallel, or in several precisions."""
         gradients = self._take()
         if options.reduce_unused and options.synchronize:
-            self._add_unused(gradients)
+            gradients = self._with_unused(gradients)
         if self._sharded.extended and not self.varied:
             self._cast_to_one_dtype(gradients)
         if not gradients and not (last and self.has_sums_to_reduce(options)):
@@ -190,11 +190,9 @@ class GroupGradients:
                 if not param.sharding.numel:
                     del gradients[index]
         deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
-        if self.varied:
-            self._take_others(gradients)
-        return gradients
+        return self._with_others(gradients) if self.varied else gradients
 
-    def _take_others(self, gradients: dict[int, torch.Tensor]) -> None:
+    def _with_others(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Add gradients that graphs of the other precision left, all in the reduce dtype: packing needs one dtype."""
         for index, parameter in self.others:
             if (grad := parameter.grad) is not None and _is_trained(param := self._params[index]):
@@ -204,9 +202,9 @@ class GroupGradients:
                     both = index in gradients
                     gradients[index] = self._to_reduce(index, gradients[index]) + grad if both else grad
             parameter.grad = None
-        for index in gradients:
+        for index in gradients:  # one by one, which frees each gradient after its cast
             gradients[index] = self._to_reduce(index, gradients[index])
-        _sort(gradients)
+        return dict(sorted(gradients.items()))  # the order of members must be the same on every rank
 
     def _to_reduce(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to(self._shard().segments.dtypes(index).reduce)
@@ -223,7 +221,7 @@ class GroupGradients:
             kinds = segments.dtypes(index)
             gradients[index] = gradient.to(kinds.reduce if segments.of[index] in precise else kinds.compute)
 
-    def _add_unused(self, gradients: dict[int, torch.Tensor]) -> None:
+    def _with_unused(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Add zeros for trainable parameters that this rank did not use, because another rank may have."""
         kept = self.unreduced.sums() if self.unreduced is not None else {}
         for index, param in enumerate(self._params):
@@ -232,7 +230,7 @@ class GroupGradients:
                 kinds = self._sharded.shard.segments.dtypes(index)
                 dtype = kinds.reduce if self.varied else kinds.compute
                 gradients[index] = torch.zeros(param.sharding.shape, dtype=dtype, device=self._device)
-        _sort(gradients)
+        return dict(sorted(gradients.items()))
 
     # -- gradients that are not reduced yet -----------------------------------------------------------------
 
@@ -359,10 +357,3 @@ def local_gradient(gradient: torch.Tensor, spec: DTensorSpec, summed: frozenset[
     local = gradient.to_local()
     # Functional collectives return a tensor that may still be in flight.
     return local.wait() if hasattr(local, "wait") else local
-
-
-def _sort(gradients: dict[int, torch.Tensor]) -> None:
-    """Sort by parameter: the order of members must be the same on every rank."""
-    ordered = sorted(gradients.items())
-    gradients.clear()
-    gradients.update(ordered)

@@ -26,7 +26,6 @@ from ..torch_private import (
 )
 from .backward_hooks import watch_inputs, watch_outputs, watch_parameters
 from .checks import (
-    FULL_STATE_DICT,
     explain,
     refuse_plain_tensors,
     refuse_second_root,
@@ -65,7 +64,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 class FSDPState:
     """The hooks of a unit on its modules, one or a list. They own the state, which refers to them weakly."""
 
-    full_state_dict: ClassVar[str] = FULL_STATE_DICT
+    full_state_dict: ClassVar[str] = "unshard.checkpoint.full_state_dict(model)"
     """The call that returns unsharded parameters, for messages."""
     takes_over_units: ClassVar[bool] = False
     """True if a module that contains units of another root becomes their root when it runs."""
