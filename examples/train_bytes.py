@@ -134,7 +134,7 @@ def draw_starts(data: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each normalised before and added to the residual stream."""
+    """Causal self-attention and an MLP, each normalized before and added to the residual stream."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
         for embedding in (self.bytes, self.bytes_before):  # large, so that the model tells bytes apart from the start
             nn.init.normal_(embedding.weight, std=0.5)
         for block in blocks:  # keeps the residual stream at the same scale however deep the model is
@@ -176,7 +176,7 @@ class ByteTransformer(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * layers))
 
     @staticmethod
-    def _initialise(module: nn.Module) -> None:
+    def _initialize(module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
