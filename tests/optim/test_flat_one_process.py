@@ -94,7 +94,7 @@ def test_classes_that_are_refused(model: nn.Module) -> None:
 
 
 def test_too_early_and_too_late(model: nn.Module) -> None:
-    with pytest.raises(ArgumentError, match="No parameter of this SGD is sharded: either fully_shard was not called"):
+    with pytest.raises(ArgumentError, match=r"No parameter of this SGD is sharded\. Either fully_shard was not called"):
         flat(optim.SGD([nn.Parameter(torch.zeros(3))]))
     optimizer = optim.SGD(model.parameters())
     optimizer.step = lambda: None  # type: ignore[method-assign, assignment]

@@ -305,7 +305,7 @@ class CapturedStep(Generic[P, R]):
             name = " and ".join(dict.fromkeys(owners[group] for group in groups))
             self._warn(
                 f"in {RATES} calls since the last recording only the learning rate was new, and {name} reads it on the "
-                f"host, so every value needs a recording of its own. Pass fused=True to {name}, and call "
+                f"host, so every value needs its own recording. Pass fused=True to {name}, and call "
                 "unshard.optim.flat(optimizer) if fully_shard has sharded its parameters. If it has no fused=True, "
                 "pass the learning rate as a tensor on the GPU, if it takes one"
             )

@@ -195,9 +195,8 @@ class Trained:
         roots = self.roots()
         if any(root.in_forward or root.in_backward for root in roots):
             return "it is called inside forward or backward of the model"
-        if any(map(_extended, self._groups)):
-            group = next(filter(_extended, self._groups))
-            return f"unit {group.unit_name!r} has parameters with their own gather protocol"
+        if (extended := next(filter(_extended, self._groups), None)) is not None:
+            return f"unit {extended.unit_name!r} has parameters with their own gather protocol"
         if any(map(is_not, map(_copy_streams, self._groups), repeat(None))):
             return "the model keeps its shards on the host (CPUOffloadPolicy)"
         if any(map(is_not, map(_pool, self._groups), repeat(None))):

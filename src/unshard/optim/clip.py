@@ -57,9 +57,9 @@ def clip_grad_norm_(
     _check_stages(pipeline_stages, process_group)
     if (name := cut_flat(given)) is not None:
         raise ArgumentError(
-            f"{name!r} is a flat shard of FullyShardedDataParallel or composable.fully_shard, so a rank cannot tell "
-            "from it what other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, "
-            "with the outermost module; a wrapped module has it as a method."
+            f"{name!r} is a flat shard of FullyShardedDataParallel or composable.fully_shard, which does not say what "
+            "other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, with the "
+            "outermost module; a wrapped module has it as a method."
         )
     device = given[0].device if given else torch.device("cpu")
     ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
@@ -214,11 +214,11 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
         if local is not None and not local.isfinite().all():
             bad.append(_named(parameter, f"{index} of shape {tuple(parameter.shape)}"))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    here = "all gradients on this rank are finite, so look at the other ranks"
+    here = "All gradients on this rank are finite, so look at the other ranks"
     if bad:
         here = f"{len(bad)} gradients on this rank are not finite: parameters {listed(bad, most=8)}"
     raise GradientError(
-        f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}; {here}. Nothing "
+        f"Rank {rank} expected finite gradients and found a norm (order {order:g}) of {norm.item()}. {here}. Nothing "
         "was scaled. Skip the step (a GradScaler does, for overflows in float16) or lower the learning rate; pass "
         "error_if_nonfinite=False to scale by that norm anyway."
     )

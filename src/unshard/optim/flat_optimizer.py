@@ -153,7 +153,7 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
         found = (
             why
             if replaced
-            else f"No parameter of this {name} is sharded: either fully_shard was not called yet, or the optimizer was "
+            else f"No parameter of this {name} is sharded. Either fully_shard was not called yet, or the optimizer was "
             "built before it, from parameters that fully_shard has replaced."
         )
         raise ArgumentError(

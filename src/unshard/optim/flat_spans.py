@@ -3,7 +3,7 @@
     shard      [ weight weight weight .. | bias | norm ]     dots are padding, always zero
     spans      [ decayed                ][ not decayed ]     one tensor each, gradients at the same distances
 
-A parameter outside any shard (rebound, or a DTensor made elsewhere) is a span of its own.
+A parameter outside any shard (rebound, or a DTensor made elsewhere) is a separate span.
 
 The state of a span is flat as well. `optimizer.state` and state dicts hold one entry per parameter, as if the optimizer
 had stepped every parameter separately. State with a value per element is a DTensor there, over a view of the flat

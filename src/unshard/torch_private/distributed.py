@@ -93,7 +93,7 @@ def served_device_types(group: Any) -> list[str]:
 
 
 def job_store() -> dist.Store:
-    """The store of the default process group, over a connection of its own, so that nobody waits for our requests.
+    """The store of the default process group, over a separate connection, so that nobody waits for our requests.
 
     No public way. All versions.
     """
@@ -122,7 +122,7 @@ _own_groups: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.
 
 @contextmanager
 def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
-    """A context in which the process group of these ranks gets a name with a number of our own.
+    """A context in which the process group of these ranks gets a name with one of our numbers.
 
     Torch names groups by a counter that all ranks must agree on. Since 2.14 it also counts groups that only their own
     ranks make. Other ranks then have a different count, and the next `new_group` of the whole job waits forever. Our

@@ -338,10 +338,10 @@ def test_gradients_that_are_not_finite(order: float, bad: float) -> None:
     if rank == 2:
         model.odd.weight.grad.to_local()[0, 0] = bad
     before = [each.grad.to_local().clone() for each in model.parameters()]
-    here = "all gradients on this rank are finite"
+    here = "All gradients on this rank are finite"
     if rank == 2:
         here = r"1 gradients on this rank are not finite: parameters 'odd\.weight' of unit '\(root\)'"
-    with pytest.raises(GradientError, match=f"Rank {rank} .*{bad}; {here}.*error_if_nonfinite=False"):
+    with pytest.raises(GradientError, match=rf"Rank {rank} .*{bad}\. {here}.*error_if_nonfinite=False"):
         clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
     for each, gradient in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(each.grad.to_local(), gradient, rtol=0, atol=0, equal_nan=True)
