@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from unshard.checkpoint.prove_resume import saved_state
-from unshard.checkpoint.unsaved import leaves, unsaved_state
+from unshard.checkpoint.prove_resume import leaves, saved_state, unsaved_state
 
 
 def found(value: Any, inside_objects: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ load                           comparing tensors with a model; loading
 optimizer                      saving and loading optimizer state
 full_state_dict full_optimizer_state_dict    unsharded tensors, to and from rank 0
 safetensors                    loading and writing safetensors files
-reports                        `verify`, `inspect` and `diff`
+reports                        `verify`, `inspect`, `diff` and the report of `prove_resume`
 prove_resume                   a proof that a run resumes
 """
 
@@ -19,8 +19,8 @@ from .folders import latest
 from .full_optimizer_state_dict import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .full_state_dict import full_state_dict, load_full_state_dict
 from .load import load
-from .prove_resume import ResumeReport, prove_resume
-from .reports import diff, inspect, verify
+from .prove_resume import prove_resume
+from .reports import ResumeReport, diff, inspect, verify
 from .safetensors import export, load_safetensors
 from .save import save
 from .saver import Saver

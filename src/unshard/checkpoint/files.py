@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,28 +31,28 @@ STRIP_BLOCKS = 16
 VERIFYING_THREADS = 4
 
 
+def _rows(tensor: torch.Tensor) -> Iterator[Any]:
+    """Indices that split a tensor into rows of about CHUNK_BYTES."""
+    if tensor.ndim == 0 or tensor.nbytes <= CHUNK_BYTES:
+        yield ...
+        return
+    count = max(1, CHUNK_BYTES * tensor.shape[0] // tensor.nbytes)
+    yield from (slice(first, first + count) for first in range(0, tensor.shape[0], count))
+
+
+def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy some rows at a time: copying strided elements to a device takes as much host memory as they have bytes."""
+    for rows in _rows(target):
+        target[rows].copy_(source[rows])
+
+
 def host_buffers(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the elements of `view` in row-major order and in `dtype`, piece by piece; without copies if possible."""
-    for piece in _pieces(view.detach()):
-        host = piece.to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
+    view, contiguous = view.detach(), view.is_contiguous()
+    view = view.reshape(-1) if contiguous else view
+    for rows in [...] if contiguous and view.device.type == "cpu" else _rows(view):
+        host = view[rows].to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
         yield host.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _pieces(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split a tensor into consecutive pieces, unless it is contiguous in host memory."""
-    if not view.numel():
-        return
-    if view.is_contiguous():
-        view = view.reshape(-1)
-        if view.device.type == "cpu":
-            yield view
-            return
-    if view.ndim == 0 or view.nbytes <= CHUNK_BYTES:
-        yield view
-        return
-    rows = max(1, CHUNK_BYTES * view.shape[0] // view.nbytes)
-    for first in range(0, view.shape[0], rows):
-        yield view[first : first + rows]
 
 
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
@@ -89,9 +89,6 @@ class CheckpointFiles:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -180,30 +177,13 @@ class CheckpointFiles:
         """Verify a tensor and yield its elements in row-major order, in one dimension, PIECE_ELEMENTS at a time."""
         numel = prod(entry.shape)
         for first in range(0, numel, PIECE_ELEMENTS):
-            yield self._piece(entry, first, min(PIECE_ELEMENTS, numel - first))
+            piece = torch.empty(min(PIECE_ELEMENTS, numel - first), dtype=DTYPES[entry.dtype])
+            for start, box in boxes_of_range(entry.shape, first, piece.numel()):
+                for file, blocks in self.blocks_of(entry, box):
+                    new = {(file, block) for block in blocks} - self._verified
+                    self.verify(file, [block for _, block in new])
+                    self._verified |= new
+                self.copy(entry, box, piece[start : start + box.numel].view(box.size))
+            yield piece
             # Pages that were read stay in this process's memory as long as they are mapped.
             self._maps.clear()
-
-    def _piece(self, entry: TensorEntry, first: int, count: int) -> torch.Tensor:
-        piece = torch.empty(count, dtype=DTYPES[entry.dtype])
-        for start, box in boxes_of_range(entry.shape, first, count):
-            for file, blocks in self.blocks_of(entry, box):
-                self._verify(file, blocks)
-            self.copy(entry, box, piece[start : start + box.numel].view(box.size))
-        return piece
-
-    def _verify(self, file: int, blocks: range) -> None:
-        new = [block for block in blocks if (file, block) not in self._verified]
-        if new:
-            self.verify(file, new)
-            self._verified.update((file, block) for block in new)
-
-
-def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy some rows at a time: copying strided elements to a device takes as much host memory as they have bytes."""
-    if target.ndim == 0 or target.nbytes <= CHUNK_BYTES:
-        target.copy_(source)
-        return
-    rows = max(1, CHUNK_BYTES * target.shape[0] // target.nbytes)
-    for first in range(0, target.shape[0], rows):
-        target[first : first + rows].copy_(source[first : first + rows])

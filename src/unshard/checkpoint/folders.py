@@ -107,21 +107,17 @@ class Unpublished:
                 f"{later} has a later step than {step}, so it would stay the latest checkpoint. If the run went back "
                 "to an earlier checkpoint, move or delete the later ones first. Otherwise, save to another path."
             )
-        self._make_way()
+        if storage.exists(self.target):
+            problem = _problem_of(self.target)
+            if problem is None:
+                raise self._exists()
+            # An incomplete checkpoint, for example an interrupted copy.
+            aside = self.target.with_name(f"{_DAMAGED}{self.target.name}_{os.urandom(8).hex()}")
+            storage.rename(self.target, aside)
+            _log.warning("%s Renamed to %s.", problem, aside)
         self.folder = path / f"{_SAVING}{step:08d}_{os.urandom(8).hex()}"
         storage.make_folder(self.folder)
         self._lock = storage.lock(self.folder / _LOCK, create=True)
-
-    def _make_way(self) -> None:
-        """Rename an incomplete checkpoint (for example, an interrupted copy) that has the name of the target."""
-        if not storage.exists(self.target):
-            return
-        problem = _problem_of(self.target)
-        if problem is None:
-            raise self._exists()
-        aside = self.target.with_name(f"{_DAMAGED}{self.target.name}_{os.urandom(8).hex()}")
-        storage.rename(self.target, aside)
-        _log.warning("%s Renamed to %s.", problem, aside)
 
     def _exists(self) -> CheckpointError:
         return CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")

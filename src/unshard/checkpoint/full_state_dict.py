@@ -6,7 +6,7 @@ largest tensor only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
 
 
 class RankPart(NamedTuple):
-    """What one rank holds of a model or its optimizer; the ranks exchange these."""
+    """One rank's share of a model or its optimizer; the ranks exchange these."""
 
     tensors: dict[str, Described]
     aliases: dict[str, str]
@@ -79,6 +79,7 @@ class RankPart(NamedTuple):
     optimizer: dict[str, Any] | None
 
 
+@torch.no_grad()
 def gather(
     noun: str, model: nn.Module, optimizer: Optimizer | None, rank0_only: bool, cpu_offload: bool
 ) -> tuple[ModelState, list[RankPart], dict[str, torch.Tensor]]:
@@ -87,27 +88,21 @@ def gather(
     Without `cpu_offload`, a tensor is on the same device as its local tensor on this rank.
     """
     state = ModelState()
-    held: list[HeldTensor] = []
+    tensors: list[HeldTensor] = []
 
     def collect() -> RankPart:
-        nonlocal state, held
+        nonlocal state, tensors
         state = model_state(model)
-        held, entry = (state.tensors, None) if optimizer is None else optimizer_state(optimizer, state)
-        device_type = sending_device_type([each.local for each in held])
-        return RankPart(describe(held), state.aliases, _names(model, state), device_type, entry)
+        tensors, entry = (state.tensors, None) if optimizer is None else optimizer_state(optimizer, state)
+        device_type = sending_device_type([each.local for each in tensors])
+        return RankPart(describe(tensors), state.aliases, _names(model, state), device_type, entry)
 
     begin(f"gather {noun}", model)
     ranks = together(f"Gathering {noun}", collect)
-    return state, ranks, dict(_full_tensors(ranks, held, rank0_only, cpu_offload))
-
-
-@torch.no_grad()
-def _full_tensors(
-    ranks: list[RankPart], tensors: list[HeldTensor], rank0_only: bool, cpu_offload: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
     rank, _ = rank_and_size()
     plan, _ = make_plan([each.tensors for each in ranks], spread=False)
     sent_from, by_name = current_device(ranks[0].device_type), {each.name: each for each in tensors}
+    gathered: dict[str, torch.Tensor] = {}
     for name, entry in plan.items():
         held = by_name.get(name)
         views = {} if held is None else dict(zip(held.box_map.boxes, held.views(), strict=True))
@@ -121,7 +116,8 @@ def _full_tensors(
         if not rank0_only:
             full = broadcast(full, entry, sent_from.type).to(device)
         if full is not None:
-            yield name, full
+            gathered[name] = full
+    return state, ranks, gathered
 
 
 def _receive(full: torch.Tensor, entry: TensorEntry, own: Mapping[Any, torch.Tensor], sent_to: torch.device) -> None:

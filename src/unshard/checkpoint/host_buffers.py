@@ -27,7 +27,8 @@ class HostBuffer:
         # Huge pages make the first touch cheaper: there are 500 times fewer page faults.
         # Without DONTFORK, every write would copy a page as long as a forked DataLoader worker lives.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            _advise(memory, advice)
+            with contextlib.suppress(AttributeError, OSError):  # not supported by the system
+                memory.madvise(getattr(mmap, advice))
         self.view = memoryview(memory)
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -40,28 +41,18 @@ class HostBuffer:
         """Pin the memory. torch's pinned allocator would round its size up to a power of two."""
         if self.pinned or self._pin_failed:
             return
-        address = self.tensor.data_ptr()
-        result = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
-        if int(result):
+        address, cudart = self.tensor.data_ptr(), torch.cuda.cudart()
+        if error := int(cudart.cudaHostRegister(address, self.nbytes, 0)):
             self._pin_failed = True
             _log.warning(
                 "%d bytes of host memory for checkpoints could not be pinned (CUDA error %d), so copies are slower. "
                 "Raise the limit of locked memory (ulimit -l), or pass a smaller host_bytes.",
-                *(self.nbytes, int(result)),
+                *(self.nbytes, error),
             )
             return
         self.pinned = True
         # Not at exit: CUDA may be gone by then.
-        weakref.finalize(self, _unpin, address).atexit = False
-
-
-def _advise(memory: mmap.mmap, advice: str) -> None:
-    with contextlib.suppress(AttributeError, OSError):  # not supported by the system
-        memory.madvise(getattr(mmap, advice))
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+        weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
 
 
 class HostBuffers:
@@ -82,7 +73,6 @@ class HostBuffers:
 
     def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
         """Return buffers for a file of `nbytes`. Existing ones are reused if they are large enough."""
-        self.wait()
         self._make(nbytes)
         if pinned:
             for each in self.buffers:
@@ -91,7 +81,6 @@ class HostBuffers:
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
         """Like `reserve`, and touch and pin the memory in a thread: that takes longer than copying to it."""
-        self.wait()
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
         # Not a daemon: at exit, Python must wait for it before it frees the memory.
@@ -107,18 +96,14 @@ class HostBuffers:
             self._preparing = None
 
     def _make(self, nbytes: int) -> None:
-        sizes = self._sizes(nbytes)
+        self.wait()
+        sizes = [nbytes] if nbytes else []
+        if self._host_bytes is not None and nbytes > self._host_bytes:
+            sizes = [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2
         have = [each.nbytes for each in self.buffers]
         if len(have) < len(sizes) or any(a < b for a, b in zip(have, sizes, strict=False)):
             self.buffers.clear()  # first: old and new buffers together would exceed `host_bytes`
             self.buffers = [HostBuffer(size) for size in sizes]
-
-    def _sizes(self, nbytes: int) -> list[int]:
-        if not nbytes:
-            return []
-        if self._host_bytes is None or nbytes <= self._host_bytes:
-            return [nbytes]
-        return [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2
 
 
 def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
@@ -132,11 +117,10 @@ def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
 class Staging:
     """Copies tensors into one buffer after the other, in the order and at the offsets that they have in the file.
 
-    `next_buffer` returns an empty buffer, `hand_over` takes a full one and the number of bytes in it. Buffer sizes are
-    multiples of the alignment of boxes, so padding always fits into the current buffer.
+    `next_buffer` returns an empty buffer, `hand_over` takes a full one with the number of bytes in it.
     """
 
-    def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[HostBuffer, int], None]):
+    def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[tuple[HostBuffer, int]], None]):
         self._next_buffer, self._hand_over = next_buffer, hand_over
         self._buffer: HostBuffer | None = None
         self._used = 0
@@ -147,8 +131,11 @@ class Staging:
         """Copy everything; training may change the tensors when it returns."""
         for view, dtype in views:
             self._put(view.detach(), dtype)
-            end = view.numel() * dtype.itemsize
-            self._put_zeros(aligned(end) - end)
+            nbytes = view.numel() * dtype.itemsize
+            if padding := aligned(nbytes) - nbytes:
+                assert self._buffer is not None  # padding fits: buffer sizes are multiples of the alignment
+                self._buffer.tensor[self._used : self._used + padding].zero_()
+                self._used += padding
         self._finish_buffer()
 
     def _room(self) -> int:
@@ -164,7 +151,7 @@ class Staging:
             stream.synchronize()
         if self._buffer is not None:
             full, self._buffer = self._buffer, None
-            self._hand_over(full, self._used)
+            self._hand_over((full, self._used))
 
     def _put(self, view: torch.Tensor, dtype: torch.dtype) -> None:
         """Copy the elements in row-major order, split if the buffer has no room for all of them."""
@@ -190,21 +177,11 @@ class Staging:
         end = self._used + view.numel() * dtype.itemsize
         target = self._buffer.tensor[self._used : end].view(dtype).view(view.shape)
         self._used = end
-        if view.is_cuda:
-            with torch.cuda.stream(self._stream(view.device)):
-                target.copy_(view, non_blocking=True)
-        else:
+        if not view.is_cuda:
             target.copy_(view)
-
-    def _put_zeros(self, count: int) -> None:
-        if count:
-            assert self._buffer is not None
-            self._buffer.tensor[self._used : self._used + count].zero_()
-            self._used += count
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """A side stream that waits for the work already queued on the compute stream."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-            self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
+            return
+        if view.device not in self._streams:  # a side stream that waits for the work already queued for computation
+            self._streams[view.device] = torch.cuda.Stream(view.device)
+            self._streams[view.device].wait_stream(torch.cuda.current_stream(view.device))
+        with torch.cuda.stream(self._streams[view.device]):
+            target.copy_(view, non_blocking=True)

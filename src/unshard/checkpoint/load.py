@@ -26,15 +26,7 @@ from .files import CheckpointFiles
 from .folders import later_than, resolve
 from .manifest import Manifest, TensorEntry
 from .optimizer import OptimizerLoad
-from .ranks import (
-    Differences,
-    begin,
-    error_text,
-    on_first_rank,
-    rank_and_size,
-    refuse_different_parts,
-    together,
-)
+from .ranks import Differences, begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
 from .values import DTYPES, check_rng_state, decode, seed_new_rank, set_rng_state, stored_names
 
 _log = logging.getLogger("unshard")
@@ -133,7 +125,14 @@ def match(
         plain = [name.removeprefix("model/") for name in names_of[held.name]]
         names = list(dict.fromkeys(aliases.get(name, name) for name in plain if name in entries))
         used.update(names)
-        wrong = [text for name in names if (text := _misfit(held, prefix + name, entries[name], casts))]
+        wrong = []
+        for name in names:
+            shape, dtype = entries[name].shape, DTYPES[entries[name].dtype]
+            held.expect(shape)
+            if shape != held.box_map.shape:
+                wrong.append(f"{prefix}{name} has the shape {shape}, expected {held.box_map.shape}")
+            elif dtype != held.dtype and not (casts and dtype.is_floating_point and held.dtype.is_floating_point):
+                wrong.append(f"{prefix}{name} has the dtype {dtype}, expected {held.dtype}")
         differences.wrong += wrong
         if not names:
             differences.missing[prefix + plain[0]] = prod(held.box_map.shape) * held.dtype.itemsize
@@ -143,16 +142,6 @@ def match(
         if name not in used and name not in aliases:
             differences.unexpected[prefix + name] = entry.nbytes
     return found
-
-
-def _misfit(held: HeldTensor, name: str, entry: TensorEntry, casts: bool) -> str:
-    dtype = DTYPES[entry.dtype]
-    held.expect(entry.shape)
-    if entry.shape != held.box_map.shape:
-        return f"{name} has the shape {entry.shape}, expected {held.box_map.shape}"
-    if dtype != held.dtype and not (casts and dtype.is_floating_point and held.dtype.is_floating_point):
-        return f"{name} has the dtype {dtype}, expected {held.dtype}"
-    return ""
 
 
 @torch.no_grad()
@@ -167,7 +156,7 @@ def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
 
 
 Comparison = tuple[str, list[str], Differences]
-"""What one rank found: the manifest's checksum, the names of what was passed besides the model, and the differences."""
+"""One rank's result: the manifest's checksum, the names of what was passed besides the model, and the differences."""
 
 
 class Loading:
@@ -189,7 +178,6 @@ class Loading:
         """Methods to call, the path of their argument, and the argument, in JSON until it is decoded."""
         self._rng: Any = None
         """States of the random number generators, in JSON until they are decoded."""
-        self._new_rank: int | None = None
 
     # -- comparing ------------------------------------------------------------------------------------------
 
@@ -210,8 +198,6 @@ class Loading:
             self._rng = self.manifest.values["ranks"][rank].get("rng")
             if self._rng is None:
                 self._differences.missing["random number generators"] = 0
-        elif self._loads_rng:
-            self._new_rank = rank
         return self.manifest.checksum, list(given), self._differences
 
     def refuse(self, answers: list[Comparison], strict: bool) -> None:
@@ -353,7 +339,8 @@ class Loading:
                 fill(held, partial(self.files.copy, self._entry(held.name)))
             self._optimizer.finish()
         self.apply_values(extra=True)  # after the tensors, on which they may depend
+        rank, _ = rank_and_size()
         if self._rng is not None:
             set_rng_state(self._rng)
-        elif self._new_rank is not None:
-            seed_new_rank(self.manifest.step, self._new_rank)
+        elif self._loads_rng and rank >= self.manifest.ranks:
+            seed_new_rank(self.manifest.step, rank)

@@ -10,7 +10,7 @@
       "values": {...}}}
 
 A box is [file number, offset in the file, first indices, lengths]; its elements are in row-major order. The checksum
-covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted: `parse` validates every field.
+covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted: every field is validated.
 
 Files have one checksum per block, so a rank verifies only the blocks that it reads. The algorithm is xxh3_64 if the
 package xxhash is installed, else CRC-32. Checksums detect damage, not forgery.
@@ -215,11 +215,7 @@ def read_manifest(folder: Path) -> Manifest:
         nbytes = storage.size_of(file)
         if nbytes is None or nbytes > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path} is not a file of at most {MAX_MANIFEST_BYTES} bytes.")
-        return parse(file.read(MAX_MANIFEST_BYTES + 1), path)
-
-
-def parse(data: bytes, path: Path) -> Manifest:
-    frame = _FRAME.fullmatch(data)
+        frame = _FRAME.fullmatch(file.read(MAX_MANIFEST_BYTES + 1))
     if frame is None:
         raise CheckpointError(f"{path} is not a valid manifest: it is truncated, or has another format.")
     algorithm, expected, inner = frame[1].decode(), frame[2].decode(), frame[3]

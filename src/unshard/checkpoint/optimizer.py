@@ -78,13 +78,11 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
 
 def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the entries of all ranks: each may have parameters that others lack."""
-    found: dict[str, Any] | None = None
-    for entry in entries:
-        if entry is None:
-            continue
-        if found is None:
-            found = {**entry, "groups": [dict(group) for group in entry["groups"]], "state": dict(entry["state"])}
-            continue
+    given = [entry for entry in entries if entry is not None]
+    if not given:
+        return None
+    found = {**given[0], "groups": [dict(group) for group in given[0]["groups"]], "state": dict(given[0]["state"])}
+    for entry in given[1:]:
         for number, group in enumerate(entry["groups"]):
             if number == len(found["groups"]):
                 found["groups"].append(dict(group))
@@ -124,7 +122,7 @@ class OptimizerLoad:
         self._saved = _checked(entry)
         if unknown := set(self._saved["defaults"]) - set(optimizer.defaults):
             differences.wrong.append(
-                f"the checkpoint has another optimizer than this {type(optimizer).__name__}, with the options "
+                f"the checkpoint has another optimizer, with options that this {type(optimizer).__name__} lacks: "
                 f"{listed(sorted(unknown))}"
             )
             return

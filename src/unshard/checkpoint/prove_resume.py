@@ -1,116 +1,56 @@
-"""`prove_resume`: save a run, continue it, load it into fresh objects, and compare the repeated steps bitwise."""
+"""`prove_resume`: save a run, continue it, load it into fresh objects, and compare the repeated steps bitwise.
+
+State is compared by name: what a checkpoint holds (`model/head.weight`, `data.position`), and what it does not hold, by
+its place in the program (`model.blocks.0.calls`): attributes, non-persistent buffers, gradients.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-import shutil
+import random
 import tempfile
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError
 from ..names import ALL_PREFIXES, clean_tensor_name
 from ..state.model import ModelState, model_state
+from ..torch_private import local_part, non_persistent_buffers, own_buffers
+from . import storage
 from .files import PIECE_ELEMENTS
 from .load import load
 from .optimizer import SHARDED, optimizer_state, tensor_name
 from .ranks import on_first_rank, rank_and_size, together
-from .reports import TensorDifference
+from .reports import ResumeDifference, ResumeReport, TensorDifference
 from .save import save
-from .unsaved import PARTS, leaves, unsaved_state
-from .values import decode, rng_state
+from .values import as_plain, decode, rng_state
 
 _WHAT = "prove_resume"
 _MOST = 20
 """Number of differences that a rank reports."""
-_SHOWN = 5
-"""Number of differences of a kind that are printed."""
 _ABSENT = object()
-
-
-@dataclass(frozen=True)
-class ResumeDifference:
-    """A tensor or value that differs in the resumed run."""
-
-    name: str
-    """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or, for unsaved state, its
-    place in the run (`model.blocks.0.calls`)."""
-    step: int
-    """Number of steps after which it differs; the step of the checkpoint if it differs right after loading."""
-    rank: int
-    text: str
-    """Both values, or how much they differ."""
-
-
-@dataclass(frozen=True)
-class ResumeReport:
-    """The result of `prove_resume`, the same on all ranks. `str()` formats it as a report."""
-
-    before: int
-    steps: int
-    ranks: int
-    compared: int
-    """Number of tensors and values compared after each step on rank 0."""
-    differences: list[ResumeDifference] = field(default_factory=list)
-    """All differences after the first step after which any rank has one."""
-    unsaved: list[ResumeDifference] = field(default_factory=list)
-    """State that a checkpoint does not hold and that differs after loading: a possible cause, or without effect."""
-    repeatable: bool = True
-    """False if a second resumed run differs from the first one."""
-
-    @property
-    def equal(self) -> bool:
-        """True if losses and saved state are bitwise equal after each step on all ranks."""
-        return not self.differences
-
-    @property
-    def first(self) -> ResumeDifference | None:
-        return self.differences[0] if self.differences else None
-
-    def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
-        if self.first is None:
-            text = f"The resumed run is bitwise equal: {self.steps} steps after step {self.before}, with {ranks}; the "
-            lines = [text + f"losses, and after each step {self.compared} tensors and values on rank 0."]
-            return "\n".join([*lines, *_lines("Not saved and different, without effect on these steps:", self.unsaved)])
-        first = self.first
-        at_once = [each for each in self.differences if each.name == first.name]
-        others = [each for each in self.differences if each.name != first.name]
-        when = f"step {first.step}" if first.step > self.before else "after loading, before the first step"
-        lines = [f"The resumed run differs from the run that went on after step {self.before}, with {ranks}."]
-        lines += _lines(f"First, {when}:", at_once) + _lines("At the same time:", others)
-        lines += _lines("Not saved, and different after loading, so it may be the cause:", self.unsaved)
-        if not self.repeatable:
-            lines.append("A second resumed run differs from the first one, too. So the steps are not deterministic, or")
-            lines.append("they use state that is neither saved nor rebuilt by make(): a global variable, a file.")
-        elif not self.unsaved:
-            lines.append(
-                "The cause is not in an attribute of the run's objects. Check state that functions and iterators"
-            )
-            lines.append("hold, and state outside the dict that make() returns.")
-        return "\n".join(lines)
-
-
-def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """One line per name, with the first rank that has it."""
-    by_name: dict[str, list[ResumeDifference]] = {}
-    for each in differences:
-        by_name.setdefault(each.name, []).append(each)
-    lines = []
-    for name, (first, *others) in list(by_name.items())[:_SHOWN]:
-        also = f" (and {len(others)} other{'' if len(others) == 1 else 's'})" if others else ""
-        lines.append(f"  {name} on rank {first.rank}{also}: {first.text}")
-    more = [f"  and {len(by_name) - _SHOWN} more"] if len(by_name) > _SHOWN else []
-    return [title, *lines, *more] if lines else []
+PARTS = ("model", "optimizer", "scheduler", "scaler", "data")
+"""Arguments of `save` that hold state."""
+_VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size, range, slice)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, tuple, deque)
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
+"""Attributes of all optimizers: saved ones, and a flag of torch's schedulers."""
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_LONG = 100
+"""Longer lists are one tensor (of numbers) or one value, instead of one name for each element."""
 
 
 def prove_resume(
@@ -135,20 +75,20 @@ def prove_resume(
     for name, value, least in (("steps", steps, 1), ("before", before, 0)):
         if type(value) is not int or value < least:
             raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}.")
-    folder = Path(on_first_rank(_WHAT, lambda: _temporary(path)))
+
+    def make_folder() -> str:
+        if path is not None:
+            storage.make_folder(Path(path), exist_ok=True)
+        return tempfile.mkdtemp(prefix=".prove_resume_", dir=path)
+
+    folder = Path(on_first_rank(_WHAT, make_folder))
     try:
         proof = _Proof(make, train_step, folder)
         proof.go_on(before, steps, folder if path is None else Path(path))
         return proof.resume(before, steps)
     finally:
         if rank_and_size()[0] == 0:  # without a collective: other ranks may have failed
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary(path: str | os.PathLike[str] | None) -> str:
-    if path is not None:
-        os.makedirs(path, exist_ok=True)
-    return tempfile.mkdtemp(prefix=".prove_resume_", dir=path)
+            storage.delete(folder)
 
 
 class _Proof:
@@ -162,8 +102,8 @@ class _Proof:
         self._make, self._train_step, self._folder = make, train_step, folder
         self._rank, self._size = rank_and_size()
         self._checkpoint = Path()
-        self._kept: dict[str, dict[str, Any]] = {}
-        """State by moment and name. Tensors are in a file of this rank, and None here."""
+        self._kept: dict[object, dict[str, Any]] = {}
+        """State by moment (a step, or a word) and name. Tensors are in a file of this rank, and None here."""
 
     def go_on(self, before: int, steps: int, target: Path) -> None:
         """Train the run that is not interrupted."""
@@ -172,37 +112,31 @@ class _Proof:
             self._train_step(run)
         self._checkpoint = save(target, step=before, **_parts(run))
         self._keep("unsaved", partial(unsaved_state, run))
-        self._keep(_moment(before), partial(saved_state, run))
+        self._keep(before, partial(saved_state, run))
         for step in range(before + 1, before + steps + 1):
-            loss = self._train_step(run)
-            self._keep(_moment(step), partial(_state_and_loss, loss, run))
+            self._keep(step, partial(saved_state, run, loss=self._train_step(run)))
 
     def resume(self, before: int, steps: int) -> ResumeReport:
         """Load the run and repeat the steps."""
-        run, step = self._loaded(), before
+        run, step, loss = self._loaded(), before, None
         unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
-        differences = self._compare(_moment(step), partial(saved_state, run), step)
-        loss = None
+        differences = self._compare(step, partial(saved_state, run), step)
         while not differences and step < before + steps:
             step += 1
             loss = self._train_step(run)
-            differences = self._compare(_moment(step), partial(_state_and_loss, loss, run), step)
+            differences = self._compare(step, partial(saved_state, run, loss=loss), step)
         repeatable = True
-        if differences and step > before:
-            self._keep("resumed", partial(_state_and_loss, loss, run))
+        if differences and step > before:  # does another resumed run end in the same state?
+            self._keep("resumed", partial(saved_state, run, loss=loss))
             del run
-            repeatable = self._repeats(step - before)
+            run = self._loaded()
+            for _ in range(step - before):
+                loss = self._train_step(run)
+            repeatable = not self._compare("resumed", partial(saved_state, run, loss=loss), 0)
         if not differences:  # without effect: most programs clear gradients first
             unsaved = [each for each in unsaved if each.name != "gradients"]
-        compared = on_first_rank(_WHAT, lambda: len(self._kept[_moment(before)]))
+        compared = on_first_rank(_WHAT, lambda: len(self._kept[before]))
         return ResumeReport(before, steps, self._size, compared, differences, unsaved, repeatable)
-
-    def _repeats(self, steps: int) -> bool:
-        """Return True if another resumed run ends in the same state."""
-        run, loss = self._loaded(), None
-        for _ in range(steps):
-            loss = self._train_step(run)
-        return not self._compare("resumed", partial(_state_and_loss, loss, run), 0)
 
     def _made(self) -> Mapping[str, Any]:
         run = self._make()
@@ -216,7 +150,10 @@ class _Proof:
         load(self._checkpoint, **_parts(run))
         return run
 
-    def _keep(self, moment: str, observe: Callable[[], dict[str, Any]]) -> None:
+    def _file(self, moment: object) -> Path:
+        return self._folder / f"{moment}_rank_{self._rank:05d}.pt"
+
+    def _keep(self, moment: object, observe: Callable[[], dict[str, Any]]) -> None:
         def work() -> None:
             state = observe()
             tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -225,10 +162,7 @@ class _Proof:
 
         together(_WHAT, work)
 
-    def _file(self, moment: str) -> Path:
-        return self._folder / f"{moment}_rank_{self._rank:05d}.pt"
-
-    def _compare(self, moment: str, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
+    def _compare(self, moment: object, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
         """Differences from the state that `_keep` kept, on any rank; the same list on all ranks."""
 
         def work() -> list[ResumeDifference]:
@@ -242,11 +176,55 @@ class _Proof:
         return sorted(found, key=lambda each: not each.name.startswith("loss"))  # stable, and losses first
 
 
+def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `save` and `load`."""
+    return {name: run[name] for name in PARTS if name in run}
+
+
+def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
+    """Describe a difference; empty if there is none."""
+    mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+            return _tensor_difference(name, mine, theirs)
+    elif repr(mine) == repr(theirs):  # distinguishes 0.0 and -0.0, and equates NaNs
+        return ""
+    return f"{_shown(mine)}, resumed {_shown(theirs)}"
+
+
+def _tensor_difference(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str:
+    found = TensorDifference(name, mine.numel())
+    pieces = (each.reshape(-1).split(PIECE_ELEMENTS) for each in (mine, theirs))
+    for a, b in zip(*pieces, strict=True):
+        found.add(a, b.cpu())
+    if not found.differing:
+        return ""
+    if mine.numel() == 1:
+        return f"{mine.item()!r}, resumed {theirs.item()!r}"
+    counts = f"{found.differing:,} of {found.elements:,} elements differ"
+    return f"{counts}, |a-b| up to {found.absolute:.3g}, relative up to {found.relative:.3g}"
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# -- state by name ------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def saved_state(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that `save` saves, and the plain tensors of all ranks; tensors are not copied."""
+def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """Everything that `save` saves, the plain tensors of all ranks, and `others`; tensors are not copied."""
+    found: dict[str, Any] = {}
+    for name, value in others.items():
+        found.update(leaves(value, name))
     model = model_state(run["model"])
-    found: dict[str, Any] = dict(_of_model(run["model"], model))
+    found.update(_of_model(run["model"], model))
     for name, module in model.extra.items():
         found.update(leaves(module.get_extra_state(), f"extra/{name}"))
     if run.get("optimizer") is not None:
@@ -281,47 +259,118 @@ def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str
     yield from leaves(decode(values["others"], "optimizer/state", stored.__getitem__), "optimizer/state")
 
 
-def _moment(step: int) -> str:
-    return f"step_{step:08d}"
+@torch.no_grad()
+def unsaved_state(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Find attributes of modules and objects, non-persistent buffers, gradients, and other entries of the run.
+
+    torch's own schedulers, scalers and optimizers keep everything that matters in their state dicts.
+    """
+    found: dict[str, Any] = {}
+    for path, module in run["model"].named_modules():
+        found.update(_of_module(module, f"model.{path}" if path else "model"))
+    gradients = sum(parameter.grad is not None for parameter in run["model"].parameters())
+    found["gradients"] = f"of {gradients} parameters" if gradients else "none"
+    for name, value in run.items():
+        if name not in PARTS and callable(getattr(value, "state_dict", None)) and not isinstance(value, nn.Module):
+            found.update(leaves(value.state_dict(), name))
+        if not _is_of_torch(value):
+            own = value
+            if isinstance(value, Optimizer):
+                own = {key: each for key, each in vars(value).items() if key not in _OF_OPTIMIZERS}
+            found.update(leaves(own, name, inside_objects=True))
+    return found
 
 
-def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `save` and `load`."""
-    return {name: run[name] for name in PARTS if name in run}
+def _of_module(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    skipped = non_persistent_buffers(module)
+    for name, buffer in own_buffers(module).items():
+        if name in skipped and buffer is not None:
+            yield from leaves(buffer, f"{path}.{name}")
+    own = set(vars(nn.Module())) - {"training"}
+    attributes = {name: value for name, value in vars(module).items() if name not in own}
+    for name, value in attributes.items():
+        yield from leaves(value, f"{path}.{name}", inside_objects=True)
 
 
-def _state_and_loss(loss: Any, run: Mapping[str, Any]) -> dict[str, Any]:
-    return {**dict(leaves(loss, "loss")), **saved_state(run)}
+def leaves(
+    value: Any, path: str, inside_objects: bool = False, seen: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield tensors and values in nested containers by name, and, with `inside_objects`, in attributes of objects.
 
-
-def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
-    """Describe a difference; empty if there is none."""
-    mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
-    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
-            return _tensor_difference(name, mine, theirs)
-    elif repr(mine) == repr(theirs):  # distinguishes 0.0 and -0.0, and equates NaNs
-        return ""
-    return f"{_shown(mine)}, resumed {_shown(theirs)}"
-
-
-def _tensor_difference(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str:
-    found = TensorDifference(name, mine.numel())
-    pieces = (each.reshape(-1).split(PIECE_ELEMENTS) for each in (mine, theirs))
-    for a, b in zip(*pieces, strict=True):
-        found.add(a, b.cpu())
-    if not found.differing:
-        return ""
-    if mine.numel() == 1:
-        return f"{mine.item()!r}, resumed {theirs.item()!r}"
-    counts = f"{found.differing:,} of {found.elements:,} elements differ"
-    return f"{counts}, |a-b| up to {found.absolute:.3g}, relative up to {found.relative:.3g}"
-
-
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "absent"
+    Functions, iterators and torch objects are skipped: their state cannot be compared.
+    """
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+        if _has_memory(value):
+            yield path, local_part(value).detach()
+        return
+    if isinstance(value, _VALUES):
+        yield path, as_plain(value)
+        return
+    if id(value) in seen or isinstance(value, _CODE):
+        return
+    if not inside_objects:
+        seen = {**seen}  # only cycles stop here: after loading, a list with two names is two lists
+    seen[id(value)] = value  # keeps the object alive, so that its id is not reused
+    inner: dict[str, Any] = {}
+    if type(value) in _MAPPINGS:
+        inner = {f"{path}.{key}": each for key, each in value.items()}
+    elif type(value) in _SEQUENCES:
+        if len(value) > _LONG and all(isinstance(each, _VALUES) for each in value):
+            yield path, _long(value)
+        elif len(value) > _LONG and inside_objects:
+            yield path, f"{len(value)} items"
+        else:
+            inner = {f"{path}[{number}]": each for number, each in enumerate(value)}
+    elif isinstance(value, set | frozenset):
+        yield path, sorted(map(repr, value)) if len(value) <= _LONG else f"{len(value)} items"
+    elif isinstance(value, torch.Generator):
+        yield path, value.get_state()
+    elif isinstance(value, random.Random):
+        inner = {path: value.getstate()}
+    elif type(value).__module__.partition(".")[0] == "numpy":
+        inner = {path: _of_numpy(value)}
+    elif inside_objects and _may_look_inside(value):
+        inner = {f"{path}.{name}": each for name, each in vars(value).items()}
+    for name, each in inner.items():
+        yield from leaves(each, name, inside_objects, seen)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return False for meta tensors, and for views of unsharded parameters whose memory is freed."""
+    if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return False
+    local = local_part(tensor)
+    if local.is_meta or local.layout is not torch.strided:
+        return False
+    last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
+    end = (local.storage_offset() + last + 1) * local.itemsize
+    return local.numel() == 0 or local.untyped_storage().nbytes() >= end
+
+
+def _long(values: Any) -> Any:
+    if all(isinstance(each, bool | int | float) for each in values):
+        try:
+            return torch.tensor(list(values))
+        except (RuntimeError, ValueError, OverflowError):  # integers of more than 64 bits
+            pass
+    return repr([as_plain(each) for each in values])
+
+
+def _of_numpy(value: Any) -> Any:
+    bit_generator = getattr(value, "bit_generator", None)  # a Generator
+    if bit_generator is not None:
+        return dict(bit_generator.state)
+    if hasattr(value, "get_state"):  # a RandomState
+        return list(value.get_state())
+    return value.tolist() if hasattr(value, "tolist") else None
+
+
+def _is_of_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("torch", "unshard")
+
+
+def _may_look_inside(value: Any) -> bool:
+    if isinstance(value, nn.Module | Optimizer) or not hasattr(value, "__dict__"):
+        return False
+    return not _is_of_torch(value) or type(value).__module__.startswith("torch.utils.data")

@@ -137,7 +137,7 @@ def _message(what: str, failed: dict[int, str], size: int) -> str:
 
 @dataclass
 class Differences:
-    """What does not match when a model or an optimizer is loaded. Each rank finds its own."""
+    """Mismatches between what is loaded and the model or optimizer. Each rank finds its own."""
 
     missing: dict[str, int] = field(default_factory=dict)
     """Names that the checkpoint lacks, and their bytes."""

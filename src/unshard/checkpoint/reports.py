@@ -1,4 +1,4 @@
-"""Reports on checkpoints, without a model: `verify`, `inspect` and `diff`."""
+"""Reports on checkpoints, without a model (`verify`, `inspect`, `diff`), and the report of `prove_resume`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .files import CheckpointFiles
 from .folders import resolve
-from .manifest import Manifest, TensorEntry, read_manifest
+from .manifest import read_manifest
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
@@ -34,23 +34,17 @@ def inspect(path: str | os.PathLike[str]) -> str:
         shape = "x".join(map(str, entry.shape)) or "scalar"
         files = ",".join(str(number) for number in sorted({each.file for each in entry.boxes})) or "-"
         rows.append((name, entry.dtype, shape, f"{entry.nbytes:,}", str(len(entry.boxes)), files))
-    return "\n".join([*_heading(folder, manifest), "", *table(rows), *_footer(manifest)])
-
-
-def _heading(folder: Path, manifest: Manifest) -> list[str]:
     nbytes = sum(file.nbytes for file in manifest.files)
     others = [name for name in ("optimizer", "scheduler", "scaler") if manifest.values.get(name) is not None]
-    return [
+    heading = [
         str(folder),
         f"step {manifest.step}, saved by {manifest.ranks} rank{'' if manifest.ranks == 1 else 's'}; "
         f"{len(manifest.tensors)} tensors, {nbytes:,} bytes, checksums {manifest.algorithm}; "
         f"besides the model: {', '.join(others) or 'nothing'}",
         *(f"file {number}: {file.name}, {file.nbytes:,} bytes" for number, file in enumerate(manifest.files)),
     ]
-
-
-def _footer(manifest: Manifest) -> list[str]:
-    return [f"{alias} is tied to {name}" for alias, name in manifest.aliases.items()]
+    ties = (f"{alias} is tied to {name}" for alias, name in manifest.aliases.items())
+    return "\n".join([*heading, "", *table(rows), *ties])
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -62,6 +56,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 """Integer types for comparing bytes, by the size of an element."""
 _SHOWN = 40
 """Maximum length of a printed value."""
+_MOST = 5
+"""Number of differences of a kind that a `ResumeReport` prints."""
 
 
 @dataclass
@@ -123,20 +119,19 @@ class CheckpointDiff:
         lines = [f"a: {self.a}", f"b: {self.b}", f"{_tensors(self.same)} bitwise equal."]
         if self.equal:
             return "\n".join([*lines, "The checkpoints are equal."])
-        for names, where in ((self.only_a, "a"), (self.only_b, "b")):
-            if names:
-                lines += ["", f"{_tensors(len(names))} only in {where}:", *(f"  {name}" for name in names)]
-        if self.other:
-            lines += ["", f"{_tensors(len(self.other))} different in shape or dtype, or tied in one only:"]
-            lines += [f"  {text}" for text in self.other]
-        if self.tensors:
-            rows: list[tuple[str, ...]] = [("tensor", "elements", "differing", "largest |a-b|", "largest relative")]
-            for each in self.tensors:
-                counts = (f"{each.elements:,}", f"{each.differing:,}")
-                rows.append((each.name, *counts, f"{each.absolute:.3g}", f"{each.relative:.3g}"))
-            lines += ["", f"{_tensors(len(self.tensors))} different:", *(f"  {line}" for line in table(rows))]
-        if self.values:
-            lines += ["", "Values that differ:", *(f"  {text}" for text in self.values)]
+        rows: list[tuple[str, ...]] = [("tensor", "elements", "differing", "largest |a-b|", "largest relative")]
+        for each in self.tensors:
+            counts = (f"{each.elements:,}", f"{each.differing:,}")
+            rows.append((each.name, *counts, f"{each.absolute:.3g}", f"{each.relative:.3g}"))
+        for title, found in (
+            (f"{_tensors(len(self.only_a))} only in a:", self.only_a),
+            (f"{_tensors(len(self.only_b))} only in b:", self.only_b),
+            (f"{_tensors(len(self.other))} different in shape or dtype, or tied in one only:", self.other),
+            (f"{_tensors(len(self.tensors))} different:", table(rows) if self.tensors else []),
+            ("Values that differ:", self.values),
+        ):
+            if found:
+                lines += ["", title, *(f"  {text}" for text in found)]
         return "\n".join(lines)
 
 
@@ -170,7 +165,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
         texts = ("not tied" if tie is None else f"tied to {tie}" for tie in ties)
         found.other.append(f"{name}: {' in a, '.join(texts)} in b")
     if (a.shape, a.dtype) != (b.shape, b.dtype):
-        found.other.append(f"{name}: {_kind(a)} in a, {_kind(b)} in b")
+        found.other.append(f"{name}: {a.dtype} of shape {a.shape} in a, {b.dtype} of shape {b.shape} in b")
     elif None in ties:  # tied in both: compared under the name that it is stored under
         difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
         for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
@@ -179,10 +174,6 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
             found.tensors.append(difference)
         else:
             found.same += 1
-
-
-def _kind(entry: TensorEntry) -> str:
-    return f"{entry.dtype} of shape {entry.shape}"
 
 
 def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
@@ -208,3 +199,80 @@ def _shown(value: Any) -> str:
         return f"a list of {len(value)}"
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# -- the report of `prove_resume` ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResumeDifference:
+    """A tensor or value that differs in the resumed run."""
+
+    name: str
+    """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or, for unsaved state, its
+    place in the run (`model.blocks.0.calls`)."""
+    step: int
+    """Number of steps after which it differs; the step of the checkpoint if it differs right after loading."""
+    rank: int
+    text: str
+    """Both values, or how much they differ."""
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """The result of `prove_resume`, the same on all ranks. `str()` formats it as a report."""
+
+    before: int
+    steps: int
+    ranks: int
+    compared: int
+    """Number of tensors and values compared after each step on rank 0."""
+    differences: list[ResumeDifference] = field(default_factory=list)
+    """All differences after the first step after which any rank has one."""
+    unsaved: list[ResumeDifference] = field(default_factory=list)
+    """State that a checkpoint does not hold and that differs after loading: a possible cause, or without effect."""
+    repeatable: bool = True
+    """False if a second resumed run differs from the first one."""
+
+    @property
+    def equal(self) -> bool:
+        """True if losses and saved state are bitwise equal after each step on all ranks."""
+        return not self.differences
+
+    @property
+    def first(self) -> ResumeDifference | None:
+        return self.differences[0] if self.differences else None
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'' if self.ranks == 1 else 's'}"
+        if self.first is None:
+            text = f"The resumed run is bitwise equal: {self.steps} steps after step {self.before}, with {ranks}; the "
+            text += f"losses, and after each step {self.compared} tensors and values on rank 0."
+            return "\n".join([text, *_lines("Not saved and different, without effect on these steps:", self.unsaved)])
+        first = self.first
+        at_once = [each for each in self.differences if each.name == first.name]
+        others = [each for each in self.differences if each.name != first.name]
+        when = f"step {first.step}" if first.step > self.before else "after loading, before the first step"
+        lines = [f"The resumed run differs from the run that went on after step {self.before}, with {ranks}."]
+        lines += _lines(f"First, {when}:", at_once) + _lines("At the same time:", others)
+        lines += _lines("Not saved, and different after loading, so it may be the cause:", self.unsaved)
+        if not self.repeatable:
+            lines.append("A second resumed run differs from the first one, too. So the steps are not deterministic, or")
+            lines.append("they use state that is neither saved nor rebuilt by make(): a global variable, a file.")
+        elif not self.unsaved:
+            lines.append("The cause is not in an attribute of the run's objects. Check state that functions and")
+            lines.append("iterators hold, and state outside the dict that make() returns.")
+        return "\n".join(lines)
+
+
+def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
+    """One line per name, with the first rank that has it."""
+    by_name: dict[str, list[ResumeDifference]] = {}
+    for each in differences:
+        by_name.setdefault(each.name, []).append(each)
+    lines = []
+    for name, (first, *others) in list(by_name.items())[:_MOST]:
+        also = f" (and {len(others)} other{'' if len(others) == 1 else 's'})" if others else ""
+        lines.append(f"  {name} on rank {first.rank}{also}: {first.text}")
+    more = [f"  and {len(by_name) - _MOST} more"] if len(by_name) > _MOST else []
+    return [title, *lines, *more] if lines else []

@@ -55,11 +55,11 @@ METADATA = "__metadata__"
 _MAX = 2**60
 
 
-def header_bytes(tensors: Iterable[tuple[str, TensorEntry]], metadata: dict[str, str]) -> bytes:
+def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
     """The start of a file. The tensors must follow in this order."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
-    for name, entry in tensors:
+    for name, entry in tensors.items():
         begin, end = end, end + entry.nbytes
         header[name] = {"dtype": CODE_OF[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -127,7 +127,8 @@ def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if type(code) is not str or code not in CODES:
         raise Malformed(f"{shown} has the dtype {str(code)[:100]!r}; known: {', '.join(CODES)}")
-    if not _are_integers(shape) or len(shape) > 64 or not _are_integers(offsets) or len(offsets) != 2:
+    are_lists = type(shape) is type(offsets) is list and len(shape) <= 64 and len(offsets) == 2
+    if not are_lists or not all(type(each) is int and 0 <= each <= _MAX for each in (*shape, *offsets)):
         raise Malformed(f"{shown} has an invalid shape or invalid offsets")
     entry = TensorEntry(CODES[code], tuple(shape))
     if offsets[1] - offsets[0] != entry.nbytes:
@@ -135,10 +136,6 @@ def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
             f"{shown} has the offsets {offsets}, and {entry.nbytes} bytes by its dtype {code} and shape {shape}"
         )
     return entry, offsets[0], offsets[1]
-
-
-def _are_integers(value: Any) -> bool:
-    return type(value) is list and all(type(each) is int and 0 <= each <= _MAX for each in value)
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -235,7 +232,7 @@ class SafetensorsSource:
         self.ties: dict[str, str] = {}
         """Names that the files do not hold, and the names of the tensors that they are tied to, by the metadata."""
         self.hash = hashlib.sha256()
-        """Of all headers."""
+        """Covers all headers."""
         for file, expected in _files(path).items():
             tensors, metadata, raw = read_header(file)
             self.hash.update(raw)
@@ -409,10 +406,10 @@ def _in_files(tensors: list[Exported], limit: int) -> dict[str, list[Exported]]:
 
 
 def _buffers(stored: CheckpointFiles, tensors: list[Exported], aliases: dict[str, str]) -> Iterator[memoryview]:
-    names = {each.name for each in tensors}
+    entries = {each.name: each.header for each in tensors}
     # `safetensors.torch.save_model` stores tied names in the same way.
-    ties = {alias: name for alias, name in aliases.items() if name in names and alias != name}
-    yield memoryview(header_bytes(((each.name, each.header) for each in tensors), {**ties, "format": "pt"}))
+    ties = {alias: name for alias, name in aliases.items() if name in entries and alias != name}
+    yield memoryview(header_bytes(entries, {**ties, "format": "pt"}))
     for each in tensors:
         for piece in stored.pieces(each.entry):
             yield from host_buffers(piece, DTYPES[each.header.dtype])

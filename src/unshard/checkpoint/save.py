@@ -63,15 +63,15 @@ def save(
     """
     check_step(step, keep_last)
     begin("save a checkpoint", model)
-    saving = Saving(f"Saving step {step} to {path}", Path(path), step)
+    saving = Saving(f"Saving step {step} to {path}", Path(path), step, keep_last)
     saving.plan(model, optimizer, scheduler, scaler, data)
     try:
-        folder, algorithm = saving.make_folder()
-        files = together(saving.what, lambda: saving.write(folder, algorithm, saving.buffers()))
-        on_first_rank(saving.what, lambda: saving.publish(files, algorithm, keep_last))
+        saving.make_folder()
+        files = together(saving.what, lambda: saving.write(saving.buffers()))
+        on_first_rank(saving.what, lambda: saving.publish(files))
     finally:
         saving.clean_up()
-    return Path(path) / folder_name(step)
+    return saving.target
 
 
 # -- the plan -----------------------------------------------------------------------------------------------
@@ -159,14 +159,19 @@ class RankEntry:
 class Saving:
     """One save on one rank. `what` names it in errors."""
 
-    def __init__(self, what: str, path: Path, step: int):
-        self.what, self._path, self._step = what, path, step
+    folder: Path
+    """Where all ranks write, until it is published as `target`."""
+    algorithm: str
+
+    def __init__(self, what: str, path: Path, step: int, keep_last: int | None):
+        self.what, self._path, self._step, self._keep_last = what, path, step, keep_last
+        self.target = path / folder_name(step)
         self.rank, self.size = rank_and_size()
         self.tensors: dict[str, HeldTensor] = {}
         self._entries: list[RankEntry] = []
         self._plan: dict[str, TensorEntry] = {}
-        self.nbytes = 0
-        """Size of this rank's file."""
+        self.nbytes, self.on_cuda = 0, False
+        """Size of this rank's file, and True if any of it is on a CUDA device."""
         self._unpublished: Unpublished | None = None
 
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
@@ -204,10 +209,11 @@ class Saving:
             found.own["data"] = encode(_state_dict(data, "data"), f"data/{self.rank}", store)
         found.tensors = describe(tensors)
         self.tensors = {each.name: each for each in tensors}
+        self.on_cuda = any(each.local.is_cuda for each in tensors)
         return found
 
-    def make_folder(self) -> tuple[Path, str]:
-        """Create the folder to write to; returns it and the checksum algorithm. All ranks must call it."""
+    def make_folder(self) -> None:
+        """Create the folder to write to, and choose the checksum algorithm. All ranks must call it."""
         if self.rank == 0:
             warn_of_nonfinite(self.what, self._entries)
 
@@ -215,14 +221,14 @@ class Saving:
             self._unpublished = Unpublished(self._path, self._step)
             return self._unpublished.folder, best_algorithm()
 
-        return on_first_rank(self.what, make)
+        self.folder, self.algorithm = on_first_rank(self.what, make)
 
-    def write(self, folder: Path, algorithm: str, buffers: Iterator[memoryview]) -> FileEntry | None:
+    def write(self, buffers: Iterator[memoryview]) -> FileEntry | None:
         """Write this rank's boxes; returns None if it has none."""
         if not self.nbytes:
             return None
-        entry = write_file(folder / f"rank_{self.rank:05d}.bin", buffers, algorithm, self.nbytes)
-        storage.sync_folder(folder)
+        entry = write_file(self.folder / f"rank_{self.rank:05d}.bin", buffers, self.algorithm, self.nbytes)
+        storage.sync_folder(self.folder)
         return entry
 
     def buffers(self) -> Iterator[memoryview]:
@@ -242,16 +248,16 @@ class Saving:
                 for box in mine:
                     yield views[box], held.dtype
 
-    def publish(self, files: list[FileEntry | None], algorithm: str, keep_last: int | None) -> None:
+    def publish(self, files: list[FileEntry | None]) -> None:
         """Write the manifest and publish. On rank 0, after all ranks have written their files."""
         assert self._unpublished is not None
-        content = memoryview(manifest_bytes(self._manifest(files, algorithm)))
-        write_file(self._unpublished.folder / MANIFEST, [content], algorithm, len(content))
+        content = memoryview(manifest_bytes(self._manifest(files)))
+        write_file(self.folder / MANIFEST, [content], self.algorithm, len(content))
         self._unpublished.publish()
-        if keep_last is not None:
-            keep_only(self._path, keep_last, self._unpublished.target)
+        if self._keep_last is not None:
+            keep_only(self._path, self._keep_last, self.target)
 
-    def _manifest(self, files: list[FileEntry | None], algorithm: str) -> Manifest:
+    def _manifest(self, files: list[FileEntry | None]) -> Manifest:
         written = [rank for rank, each in enumerate(files) if each is not None]
         number = {rank: position for position, rank in enumerate(written)}
         tensors = {
@@ -267,7 +273,7 @@ class Saving:
             values[UNCAST] = sorted(uncast)
         aliases = {alias: name for entry in self._entries for alias, name in entry.aliases.items()}
         entries = [each for each in files if each is not None]
-        return Manifest(self._step, self.size, algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
+        return Manifest(self._step, self.size, self.algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
 
     def clean_up(self) -> None:
         """Delete what was written unless it is published."""

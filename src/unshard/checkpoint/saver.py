@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from . import storage
-from .folders import check_step, folder_name
+from .folders import check_step
 from .host_buffers import HostBuffer, HostBuffers, Staging
 from .manifest import FileEntry
 from .ranks import begin, error_text, on_first_rank, rank_and_size, together
@@ -40,7 +40,7 @@ _log = logging.getLogger("unshard")
 _SAVE = "save a checkpoint (Saver)"
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
-"""How long a program that exits without `wait` waits for the other ranks after it has written its own file."""
+"""A program that exits without `wait` waits this long for the other ranks after it has written its own file."""
 
 _under_way: set[BackgroundSave] = set()
 
@@ -48,9 +48,8 @@ _under_way: set[BackgroundSave] = set()
 class BackgroundSave:
     """One save on one rank. The training thread fills host buffers, and a thread of the save writes them."""
 
-    def __init__(self, saving: Saving, folder: Path, algorithm: str, keep_last: int | None):
+    def __init__(self, saving: Saving):
         self.saving = saving
-        self._folder, self._algorithm, self._keep_last = folder, algorithm, keep_last
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
         """Empty buffers, from the thread to training; None when the thread has stopped writing."""
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
@@ -65,14 +64,14 @@ class BackgroundSave:
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
-    def fill(self, reserve: Callable[[], list[HostBuffer]], copy: Callable[[], None]) -> None:
+    def fill(self, host: HostBuffers) -> None:
         """Start the thread and copy this rank's bytes. `finish_writing` raises errors later, on all ranks together."""
         _under_way.add(self)
         self._thread.start()
         try:
-            for buffer in reserve():
+            for buffer in host.reserve(self.saving.nbytes, self.saving.on_cuda):
                 self._free.put(buffer)
-            copy()
+            Staging(self._next_buffer, self._full.put).copy(self.saving.views())
             self._full.put(None)
         except _WritingFailed:
             pass
@@ -84,14 +83,11 @@ class BackgroundSave:
             # The copies are enough: training may delete the model while they are written.
             self.saving.tensors.clear()
 
-    def next_buffer(self) -> HostBuffer:
+    def _next_buffer(self) -> HostBuffer:
         buffer = self._free.get()
         if buffer is None:
             raise _WritingFailed
         return buffer
-
-    def hand_over(self, buffer: HostBuffer, nbytes: int) -> None:
-        self._full.put((buffer, nbytes))
 
     def finish_writing(self) -> None:
         """Wait until this rank's file is on the disk; raises its error."""
@@ -123,7 +119,7 @@ class BackgroundSave:
             return
         finally:
             self._written.set()
-            self._free.put(None)  # wakes up `next_buffer`, which then raises
+            self._free.put(None)  # wakes up `_next_buffer`, which then raises
         try:
             if self.saving.rank == 0:
                 self._publish(entry)
@@ -132,10 +128,12 @@ class BackgroundSave:
 
     def _write(self) -> FileEntry | None:
         try:
-            entry = self.saving.write(self._folder, self._algorithm, self._full_buffers())
+            entry = self.saving.write(self._full_buffers())
             self._write_entry({"file": entry})
         except BaseException as error:
-            self._report(error)
+            # Best effort: the disk may fail again. Ranks also exchange errors in the saver's next collective.
+            with contextlib.suppress(CheckpointError):
+                self._write_entry({"error": error_text(error)})
             raise
         return entry
 
@@ -153,19 +151,14 @@ class BackgroundSave:
     def _write_entry(self, content: dict[str, object]) -> None:
         storage.write_text(self._entry_of(self.saving.rank), json.dumps(content))
 
-    def _report(self, error: BaseException) -> None:
-        # Best effort: the disk may fail again. Ranks also exchange errors in the saver's next collective.
-        with contextlib.suppress(CheckpointError):
-            self._write_entry({"error": error_text(error)})
-
     def _entry_of(self, rank: int) -> Path:
-        return self._folder / f"rank_{rank:05d}.entry"
+        return self.saving.folder / f"rank_{rank:05d}.entry"
 
     def _publish(self, own: FileEntry | None) -> None:
         files = [own, *(self._entry_from(rank) for rank in range(1, self.saving.size))]
         for rank in range(self.saving.size):
             storage.delete(self._entry_of(rank))
-        self.saving.publish(files, self._algorithm, self._keep_last)
+        self.saving.publish(files)
 
     def _entry_from(self, rank: int) -> FileEntry | None:
         path = self._entry_of(rank)
@@ -202,10 +195,6 @@ def _finish_all() -> None:
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-def _on_cuda(saving: Saving) -> bool:
-    return any(each.local.is_cuda for each in saving.tensors.values())
-
-
 class Saver:
     """Saves checkpoints under `path` in the background. All ranks must call all methods, on the training thread.
 
@@ -218,7 +207,6 @@ class Saver:
         self._path, self._keep_last = Path(path), keep_last
         self._buffers = HostBuffers(host_bytes)
         self._pending: BackgroundSave | None = None
-        self._target: Path | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -239,10 +227,10 @@ class Saver:
         Call it after the first optimizer step, which creates its state. Returns at once; `wait` waits for it.
         """
         self.wait()
-        saving = Saving(f"Preparing to save to {self._path}", self._path, 0)
+        saving = Saving(f"Preparing to save to {self._path}", self._path, 0, None)
         begin(_SAVE, model)
         saving.plan(model, optimizer, scheduler, scaler, data)
-        together(saving.what, lambda: self._buffers.prepare(saving.nbytes, _on_cuda(saving)))
+        together(saving.what, lambda: self._buffers.prepare(saving.nbytes, saving.on_cuda))
 
     def save(
         self,
@@ -261,20 +249,16 @@ class Saver:
         """
         check_step(step, None)
         self.wait()
-        saving = Saving(f"Saving step {step} to {self._path}", self._path, step)
+        saving = Saving(f"Saving step {step} to {self._path}", self._path, step, self._keep_last)
         begin(_SAVE, model)
         saving.plan(model, optimizer, scheduler, scaler, data)
         try:
-            folder, algorithm = saving.make_folder()
+            saving.make_folder()
         except BaseException:
             saving.clean_up()
             raise
-        pending = BackgroundSave(saving, folder, algorithm, self._keep_last)
-        self._pending, self._target = pending, self._path / folder_name(step)
-        pending.fill(
-            lambda: self._buffers.reserve(saving.nbytes, _on_cuda(saving)),
-            lambda: Staging(pending.next_buffer, pending.hand_over).copy(saving.views()),
-        )
+        self._pending = BackgroundSave(saving)
+        self._pending.fill(self._buffers)
 
     def wait(self) -> Path | None:
         """Wait until the save in progress is published; returns its folder, or None if there is none.
@@ -300,7 +284,7 @@ class Saver:
             on_first_rank(pending.saving.what, pending.finish_publishing)
         finally:
             pending.end()
-        return self._target
+        return pending.saving.target
 
     def __enter__(self) -> Saver:
         return self

@@ -51,18 +51,15 @@ def encode(value: Any, path: str, store: Store) -> Any:
     """Convert `value` to JSON. `path` is its location, used in errors and as the name of stored tensors."""
     if value is None or isinstance(value, bool):
         return value
-    if not isinstance(value, Enum):
-        for kind in (str, float, int):
-            if isinstance(value, kind):  # NumPy's float64 is also a float
-                return kind(value)
+    if type(plain := as_plain(value)) in (str, float, int):
+        return plain
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, store)
     if _is_scalar_of_numpy(value):
         return encode(value.item(), path, store)
-    if type(value) is list:
-        return [encode(each, f"{path}[{number}]", store) for number, each in enumerate(value)]
-    if type(value) is tuple:
-        return {"$": "tuple", "items": [encode(each, f"{path}[{n}]", store) for n, each in enumerate(value)]}
+    if type(value) in (list, tuple):
+        items = [encode(each, f"{path}[{number}]", store) for number, each in enumerate(value)]
+        return items if type(value) is list else {"$": "tuple", "items": items}
     if isinstance(value, bytes):
         return {"$": "bytes", "data": base64.b64encode(value).decode()}
     if type(value) in _MAPPINGS:
@@ -78,6 +75,15 @@ def encode(value: Any, path: str, store: Store) -> Any:
         "without running code, it holds only dicts, lists, tuples, numbers, strings, bytes, None and tensors. Convert "
         "it in state_dict(), and back in load_state_dict()."
     )
+
+
+def as_plain(value: Any) -> Any:
+    """Convert a string or number of a subclass, such as NumPy's float64, which is also a float."""
+    if not isinstance(value, Enum | bool):
+        for kind in (str, float, int):
+            if isinstance(value, kind):
+                return kind(value)
+    return value
 
 
 def _is_scalar_of_numpy(value: Any) -> bool:
@@ -107,13 +113,11 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 def stored_names(value: Any) -> list[str]:
     """Names of the tensors that are stored next to this JSON."""
-    if isinstance(value, list):
-        return [name for each in value for name in stored_names(each)]
-    if not isinstance(value, dict):
-        return []
-    if value.get("$") == "tensor" and isinstance(value.get("name"), str):
-        return [value["name"]]
-    return [name for each in value.values() for name in stored_names(each)]
+    if isinstance(value, dict):
+        if value.get("$") == "tensor" and isinstance(value.get("name"), str):
+            return [value["name"]]
+        value = list(value.values())
+    return [name for each in value for name in stored_names(each)] if isinstance(value, list) else []
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:

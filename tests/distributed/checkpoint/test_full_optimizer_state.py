@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(kind: str) -> None:
         (without, fewer, r"1 entry .* missing in the state dict: .*optimizer state of gain"),
         (before["state"], more, r"1 entry .* unexpected here: .*optimizer state of other"),
         (before["state"], numbers, r"parameters by number .*full_optimizer_state_dict"),
-        (before["state"], sgd, r"another optimizer than this .*dampening, momentum"),
+        (before["state"], sgd, r"another optimizer, with options that this .* lacks: dampening, momentum"),
         (before["state"], fewer, r"state of 'gain', which is in none of its param_groups"),
     ):
         with pytest.raises(CheckpointError, match=text) as caught:
