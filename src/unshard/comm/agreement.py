@@ -86,7 +86,7 @@ def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
     if on_meta:
         raise StateError(
             f"{listed(on_meta)} of {type(module).__name__} are on the meta device and have no values to send. "
-            "Initialise them first."
+            "Initialize them first."
         )
     device = staging_device(group, [each for _, each in named])
     facts = [f"{name} with shape {tuple(each.shape)} and {each.dtype}" for name, each in named]

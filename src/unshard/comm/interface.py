@@ -172,7 +172,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor for the collective to work on."""
+        """Return an uninitialized tensor for the collective to work on."""
 
 
 class AllGather(Comm):

@@ -38,44 +38,36 @@ class Buffer:
         """`memory`: bytes to use instead, which are never freed."""
         self.nbytes = nbytes
         self.device = device
-        self._stays = memory is not None
+        self.stays = memory is not None
+        """True if the memory is never freed."""
         if memory is None:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.storage = memory.untyped_storage()
-        if not self._stays:
+        if not self.stays:
             will_empty(self, [self.storage])
-        self._held = True
+        self.held = True
         self._pool = pool
 
     def take(self) -> None:
         """Allocate the memory unless it is held. Its contents are undefined then."""
-        if not self._held:
+        if not self.held:
             if self._pool is None:
                 self.storage.resize_(self.nbytes)
             else:
                 with self._pool.allocating():
                     self.storage.resize_(self.nbytes)
-            self._held = True
+            self.held = True
 
     def release(self) -> None:
         """Free the memory. Only if no collective on it is in flight."""
-        if self._held and not self._stays:
+        if self.held and not self.stays:
             self.storage.resize_(0)
-            self._held = False
-
-    @property
-    def stays(self) -> bool:
-        """True if the memory is never freed."""
-        return self._stays
+            self.held = False
 
     def stay(self) -> None:
         """Never free the memory from now on: recorded steps read and write it at its present address."""
         self.take()
-        self._stays = True
-
-    @property
-    def held(self) -> bool:
-        return self._held
+        self.stays = True
 
     def tensor(
         self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None

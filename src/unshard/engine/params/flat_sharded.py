@@ -164,7 +164,7 @@ class FlatShardedParams(ShardedParams):
         originals: bool,
     ):
         """`locations`: where the flat parameter is registered. `originals`: users see the original ones instead."""
-        self.originals = originals
+        self.originals = self.one_parameter_each = originals
         self.kind = self.kind_of(originals)
         nothing = torch.empty(0, dtype=params[0].sharded.dtype, device=offload.device)
         needed = any(param.sharded.requires_grad for param in params)
@@ -186,10 +186,6 @@ class FlatShardedParams(ShardedParams):
     def parameters(self) -> list[nn.Parameter]:
         placeholders: Any = self._placeholders.values()
         return [*super().parameters(), self.flat.sharded, *placeholders]
-
-    @property
-    def one_parameter_each(self) -> bool:
-        return self.originals
 
     @property
     def flat_parameter(self) -> nn.Parameter | None:
@@ -250,7 +246,12 @@ class FlatShardedParams(ShardedParams):
             if not self.originals:
                 for param in self.params:
                     param.sharded = self.flat.sharded
-            self._refuse_several_dtypes(unit)
+            if len(set(self._dtypes())) > 1:
+                listed = ", ".join(f"{param.name} in {param.sharded.dtype}" for param in self.params)
+                raise ParameterError(
+                    f"The parameters of unit {unit!r} become one flat parameter and must have one dtype, found: "
+                    f"{listed}. Convert all of them."
+                )
             if self._dtypes() != self.shard.segments.originals:
                 self.shard = self._lay_out()
                 return True
@@ -316,15 +317,17 @@ class FlatShardedParams(ShardedParams):
         for param, inside in zip(self.params, shard.locals, strict=True):
             param.local = inside
         for each in (*self._resting, self.flat):
-            _allow_gradients_in(each.sharded, kinds.gradient)
-        self.placed = all(each.sharded.device == shard.device for each in self._resting)
+            if getattr(each.sharded, "grad_dtype", kinds.gradient) != kinds.gradient:
+                each.sharded.grad_dtype = kinds.gradient  # torch then accepts a `.grad` in another dtype
+        self.placed = not self._misplaced(shard)
         self._written = [tensor for each in self._resting for tensor in (each.sharded, each.local)]
         self.bind_locations()
 
     def bind_locations(self) -> None:
-        locations = [(each, location) for each in self._resting for location in each.locations]
         self._places = [
-            (location.parameters, location.name, each, each.sharded.data_ptr()) for each, location in locations
+            (location.parameters, location.name, each, each.sharded.data_ptr())
+            for each in self._resting
+            for location in each.locations
         ]
 
     def _begin(self, shard: Shard, piece: torch.Tensor) -> None:
@@ -420,27 +423,16 @@ class FlatShardedParams(ShardedParams):
 
     # -- errors ---------------------------------------------------------------------------------------------
 
-    def refuse_misplaced(self, unit: str) -> None:
-        wrong = [each for each in self._resting if each.sharded.device != self.offload.device]
-        listed = ", ".join(f"{each.name} on {each.sharded.device}" for each in wrong)
-        raise ParameterError(
-            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, found: "
-            f"{listed}. Offloaded parameters stay on the host; otherwise move the module, or pass device_id, before "
-            "it is wrapped."
+    def _misplaced(self, shard: Shard) -> list[str]:
+        wrong = [each for each in self._resting if each.sharded.device != shard.device]
+        return [f"{each.name} on {each.sharded.device}" for each in wrong]
+
+    def _what_to_do(self) -> str:
+        return (
+            "Offloaded parameters stay on the host; otherwise move the module, or pass device_id, before it is wrapped."
         )
 
-    def _refuse_several_dtypes(self, unit: str) -> None:
-        if len(set(self._dtypes())) > 1:
-            listed = ", ".join(f"{param.name} in {param.sharded.dtype}" for param in self.params)
-            raise ParameterError(
-                f"The parameters of unit {unit!r} become one flat parameter and must have one dtype, found: {listed}. "
-                "Convert all of them."
-            )
-
-    def _check_replacement(self, param: Any, current: Any, unit: str) -> None:
-        where = f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank}"
-        if current is None:
-            raise ParameterError(f"{where} was removed from its module. Remove it before it is wrapped, or freeze it.")
+    def _check_replacement(self, param: Any, current: Any, where: str) -> None:
         if not isinstance(current, nn.Parameter):
             raise ParameterError(f"{where} was replaced by a {type(current).__name__}; assign an nn.Parameter.")
         if current.shape != param.local.shape:
@@ -448,12 +440,6 @@ class FlatShardedParams(ShardedParams):
                 f"{where} has the shape {tuple(current.shape)} now; expected {tuple(param.local.shape)}, this rank's "
                 "elements of it. To change unsharded parameters use summon_full_params."
             )
-
-
-def _allow_gradients_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Allow a `.grad` in another dtype than the parameter's."""
-    if getattr(parameter, "grad_dtype", dtype) != dtype:
-        parameter.grad_dtype = dtype
 
 
 def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:

@@ -359,9 +359,9 @@ def set_quant_state(parameter: Any, entries: dict[str, Any], name: str) -> None:
     try:
         loaded = type(state).from_dict(dict(entries), device=state.absmax.device)
     except Exception as error:
-        raise ParameterError(f"The quantisation state of {name!r} cannot be loaded: {error!r}") from error
+        raise ParameterError(f"The quantization state of {name!r} cannot be loaded: {error!r}") from error
     if loaded.quant_type != state.quant_type:
-        raise ParameterError(f"{name!r} is quantised as {state.quant_type}, and was saved as {loaded.quant_type}.")
+        raise ParameterError(f"{name!r} is quantized as {state.quant_type}, and was saved as {loaded.quant_type}.")
     _assign(state, loaded)
 
 

@@ -39,6 +39,8 @@ class ShardedParams:
     layout: ClassVar[UnitLayout] = ROW_LAYOUT
     kind = "fully_shard"
     """The API that shards parameters this way, in messages."""
+    one_parameter_each = True
+    """True if every param has its own sharded parameter."""
 
     def __init__(self, params: list[ManagedParam], transport: Transport, offload: OffloadPlan):
         self.params = params
@@ -71,11 +73,6 @@ class ShardedParams:
         return self._transport.rank
 
     @property
-    def one_parameter_each(self) -> bool:
-        """True if every param has its own sharded parameter."""
-        return True
-
-    @property
     def locations(self) -> list[ParamLocation]:
         """The places where parameters are registered at rest."""
         return [location for param in self.params for location in param.locations]
@@ -95,7 +92,7 @@ class ShardedParams:
         """Return the params in whose place a program has registered another parameter, with that parameter."""
         found = []
         for param in self.params:
-            registered = [location.parameters.get(location.name) for location in param.locations]
+            registered = (location.parameters.get(location.name) for location in param.locations)
             current = next((each for each in registered if each is not param.sharded), None)
             if current is not None:
                 found.append((param, current))
@@ -121,8 +118,8 @@ class ShardedParams:
                 self._take_over(param, unit)
             merged = self._merge_tied()
             dtypes = [param.sharded.dtype for param in self.params]
-            materialised = self.shard.device == META and self._device() != META
-            if dtypes == self.shard.segments.originals and not materialised and not merged and not fewer:
+            materialized = self.shard.device == META and self._device() != META
+            if dtypes == self.shard.segments.originals and not materialized and not merged and not fewer:
                 self._bind(self.shard)
                 return False
             self.shard = self._lay_out()
@@ -154,20 +151,19 @@ class ShardedParams:
     def _find_extended(self) -> set[int]:
         return {i for i, param in enumerate(self.params) if is_extended(local_of(param.sharded), param.name)}
 
-    def _misplaced(self, shard: Shard) -> list[ManagedParam]:
+    def _misplaced(self, shard: Shard) -> list[str]:
+        """Return the names and devices of parameters that cannot be in the shard."""
         wrong = []
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             here = param.local.device == self.offload.device if index in self.extended else param.local is inside
             if not here or param.local.is_meta:
-                wrong.append(param)
+                wrong.append(f"{param.name} on {local_of(param.sharded).device}")
         return wrong
 
     def refuse_misplaced(self, unit: str) -> None:
-        wrong = self._misplaced(self.shard)
-        found = ", ".join(f"{param.name} on {local_of(param.sharded).device}" for param in wrong)
         raise ParameterError(
-            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, "
-            f"found: {found}. {self._what_to_do()}"
+            f"Unit {unit!r} on rank {self._transport.rank} expects its parameters on {self.offload.device}, found: "
+            f"{', '.join(self._misplaced(self.shard))}. {self._what_to_do()}"
         )
 
     def _what_to_do(self) -> str:
@@ -178,7 +174,7 @@ class ShardedParams:
                 "them back."
             )
         return (
-            "A model built on meta is materialised with model.to_empty(device=...) and then initialised, or by loading "
+            "A model built on meta is materialized with model.to_empty(device=...) and then initialized, or by loading "
             "a state dict with assign=True, before the first forward."
         )
 
@@ -200,7 +196,7 @@ class ShardedParams:
         return tuple(gradients)
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show users gradients that were not synchronised. Only flat units do."""
+        """Show users gradients that were not synchronized. Only flat units do."""
 
     @property
     def shows_unreduced(self) -> bool:
@@ -253,7 +249,7 @@ class ShardedParams:
             local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
-        """Return meta until parameters are materialised, so that a large model costs nothing before."""
+        """Return meta until parameters are materialized, so that a large model costs nothing before."""
         on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
         return META if on_meta else self.offload.device
 
@@ -324,7 +320,10 @@ class ShardedParams:
                 "would not reach them. Write the values into the parameters in place, or call functional_call with a "
                 "model that is not sharded. Parameters that are not replaced, and buffers, can be passed."
             )
-        self._check_replacement(param, current, unit)
+        where = f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank}"
+        if current is None:
+            raise ParameterError(f"{where} was removed from its module. Remove it before sharding, or freeze it.")
+        self._check_replacement(param, current, where)
         if current is not param.sharded:
             mark_replaced(param.sharded, param.name, current)
         param.sharded = current
@@ -332,10 +331,7 @@ class ShardedParams:
             if location.parameters[location.name] is not current:
                 location.put(current)
 
-    def _check_replacement(self, param: ManagedParam, current: Any, unit: str) -> None:
-        where = f"Parameter {param.name!r} of unit {unit!r} on rank {self._transport.rank}"
-        if current is None:
-            raise ParameterError(f"{where} was removed from its module. Remove it before fully_shard, or freeze it.")
+    def _check_replacement(self, param: ManagedParam, current: Any, where: str) -> None:
         if not isinstance(current, DTensor):
             raise ParameterError(
                 f"{where} was replaced by a {type(current).__name__} that is not a DTensor. Write into the existing "

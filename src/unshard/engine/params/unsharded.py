@@ -50,7 +50,7 @@ class UnshardedParams:
             self.buffer = self._make_buffer(shard)
             self._extensions: Extensions | None = None
             if extended:
-                made = [self._extension(shard, index, mesh, device, precision) for index in extended]
+                made = [self._extension(shard, index, mesh) for index in extended]
                 self._extensions = Extensions(made, transport)
             self.plan = self._make_plan(shard)
             self.buffer.take()
@@ -101,12 +101,10 @@ class UnshardedParams:
             set_local_tensor(parameter, view)
         return param, view, parameter
 
-    def _extension(
-        self, shard: Shard, index: int, mesh: DeviceMesh | None, device: torch.device, precision: Precision
-    ) -> Extension:
+    def _extension(self, shard: Shard, index: int, mesh: DeviceMesh | None) -> Extension:
         param, dtype = self._params[index], shard.segments.dtypes(index).compute
-        policy = param.policy if precision is Precision.POLICY else param.policy.without_casts
-        return Extension(param, self._transport, mesh, policy, dtype, device)
+        policy = param.policy if self._precision is Precision.POLICY else param.policy.without_casts
+        return Extension(param, self._transport, mesh, policy, dtype, self._device)
 
     def enter(self) -> None:
         """Let the params refer to these parameters."""
