@@ -134,7 +134,7 @@ def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh with the most ranks, preferably one with a group of its own, else the first."""
+    """The mesh with the most ranks, preferably one-dimensional (it has its own group), else the first."""
     return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim == 1))
 
 

@@ -26,7 +26,7 @@ def transport_for(
     """The transport of a process group. A group of one rank sends nothing.
 
     `check_order`: ranks compare collectives before they issue them, if they are real peers.
-    `separate`: reduce-scatters get a process group of their own; None: if that is faster.
+    `separate`: reduce-scatters get their own process group; None: if that is faster.
     """
     if group.size() == 1:
         return SoloTransport()
@@ -45,7 +45,7 @@ def transport_for(
 
 
 def separate_is_faster(group: Any, device: torch.device) -> bool:
-    """Return True if reduce-scatters of `group` have a process group of their own by default."""
+    """Return True if reduce-scatters of `group` have their own process group by default."""
     return group.size() > 1 and ProcessGroupTransport(group, device).separate_is_faster
 
 

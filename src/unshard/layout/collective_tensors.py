@@ -1,7 +1,7 @@
 """Decides which parameters share a tensor of a collective, and where they are in a buffer.
 
-A buffer holds the parameters of a unit in *regions*. A collective sends one tensor per region. A large parameter has a
-region of its own: the padded shards of all ranks, in the order of ranks, are the parameter, so an all-gather into the
+A buffer holds the parameters of a unit in *regions*. A collective sends one tensor per region. A large parameter has
+its own region: the padded shards of all ranks, in the order of ranks, are the parameter, so an all-gather into the
 region needs no copy afterwards. Small parameters, unless there are few, share a *packed* region, in which all shards of
 one rank are next to each other:
 
@@ -81,7 +81,7 @@ class Region:
 
 
 class Grouping(Enum):
-    """How many tensors a collective can send."""
+    """The tensors that a collective can send."""
 
     GROUPED = "a region per large parameter, one packed region per segment"
     BY_SEGMENT = "one packed region per segment"
@@ -149,7 +149,7 @@ def _flat_region(items: Sequence[LayoutParam], *unused: object) -> tuple[Region,
 
 
 class UnitLayout(NamedTuple):
-    """How the parameters of a unit are divided into regions."""
+    """Divides the parameters of a unit into regions."""
 
     collective_regions: Callable[[Sequence[LayoutParam], Sequence[int], Grouping, PackingRule], tuple[Region, ...]]
     """Return the regions of a collective that sends the parameters `members`, except those without elements.

@@ -51,7 +51,7 @@ class Label:
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
     """The order of a process group's collectives; None if there are no real peers to differ from, or no store."""
-    in_python = type(group) is not dist.ProcessGroup  # a class of its own, without real backends
+    in_python = type(group) is not dist.ProcessGroup  # its own class, without real backends
     if backend in ("fake", "mpi") or in_python or group.size() == 1:
         return None
     orders = _orders.setdefault(group, {})  # one per backend: a group may have one for the host and one for devices

@@ -324,7 +324,8 @@ class Peers:
 
         Logs after `warn_seconds`, or earlier if one of the ranks can no longer come, and then at twice the time.
         """
-        stalled = self._stalled()
+        issued, since = self._position
+        stalled = time.time() - since if issued == self.progress.last_announced()[0] else 0.0
         if stalled < 2 * self.announcer.interval:
             self._next_look = 0.0
             return
@@ -343,11 +344,6 @@ class Peers:
         if behind:
             what = listed([described(each, mine, False, now) for each in behind])
             _log.warning("rank %d has waited %.0f s to %s: %s", self._store.rank, stalled, mine.last, what)
-
-    def _stalled(self) -> float:
-        """Seconds since this rank last announced a collective in the process group."""
-        issued, since = self._position
-        return time.time() - since if issued == self.progress.last_announced()[0] else 0.0
 
 
 def raised_alone(each: Announcement, mine: Announcement) -> bool:

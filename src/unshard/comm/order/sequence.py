@@ -33,7 +33,7 @@ class SequencePredictor:
 
     @property
     def position(self) -> int:
-        """How many numbers have been added."""
+        """Number of entries so far."""
         return self._dropped + len(self._seen)
 
     def knows(self, number: int) -> bool:
@@ -77,7 +77,7 @@ class SequencePredictor:
         return best
 
     def _common(self, index: int) -> int:
-        """How many numbers up to `index` equal the latest ones. Compares slices, which is far faster than a loop."""
+        """Count the numbers up to `index` that equal the latest ones. Compares slices: far faster than a loop."""
         seen, here, now = self._seen, index + 1, len(self._seen)
         low, high = 1, 2
         while high <= here and seen[here - high : here - low] == seen[now - high : now - low]:
@@ -124,7 +124,7 @@ class Progress:
         self.next_unlabelled = ""
 
     def last_announced(self) -> tuple[int, str]:
-        """How many collectives this rank has announced, and what the last of them does."""
+        """Return the number of collectives that this rank has announced, and what the last of them does."""
         issued = self.predictor.position + self._unlabelled
         at, what = self._last_unlabelled
         if at == issued:

@@ -86,13 +86,6 @@ class ModuleBuffers:
         for entry in self._entries:
             entry.stored = entry.cast = None
 
-    def _warn_of_writes(self, entry: Entry, stored: torch.Tensor) -> None:
-        if self._dtype is not None and self._dtype.itemsize < stored.dtype.itemsize:
-            _warn(
-                f"Forward of {self._title} writes to buffer {entry.path!r}, which it sees in {self._dtype}: small "
-                "changes are rounded away. Name the buffer in MixedPrecisionPolicy.keep_buffers."
-            )
-
     def _show(self, entry: Entry) -> None:
         stored = entry.buffers.get(entry.name)
         if stored is None or not stored.is_floating_point() or stored.dtype == self._dtype:
@@ -117,8 +110,11 @@ class ModuleBuffers:
             return
         entry.buffers[entry.name] = stored
         written = _version(cast) != entry.cast_version or cast.data_ptr() != entry.address
-        if written:
-            self._warn_of_writes(entry, stored)
+        if written and self._dtype is not None and self._dtype.itemsize < stored.dtype.itemsize:
+            _warn(
+                f"Forward of {self._title} writes to buffer {entry.path!r}, which it sees in {self._dtype}: small "
+                "changes are rounded away. Name the buffer in MixedPrecisionPolicy.keep_buffers."
+            )
         if written or entry.written_unseen:
             with torch.inference_mode(stored.is_inference()):
                 # Elements that forward did not write keep their full precision.
@@ -192,7 +188,10 @@ def cast_boundaries(
     """Return the outermost modules below `tops` whose parameters all have the same override, with that override."""
     if not policy.overrides or len({param.policy for param in params}) == 1:
         return []  # nothing is overridden, or everything: see `boundary_policy`
-    surroundings = _surroundings(params, policy)
+    surroundings = policy.param_dtype
+    if surroundings is None:  # the rest of the unit computes in its stored dtype, if that is one
+        stored = {each.sharded.dtype for each in params if each.policy is policy and each.sharded.is_floating_point()}
+        surroundings = stored.pop() if len(stored) == 1 else None
     own = {(id(location.parameters), location.name): param.policy for param in params for location in param.locations}
     found: dict[nn.Module, MixedPrecisionPolicy] = {}
     for top in tops:
@@ -216,14 +215,6 @@ def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy
         output_dtype=policy.output_dtype or override.output_dtype,
         cast_forward_inputs=override.cast_forward_inputs,
     )
-
-
-def _surroundings(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """Return the dtype that the rest of the unit computes in, if it is one."""
-    if policy.param_dtype is not None:
-        return policy.param_dtype
-    stored = {param.sharded.dtype for param in params if param.policy is policy and param.sharded.is_floating_point()}
-    return stored.pop() if len(stored) == 1 else None
 
 
 def _search(

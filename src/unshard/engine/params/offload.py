@@ -18,13 +18,13 @@ from .buffers import Buffer, Shard
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where shards and sharded gradients rest. If units compute elsewhere, `copy_streams` copy there and back."""
+    """The memory of shards and sharded gradients. If units compute elsewhere, `copy_streams` copy there and back."""
 
     device: torch.device
     pin: bool = False
     copy_streams: CopyStreams | None = None
     states: OffloadPlan | None = None
-    """Where the optimizer keeps its state, if not with the shards."""
+    """The memory of optimizer state, if it is not with the shards."""
 
     @property
     def offloaded(self) -> bool:

@@ -74,7 +74,7 @@ class ManagedParam:
     """The local tensor in the shard that `sharded` was given. If it holds another one, a program has replaced it."""
     policy: MixedPrecisionPolicy
     tp_spec: DTensorSpec | None = None
-    """How the unsharded parameter is distributed over other ranks (tensor parallelism), if at all."""
+    """Distribution of the unsharded parameter over other ranks (tensor parallelism), if any."""
     partial_dims: frozenset[int] = frozenset()
     """Mesh dimensions of `tp_spec` that the reduction sums over: gradients may be partial there."""
     unsharded: nn.Parameter | None = None
@@ -110,6 +110,13 @@ _former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _dropped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+former_name: Callable[[Any], str | None] = _former.get
+"""Return the name of a sharded parameter that was replaced; None for others."""
+unsharded_name: Callable[[Any], str | None] = _unsharded.get
+"""Return the name of an unsharded parameter; None for others."""
+dropped_name: Callable[[Any], tuple[str, str] | None] = _dropped.get
+"""Return the names of a dropped parameter and of the one in its place; None for others."""
+
 
 class Replacements:
     """Counts the sharded parameters that programs have replaced. Optimizers are checked again when it changes."""
@@ -124,30 +131,15 @@ def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
     Replacements.seen += 1
 
 
-def former_name(parameter: Any) -> str | None:
-    """Return the name of a sharded parameter that was replaced; None for others."""
-    return _former.get(parameter)
-
-
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
     """Remember an unsharded parameter: an optimizer must not be given it."""
     _unsharded[parameter] = name
-
-
-def unsharded_name(parameter: Any) -> str | None:
-    """Return the name of an unsharded parameter; None for others."""
-    return _unsharded.get(parameter)
 
 
 def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
     """Remember a sharded parameter that no module has any more, because it was tied to another unit's."""
     _dropped[parameter] = name, owner
     Replacements.seen += 1
-
-
-def dropped_name(parameter: Any) -> tuple[str, str] | None:
-    """Return the names of a dropped parameter and of the one in its place; None for others."""
-    return _dropped.get(parameter)
 
 
 # No Python functions: called for every parameter of a unit.
