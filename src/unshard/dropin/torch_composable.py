@@ -1,6 +1,6 @@
-"""The names that the drop-in adds to `torch.distributed._composable`, from which PyTorch removed this call.
+"""Our names for `torch.distributed._composable`, from which PyTorch removed this call.
 
-A module of its own, like its neighbours: other test beds look up the names of a torch module here.
+This file is separate because `torch.distributed._composable.fsdp` has another function with this name.
 """
 
 from ..composable import fully_shard

@@ -162,7 +162,6 @@ class PrecisionRecorder(TorchFunctionMode):
         self.casts: defaultdict[ManagedParam, DtypeSet] = defaultdict(set)
         """The dtypes to which the model's own code converted unsharded parameters."""
         self.steps = 0
-        """The number of steps of optimizers that hold parameters of the model."""
         self._stepping: set[int] = set()  # the step of a subclass may call its parent's: that is one step
 
     def __enter__(self) -> PrecisionRecorder:
@@ -315,12 +314,13 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
     for (stage_name, want_text, have_text), names in equal.items():
         yield f"{_title(unit)}: {stage_name} planned {want_text}, found {have_text} ({quoted(names)})."
 
-    for param, dtype in [(each, to) for each in unit.params for to in recorder.casts[each.param]]:
+    for param in unit.params:
         want = param.planned(ParamStage.COMPUTED, unit.state.unit.precision)
-        yield (
-            f"{_title(unit)}: {param.name!r} planned to be computed with in {shorts(want)}, found converted to "
-            f"{shorts([dtype])} by the model's own code."
-        )
+        for dtype in recorder.casts[param.param]:
+            yield (
+                f"{_title(unit)}: {param.name!r} planned to be computed with in {shorts(want)}, found converted to "
+                f"{shorts([dtype])} by the model's own code."
+            )
 
 
 def _gathered_as_bytes(unit: UnitPlan, dtypes: DtypeSet, precision: Precision) -> bool:
