@@ -11,15 +11,8 @@ from .fsdp1.api import *
 from .fsdp1.optim_load import OptimStateKeyType
 from .fsdp1.state import FlatParameter
 from .fsdp1.wrapper import FullyShardedDataParallel
-from .fsdp2.fully_shard import fully_shard
-from .fsdp2.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from .fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .fsdp2.module import FSDPModule, GradientReductionHandle, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from .fsdp2.placements import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from .wrap import CustomPolicy, ModuleWrapPolicy

@@ -12,7 +12,6 @@ from torch import nn
 from .engine.api import state_of
 from .errors import AppliedTwiceError
 from .fsdp1.api import (
-    BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
@@ -23,8 +22,7 @@ from .fsdp1.api import (
 )
 from .fsdp1.auto_wrap import Policy, auto_wrap
 from .fsdp1.build import build_state, resolve_ignored
-from .fsdp1.optim_state import attach_to_helpers
-from .fsdp1.state import Call
+from .fsdp1.optim_state import refuse_helpers
 from .fsdp1.state_dict import StateDictHandler
 
 __all__ = ["fully_shard"]
@@ -77,31 +75,35 @@ def fully_shard(
             "use_orig_params": True,
         }
         auto_wrap(module, policy, _apply_inside, inside, ignored.modules, ignored.parameters)
-    call = Call(groups, precision, offload, True, True)
-    prefetch = BackwardPrefetch.BACKWARD_PRE
-    state = build_state(module, call, ignored, backward_prefetch=prefetch, legacy=True, **common)
+    state = build_state(module, groups, ignored, precision, offload, **common, legacy=True)
     state.attach(module)
     StateDictHandler(state, wrapper_prefix="").attach(module)
-    attach_to_helpers(module)
-    _convert_at_rest(module)
+    for name, method in (("_fqn_modifiers", _fqn_modifiers), ("_apply", _apply)):
+        module.__dict__[name] = _bound_weakly(method, module)
     return module
 
 
-def _convert_at_rest(module: nn.Module) -> None:
+def _bound_weakly(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A bound method as an attribute of the module would create a reference cycle and keep the module alive."""
+    reference = weakref.ref(module)
+    return lambda *args, **kwargs: method(reference(), *args, **kwargs)
+
+
+def _fqn_modifiers(self: nn.Module) -> Any:
+    """Called by PyTorch's checkpoint helpers."""
+    refuse_helpers(self, wrapped=False)
+    own = getattr(type(self), "_fqn_modifiers", None)
+    return {} if own is None else own(self)
+
+
+def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
     """Let `.to()`, `.half()` and others convert the sharded parameters, as the wrapper's class does."""
-    reference = weakref.ref(module)  # a module must not refer to itself
-
-    def convert(fn: Any, recurse: bool = True) -> Any:
-        here = reference()
-        assert here is not None
-        state = state_of(here)
-        assert state is not None
-        state.unit.reshard()
-        result = type(here)._apply(here, fn, recurse)
-        state.unit.rebind_params()
-        return result
-
-    module.__dict__["_apply"] = convert
+    state = state_of(self)
+    assert state is not None
+    state.unit.reshard()
+    result = type(self)._apply(self, fn, recurse)
+    state.unit.rebind_params()
+    return result
 
 
 def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:

@@ -235,8 +235,6 @@ def test_a_tree_that_is_wrapped_already_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match="'1' is wrapped already"):
         auto_wrap(model, policy, Wrapper, {})
     assert not isinstance(model[0], Wrapper)
-    with pytest.raises(ArgumentError, match="already"):
-        auto_wrap(nn.Sequential(nn.Linear(2, 2)), policy, Wrapper, {}, is_wrapped=lambda each: True)
 
 
 def test_frozen_parameters_among_others() -> None:

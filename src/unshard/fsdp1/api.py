@@ -24,7 +24,7 @@ from ..comm.transports import SoloTransport, transport_for
 from ..engine.api import FSDPState, ManagedParam, Options
 from ..errors import ArgumentError, PolicyError, UnsupportedError
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import BATCH_NORM_BASE
+from ..torch_private import BATCH_NORM_BASE, stack_level_of_program
 
 __all__ = [
     "BackwardPrefetch",
@@ -159,8 +159,9 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
 
-def default_settings() -> StateDictSettings:
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+def default_settings(rank0_only: bool = False) -> StateDictSettings:
+    config = FullOptimStateDictConfig(rank0_only=rank0_only)
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
 
 
 # -- checks of arguments -----------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def _shown(value: Any) -> str:
 class WrapperPolicy(MixedPrecisionPolicy):
     """The policy of a wrapped module: FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
 
-    `CastBuffers` casts buffers, not this policy.
+    `WrapperState.cast_buffers` casts buffers, not this policy.
     """
 
     cast_root_forward_inputs: bool = True
@@ -243,51 +244,11 @@ class WrapperPolicy(MixedPrecisionPolicy):
         return as_root or (self.cast_forward_inputs and not empty)
 
 
-def policy_for(given: MixedPrecision, shards_params: bool, legacy: bool) -> WrapperPolicy:
-    return WrapperPolicy(
-        param_dtype=given.param_dtype,
-        reduce_dtype=given.reduce_dtype,
-        cast_forward_inputs=given.cast_forward_inputs,
-        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
-        cast_root_forward_inputs=given.cast_root_forward_inputs,
-        keep_low_precision_grads=given.keep_low_precision_grads,
-        shards_params=shards_params,
-        every_module_is_root=legacy,
-    )
-
-
 # -- process groups, meshes and sharding strategy ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StrategyTraits:
-    """A sharding strategy as data: which ranks hold which parameters, and when a unit is resharded."""
-
-    shards: bool
-    replicates: bool
-    reshards_after_forward: bool
-
-    @property
-    def is_hybrid(self) -> bool:
-        return self.shards and self.replicates
-
-    def options(self) -> Options:
-        """The root stays unsharded after forward. If other units are resharded, it still exposes sharded parameters."""
-        return Options(
-            reshard_after_forward=None if self.reshards_after_forward else False,
-            show_sharded_after_forward=self.reshards_after_forward,
-            show_sharded_after_backward=True,
-            divide_in_halves=True,
-        )
-
-
-STRATEGIES = {
-    ShardingStrategy.FULL_SHARD: StrategyTraits(shards=True, replicates=False, reshards_after_forward=True),
-    ShardingStrategy.SHARD_GRAD_OP: StrategyTraits(shards=True, replicates=False, reshards_after_forward=False),
-    ShardingStrategy.NO_SHARD: StrategyTraits(shards=False, replicates=True, reshards_after_forward=False),
-    ShardingStrategy.HYBRID_SHARD: StrategyTraits(shards=True, replicates=True, reshards_after_forward=True),
-    ShardingStrategy._HYBRID_SHARD_ZERO2: StrategyTraits(shards=True, replicates=True, reshards_after_forward=False),
-}
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass(frozen=True)
@@ -300,15 +261,26 @@ class Groups:
     mesh: DeviceMesh | None = None
 
     @property
-    def traits(self) -> StrategyTraits:
-        return STRATEGIES[self.strategy]
+    def shards(self) -> Any:
+        """The process group of the ranks that hold the shards; None if the unit is not sharded."""
+        return None if self.strategy is ShardingStrategy.NO_SHARD else self.own
 
     def transports(self, device: torch.device) -> tuple[Transport, Transport]:
         """Transports over the shards, and over the replicas."""
         over_own = transport_for(self.own, device)
-        if not self.traits.shards:
+        if self.shards is None:
             return SoloTransport(), over_own
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
+
+    def options(self) -> Options:
+        """The root stays unsharded after forward. If other units are resharded, it still exposes sharded parameters."""
+        reshards = self.shards is not None and self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        return Options(
+            reshard_after_forward=None if reshards else False,
+            show_sharded_after_forward=reshards,
+            show_sharded_after_backward=True,
+            divide_in_halves=True,
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make a wrapped module inside use the same groups."""
@@ -328,12 +300,26 @@ def resolve_groups(process_group: Any, mesh: Any, strategy: Any, by_policy: bool
         raise ArgumentError(f"sharding_strategy must be an unshard.ShardingStrategy, got {strategy!r}.")
     if process_group is not None and mesh is not None:
         raise ArgumentError("Pass process_group or device_mesh, not both: each names the ranks that share the module.")
-    if STRATEGIES[strategy].is_hybrid:
-        return _checked(_hybrid(process_group, mesh, strategy, by_policy))
-    return _checked(_plain(process_group, mesh, strategy))
+    make = _hybrid if strategy in HYBRID_SHARDING_STRATEGIES else _plain
+    groups = make(process_group, mesh, strategy, by_policy)
+    world = groups.own.size() * (1 if groups.replicas is None else groups.replicas.size())
+    if world == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"There is one rank, so nothing is sharded: {strategy.name} becomes NO_SHARD.",
+            stacklevel=stack_level_of_program(),
+        )
+        return replace(groups, strategy=ShardingStrategy.NO_SHARD, replicas=None)
+    if world > 1 and strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "NO_SHARD keeps the whole model on every rank and is deprecated; torch's DistributedDataParallel does the "
+            "same.",
+            FutureWarning,
+            stacklevel=stack_level_of_program(),
+        )
+    return groups
 
 
-def _plain(process_group: Any, mesh: Any, strategy: ShardingStrategy) -> Groups:
+def _plain(process_group: Any, mesh: Any, strategy: ShardingStrategy, by_policy: bool) -> Groups:
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise ArgumentError(f"{strategy.name} takes a device_mesh of one dimension, got {mesh!r}.")
@@ -393,23 +379,6 @@ def _default_group() -> Any:
     return dist.group.WORLD
 
 
-def _checked(groups: Groups) -> Groups:
-    world = groups.own.size() * (1 if groups.replicas is None else groups.replicas.size())
-    if world == 1 and groups.strategy is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"There is one rank, so nothing is sharded: {groups.strategy.name} becomes NO_SHARD.", stacklevel=4
-        )
-        return replace(groups, strategy=ShardingStrategy.NO_SHARD, replicas=None)
-    if world > 1 and groups.strategy is ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            "NO_SHARD keeps the whole model on every rank and is deprecated; torch's DistributedDataParallel does the "
-            "same.",
-            FutureWarning,
-            stacklevel=4,
-        )
-    return groups
-
-
 # -- tensor parallelism ------------------------------------------------------------------------------------------
 
 
@@ -443,7 +412,7 @@ def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iter
     Any other mesh is returned unchanged, to be checked with the other arguments; so is a mesh for a hybrid strategy
     whose last dimension is not tensor parallel. `states`: of the units inside `module`.
     """
-    hybrid = STRATEGIES.get(strategy, STRATEGIES[ShardingStrategy.FULL_SHARD]).is_hybrid
+    hybrid = strategy in HYBRID_SHARDING_STRATEGIES
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):
         return mesh
     names = mesh.mesh_dim_names
@@ -459,7 +428,7 @@ def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iter
             f"device_mesh has two dimensions: this {type(module).__name__} is sharded over {first}, as in PyTorch, and "
             f"nothing is averaged over {last}, because no parameter is tensor parallel there. Give the ranks of {last} "
             "the same data. For shards and replicas pass sharding_strategy=ShardingStrategy.HYBRID_SHARD.",
-            stacklevel=3,
+            stacklevel=stack_level_of_program(),
         )
     return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type) if names is None else mesh[names[0]]
 

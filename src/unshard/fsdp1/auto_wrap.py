@@ -13,7 +13,7 @@ from torch import nn
 
 from ..engine.api import cast_floats, tensors_in
 from ..errors import ArgumentError, PolicyError, listed
-from ..torch_private import own_modules
+from ..torch_private import own_modules, stack_level_of_program
 from ..wrap import Kwargs, _Policy
 
 Policy = _Policy | Callable[..., bool]
@@ -26,7 +26,6 @@ def auto_wrap(
     kwargs: Kwargs,
     ignored_modules: AbstractSet[nn.Module] = frozenset(),
     ignored_params: AbstractSet[nn.Parameter] = frozenset(),
-    is_wrapped: Callable[[nn.Module], bool] | None = None,
 ) -> None:
     """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`; never `module` itself.
 
@@ -40,7 +39,7 @@ def auto_wrap(
         if issubclass(policy, _Policy):
             hint = f"Pass an instance of it: {name}(...)."
         raise PolicyError(f"auto_wrap_policy must be a function or a policy, got the class {name}. {hint}")
-    _check_unwrapped(module, is_wrapped or _instances_of(wrapper))
+    _check_unwrapped(module, wrapper)
     mixed_precision = kwargs.get("mixed_precision")
     classes = tuple(getattr(mixed_precision, "_module_classes_to_ignore", None) or ())
     full_precision = {
@@ -59,15 +58,13 @@ def auto_wrap(
         )
     for each in full_precision:
         chosen[each] = {**chosen.get(each, kwargs), "mixed_precision": None}
-        boundary = _FullPrecisionBoundary()
-        each.register_forward_pre_hook(boundary.cast_inputs, with_kwargs=True)
-        each.register_forward_hook(boundary.cast_outputs)
+        _cast_at_boundary(each)
     if full_precision:
         names = ", ".join(sorted({type(each).__name__ for each in full_precision}))
         warnings.warn(
             f"With mixed precision, modules of these classes are wrapped by themselves and compute in full precision: "
             f"{names}. To change that, pass MixedPrecision(_module_classes_to_ignore=...).",
-            stacklevel=2,
+            stacklevel=stack_level_of_program(),
         )
     chosen.pop(module, None)
     if isinstance(policy, _Policy):
@@ -140,37 +137,29 @@ class _Choice:
         return wrapped[module]
 
 
-# -- modules without mixed precision -------------------------------------------------------------------------------
+def _cast_at_boundary(module: nn.Module) -> None:
+    """Cast inputs of a module to the dtype of its parameters, and outputs back to the dtype of the inputs."""
+    input_dtype: torch.dtype | None = None
 
-
-class _FullPrecisionBoundary:
-    """Casts inputs of a module to the dtype of its parameters, and outputs back to the dtype of the inputs."""
-
-    def __init__(self) -> None:
-        self._input_dtype: torch.dtype | None = None
-
-    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal input_dtype
         own = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
-        self._input_dtype = None
+        input_dtype = None
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_floating_point() and tensor.dtype != own:
-                self._input_dtype = tensor.dtype
+                input_dtype = tensor.dtype
         return cast_floats((args, kwargs), own)
 
-    def cast_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(output, self._input_dtype)
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    module.register_forward_hook(lambda module, args, output: cast_floats(output, input_dtype))
 
 
 # -- checks --------------------------------------------------------------------------------------------------------
 
 
-def _instances_of(wrapper: Callable[..., nn.Module]) -> Callable[[nn.Module], bool]:
-    return lambda module: isinstance(wrapper, type) and isinstance(module, wrapper)
-
-
-def _check_unwrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
+def _check_unwrapped(root: nn.Module, wrapper: Callable[..., nn.Module]) -> None:
     for name, each in root.named_modules():
-        if is_wrapped(each):
+        if isinstance(wrapper, type) and isinstance(each, wrapper):
             raise ArgumentError(
                 f"auto_wrap_policy wraps the modules inside {type(root).__name__}, but {name or 'it'!r} is wrapped "
                 "already. Wrap by hand or by policy, not both."
@@ -205,7 +194,7 @@ def _check_frozen(
         needed = sum(own[name].numel() for name in trained)
         warnings.warn(
             f"{found}: its gradient takes memory for {numel} elements instead of {needed}. Wrap them separately.",
-            stacklevel=4,
+            stacklevel=stack_level_of_program(),
         )
 
 
@@ -225,7 +214,7 @@ def _recursive_wrap(
 
     Returns the module and the number of wrapped elements.
     """
-    _check_unwrapped(module, _instances_of(wrapper_cls))
+    _check_unwrapped(module, wrapper_cls)
     choice = _Choice(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
     numel = choice.visit(module)
     replace_modules(module, lambda each: wrapper_cls(each, **kwargs) if each in choice.chosen else None)

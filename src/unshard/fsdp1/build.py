@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -47,12 +48,14 @@ from ..torch_private import (
     own_parameters,
     served_device_types,
     spec_of,
+    stack_level_of_program,
 )
-from .api import BackwardPrefetch, WrapperPolicy, check_tensor_parallel, policy_for
-from .state import FLAT_PARAM, Call, CastBuffers, Handle, WrapperState, flat_sharded_of
+from .api import BackwardPrefetch, CPUOffload, Groups, MixedPrecision, WrapperPolicy, check_tensor_parallel
+from .state import FLAT_PARAM, Handle, WrapperState, flat_sharded_of
 
 Places = list[tuple[str, nn.Module, str]]
 """Full name of a parameter, its module, and its name in the module, for each place where it is registered."""
+Parameters = dict[nn.Parameter, Places]
 
 _wrapped_in = WeakTensorKeyDictionary()
 """Class names of the wrapped modules, by original parameter, also after the unit is gone."""
@@ -60,37 +63,59 @@ _wrapped_in = WeakTensorKeyDictionary()
 
 def build_state(
     module: nn.Module,
-    call: Call,
+    groups: Groups,
     ignored: Ignored,
+    mixed_precision: MixedPrecision,
+    cpu_offload: CPUOffload,
     *,
-    backward_prefetch: BackwardPrefetch | None,
     param_init_fn: Callable[[nn.Module], Any] | None,
     device_id: int | torch.device | None,
     sync_module_states: bool,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    limit_all_gathers: bool = True,
+    use_orig_params: bool = True,
     legacy: bool = False,
 ) -> WrapperState:
     """Build one unit of the parameters of `module` that no other unit has. The caller attaches the returned state."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
-    groups, managed = call.groups, _managed_by(module, ignored)
-    device = _compute_device(device_id, groups.mesh, groups.own, managed)
-    if _initialise_from_meta(managed, device, param_init_fn):
-        managed = _managed_by(module, ignored)
-    shared = managed.take_shared()
-    _check_parameters(type(module).__name__, managed.parameters, call)
-    _move_buffers(managed, device)
+    modules, parameters = _managed_by(module, ignored)
+    device = _compute_device(device_id, groups, [*parameters, *_buffers(modules)])
+    if _initialize_from_meta(modules, parameters, device, param_init_fn):
+        modules, parameters = _managed_by(module, ignored)
+    owned = [each for each in parameters if (group := param_group_of(each)) and group.param_of(each)]
+    shared = {each: parameters.pop(each) for each in owned}
+    _check_parameters(type(module).__name__, parameters, groups, mixed_precision.param_dtype, use_orig_params)
+    for each in modules:
+        for name, buffer in own_buffers(each).items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                own_buffers(each)[name] = buffer.to(device)
     if sync_module_states:
-        tensors = map(local_part, managed.tensors())
+        tensors = map(local_part, [*parameters, *_buffers(modules)])
         broadcast_tensors(tensors, [each for each in (groups.replicas, groups.own) if each is not None], device)
-    options = groups.traits.options()
+    options = groups.options()
     if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         options.backward_prefetch = []
-    policy = policy_for(call.mixed_precision, groups.traits.shards, legacy)
-    unit, handle = _flat_unit(module, managed, call, device, policy, options)
+    policy = WrapperPolicy(
+        param_dtype=mixed_precision.param_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype,
+        cast_forward_inputs=mixed_precision.cast_forward_inputs,
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+        cast_root_forward_inputs=mixed_precision.cast_root_forward_inputs,
+        keep_low_precision_grads=mixed_precision.keep_low_precision_grads,
+        shards_params=groups.shards is not None,
+        every_module_is_root=legacy,
+    )
+    unit, handle = Unit([], device, policy, options), None
+    if parameters:
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload.offload_params else OffloadPolicy()
+        unit, handle = _flat_unit(module, parameters, groups, device, policy, options, offload, use_orig_params)
     unit.name = type(module).__name__
-    state = WrapperState(unit, call, handle, CastBuffers(managed.modules, call.mixed_precision.buffer_dtype))
+    state = WrapperState(
+        unit, handle, groups, modules, mixed_precision, cpu_offload, use_orig_params, limit_all_gathers
+    )
     for parameter, places in shared.items():
-        _borrow(parameter, places, unit, policy, call.use_orig_params)
+        _borrow(parameter, places, unit, policy, use_orig_params)
     state.ignored = [
         location_of(owner, name)
         for owner in module.modules()
@@ -136,52 +161,41 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
         if each is root:
             warnings.warn(
                 f"{name} contains the {type(each).__name__} that is to be wrapped: nothing of it will be sharded.",
-                stacklevel=4,
+                stacklevel=stack_level_of_program(),
             )
     inside = frozenset(child for each in each_given for child in each.modules() if state_of(child) is None)
     own = frozenset(parameter for child in inside for parameter in child.parameters(recurse=False))
     return Ignored({name: each_given}, inside, own)
 
 
-@dataclass
-class Managed:
-    """The modules of a unit, and its distinct parameters."""
-
-    modules: list[nn.Module] = field(default_factory=list)
-    parameters: dict[nn.Parameter, Places] = field(default_factory=dict)
-
-    def take_shared(self) -> dict[nn.Parameter, Places]:
-        """Remove and return the parameters that another unit owns: modules of both units share them."""
-        owned = [each for each in self.parameters if (group := param_group_of(each)) and group.param_of(each)]
-        return {each: self.parameters.pop(each) for each in owned}
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Parameters and buffers."""
-        buffers = [each for module in self.modules for each in own_buffers(module).values() if each is not None]
-        return [*self.parameters, *buffers]
-
-
-def _managed_by(module: nn.Module, ignored: Ignored) -> Managed:
-    """Collect parents before children, like `named_parameters`. Skips other units and ignored modules."""
-    found = Managed()
+def _managed_by(module: nn.Module, ignored: Ignored) -> tuple[list[nn.Module], Parameters]:
+    """The modules of a unit and its distinct parameters, parents first. Skips other units and ignored modules."""
+    modules: list[nn.Module] = []
+    parameters: Parameters = {}
 
     def stop(each: nn.Module) -> bool:
         return each in ignored.modules or state_of(each) is not None or is_replicated(each)
 
     for prefix, each in modules_until(module, stop):
-        found.modules.append(each)
+        modules.append(each)
         for name, parameter in own_parameters(each).items():
             if parameter is not None and parameter not in ignored.parameters:
-                found.parameters.setdefault(parameter, []).append((prefix + name, each, name))
-    return found
+                parameters.setdefault(parameter, []).append((prefix + name, each, name))
+    return modules, parameters
 
 
-def _check_parameters(title: str, parameters: dict[nn.Parameter, Places], call: Call) -> None:
+def _buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return [each for module in modules for each in own_buffers(module).values() if each is not None]
+
+
+def _check_parameters(
+    title: str, parameters: Parameters, groups: Groups, param_dtype: torch.dtype | None, use_orig_params: bool
+) -> None:
     """Refuse parameters that one flat parameter cannot hold."""
     named = {places[0][0]: parameter for parameter, places in parameters.items()}
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
-            check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, call.groups)
+            check_tensor_parallel(f"Parameter {name!r} of {title}", parameter, groups)
         refuse_opaque(local_part(parameter), name, "Pass it in ignored_states to keep all of it on every rank.")
         owner = _wrapped_in.get(parameter)
         if owner is not None:
@@ -199,15 +213,14 @@ def _check_parameters(title: str, parameters: dict[nn.Parameter, Places], call: 
                 f"Parameter {name!r} of {title} is {parameter.dtype}; a flat parameter holds floating-point or complex "
                 "numbers only. Pass it in ignored_states."
             )
-        param_dtype = call.mixed_precision.param_dtype
         if is_packed(parameter) and param_dtype not in (None, parameter.dtype):
             raise ArgumentError(
-                f"Parameter {name!r} of {title} has packed, quantised values in {parameter.dtype}, which a cast to "
-                f"param_dtype={param_dtype} would destroy. Quantise with quant_storage={param_dtype}, or use "
+                f"Parameter {name!r} of {title} has packed, quantized values in {parameter.dtype}, which a cast to "
+                f"param_dtype={param_dtype} would destroy. Quantize with quant_storage={param_dtype}, or use "
                 "fully_shard, which does not cast packed parameters."
             )
     _require_one("dtype", {name: each.dtype for name, each in named.items()}, title, "Wrap the modules separately")
-    if not call.use_orig_params:
+    if not use_orig_params:
         trained = {name: each.requires_grad for name, each in named.items()}
         _require_one("requires_grad", trained, title, "Wrap them separately, or pass use_orig_params=True")
 
@@ -226,29 +239,30 @@ def _require_one(what: str, values: dict[str, Any], title: str, remedy: str) -> 
 
 
 def _flat_unit(
-    module: nn.Module, managed: Managed, call: Call, device: torch.device, policy: WrapperPolicy, options: Options
-) -> tuple[Unit, Handle | None]:
-    """Return the unit and its handle, which is None without parameters."""
-    if not managed.parameters:
-        return Unit([], device, policy, options), None
-    title, use_orig_params = type(module).__name__, call.use_orig_params
-    shards, replicas = call.groups.transports(device)
-    dtype = next(iter(managed.parameters)).dtype
+    module: nn.Module,
+    parameters: Parameters,
+    groups: Groups,
+    device: torch.device,
+    policy: WrapperPolicy,
+    options: Options,
+    offload: OffloadPolicy,
+    use_orig_params: bool,
+) -> tuple[Unit, Handle]:
+    title = type(module).__name__
+    shards, replicas = groups.transports(device)
+    dtype = next(iter(parameters)).dtype
     itemsize = (policy.param_dtype or dtype).itemsize
-    locals_ = {local_part(each): places for each, places in managed.parameters.items()}
+    locals_ = list(map(local_part, parameters))
     flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
     # Compare no names: a rank may ignore more modules than others, which renumbers the remaining ones.
     facts = [f"a parameter of shape {tuple(each.shape)}" for each in locals_]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
     params = []
-    for (parameter, places), begin in zip(managed.parameters.items(), flat.begins, strict=True):
+    for (parameter, places), begin in zip(parameters.items(), flat.begins, strict=True):
         params.append(_managed_param(parameter, places, begin, flat.shard_numel, shards, policy, use_orig_params))
         if use_orig_params:
             _wrapped_in[parameter] = title
-    offload: OffloadPolicy = OffloadPolicy()
-    if call.cpu_offload.offload_params:
-        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     holder = behind_checkpoints(module)  # wrappers of activation checkpointing rename entries of state dicts
     locations: list[ParamLocation] = [] if use_orig_params else [location_of(holder, FLAT_PARAM)]
     make = partial(FlatShardedParams, locations=locations, length=flat.length, originals=use_orig_params)
@@ -260,11 +274,11 @@ def _flat_unit(
     sharded = flat_sharded_of(unit)
     assert sharded is not None
     if not use_orig_params:
-        for places in managed.parameters.values():
+        for places in parameters.values():
             for _, owner, name in places:
                 del own_parameters(owner)[name]
         own_parameters(holder)[FLAT_PARAM] = sharded.flat.sharded
-    return unit, Handle(module, sharded, flat, shards, call.groups.strategy)
+    return unit, Handle(module, sharded, flat, shards, groups.strategy)
 
 
 def _managed_param(
@@ -309,9 +323,9 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 # -- before sharding: the compute device, and values for meta tensors -------------------------------------------------
 
 
-def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> torch.device:
-    """`device_id`, else the device of the parameters, else the accelerator if the group can communicate there."""
-    found = {each.device for each in managed.tensors() if not each.is_meta}
+def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
+    """`device_id`, else the device of the tensors, else the accelerator if the group can communicate there."""
+    found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):
         raise StateError(
@@ -327,16 +341,16 @@ def _compute_device(device_id: Any, mesh: Any, group: Any, managed: Managed) -> 
         return device
     if on_accelerator:
         return on_accelerator.pop()
-    if mesh is not None:
-        return current_device(mesh.device_type)
+    if groups.mesh is not None:
+        return current_device(groups.mesh.device_type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
-    if accelerator.type not in served_device_types(group):
+    if accelerator.type not in served_device_types(groups.own):
         warnings.warn(
             f"The module stays on the CPU and computes there: its process group has no backend for {accelerator.type}. "
-            "Initialise the group with one, or pass device_id=torch.device('cpu') if this is intended.",
-            stacklevel=5,
+            "Initialize the group with one, or pass device_id=torch.device('cpu') if this is intended.",
+            stacklevel=stack_level_of_program(),
         )
         return torch.device("cpu")
     return current_device(accelerator.type)
@@ -349,47 +363,44 @@ def _resolve_device_id(device_id: Any) -> torch.device:
     device = torch.device(device_id)
     if str(device) == device.type != "cpu":
         chosen = current_device(device.type)
-        warnings.warn(f"device_id={device_id} has no index; {chosen} is used.", stacklevel=5)
+        message = f"device_id={device_id} has no index; {chosen} is used."
+        warnings.warn(message, stacklevel=stack_level_of_program())
         return chosen
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _move_buffers(managed: Managed, device: torch.device) -> None:
-    """Move buffers to the compute device: they are not sharded."""
-    for module in managed.modules:
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                own_buffers(module)[name] = buffer.to(device)
-
-
-def _initialise_from_meta(managed: Managed, device: torch.device, init: Callable[[nn.Module], Any] | None) -> bool:
-    """Materialise modules on meta with `init`, or with `to_empty` and their own `reset_parameters`.
+def _initialize_from_meta(
+    modules: list[nn.Module],
+    parameters: Collection[nn.Parameter],
+    device: torch.device,
+    init: Callable[[nn.Module], Any] | None,
+) -> bool:
+    """Materialize modules on meta with `init`, or with `to_empty` and their own `reset_parameters`.
 
     Return False if no module is on meta.
     """
-    on_meta = [module for module in managed.modules if _is_on_meta(module, managed.parameters)]
+    on_meta = [
+        module
+        for module in modules
+        if any(each.is_meta for each in own_parameters(module).values() if each in parameters)
+        or any(each.is_meta for each in _buffers([module]))
+    ]
     for module in on_meta:
-        init(module) if init is not None else _reset_parameters(module, device)
+        if init is not None:
+            init(module)
+            continue
+        name = type(module).__name__
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is None:
+            warnings.warn(
+                f"{name} has parameters or buffers on meta and no reset_parameters() to give them values.",
+                stacklevel=stack_level_of_program(),
+            )
+            raise StateError(
+                f"{name} is on meta and has no reset_parameters(). Give it one that initializes its own parameters and "
+                "buffers, or pass param_init_fn."
+            )
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
     return bool(on_meta)
-
-
-def _is_on_meta(module: nn.Module, managed: Collection[nn.Parameter]) -> bool:
-    parameters = [each for each in own_parameters(module).values() if each in managed]
-    buffers = [each for each in own_buffers(module).values() if each is not None]
-    return any(each.is_meta for each in (*parameters, *buffers))
-
-
-def _reset_parameters(module: nn.Module, device: torch.device) -> None:
-    name = type(module).__name__
-    reset: Any = getattr(module, "reset_parameters", None)
-    if reset is None:
-        warnings.warn(
-            f"{name} has parameters or buffers on meta and no reset_parameters() to give them values.", stacklevel=6
-        )
-        raise StateError(
-            f"{name} is on meta and has no reset_parameters(). Give it one that initialises its own parameters and "
-            "buffers, or pass param_init_fn."
-        )
-    module.to_empty(device=device, recurse=False)
-    with torch.no_grad():
-        reset()

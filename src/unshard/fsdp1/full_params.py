@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..comm.order.waiting import SharedCall
 from ..comm.transports import transport_for
-from ..engine.api import FlatShardedParams, ManagedParam, ParamLocation, Phase, Precision, location_of
+from ..engine.api import FlatShardedParams, ManagedParam, Phase, Precision, location_of
 from ..errors import ConflictError, UnsupportedError
 from ..layout.shardings import RowSharding
 from ..torch_private import (
@@ -36,12 +36,12 @@ from .state import (
     WrapperState,
     flat_sharded_of,
     in_memory_order,
+    in_shape,
     shard_begins,
+    states_of,
     wrapper_state_of,
     wrapper_states,
 )
-
-_SUMMON = "gather full parameters (summon_full_params or a state dict)"
 
 
 @contextmanager
@@ -52,12 +52,10 @@ def summon_full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-    shared: bool = True,
 ) -> Iterator[None]:
     """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
 
-    Writes are kept, unless `writeback` is False. All ranks must enter together. `shared`: also expose shared
-    parameters that units outside `module` own.
+    Writes are kept, unless `writeback` is False. All ranks must enter together.
     """
     if writeback and rank0_only:
         raise UnsupportedError("writeback=True with rank0_only=True would leave the ranks with different parameters.")
@@ -69,15 +67,35 @@ def summon_full_params(
     if own is not None:
         own.find_root(module)
     states = wrapper_states(module) if recurse else ([] if own is None else [own])
-    if shared:
-        owners = dict.fromkeys(owner for state in states for owner in state.owners)
-        states += [each for each in owners if each not in states and not each.in_summon_full_params]
+    owners = dict.fromkeys(owner for state in states for owner in state.owners)
+    states += [each for each in owners if each not in states and not each.in_summon_full_params]
+    with full_params(states, writeback, rank0_only, offload_to_cpu, with_grads):
+        yield
+
+
+@contextmanager
+def full_params(
+    states: list[WrapperState],
+    writeback: bool,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """`summon_full_params` for these units, without the units that own shared parameters of theirs."""
     for state in states:
-        _check(state, offload_to_cpu, with_grads)
-    SharedCall(_SUMMON, [state.call.groups.own for state in states if state.call.groups.traits.shards])
+        if state.in_summon_full_params:
+            raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
+        if state.unit.phase is not Phase.IDLE:
+            raise ConflictError(f"{state.unit} is computing. Call summon_full_params outside forward and backward.")
+        if with_grads and (offload_to_cpu or not state.use_orig_params):
+            raise UnsupportedError("with_grads=True needs use_orig_params=True and no offload_to_cpu.")
+        if offload_to_cpu and state.groups.shards is None:
+            raise UnsupportedError("offload_to_cpu=True does not support NO_SHARD, whose parameters are not sharded.")
+    sharded_over = [state.groups.shards for state in states if state.groups.shards is not None]
+    SharedCall("gather full parameters (summon_full_params or a state dict)", sharded_over)
     with ExitStack() as stack:
         for state in states:
-            if not state.handle:  # without parameters of its own, it still strips prefixes from names
+            if not state.handle:  # a unit without parameters still strips prefixes from names
                 stack.callback(setattr, state, "in_summon_full_params", False)
                 state.in_summon_full_params = True
         units = [
@@ -95,17 +113,6 @@ def summon_full_params(
         yield
 
 
-def _check(state: WrapperState, offload: bool, with_grads: bool) -> None:
-    if state.in_summon_full_params:
-        raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
-    if state.unit.phase is not Phase.IDLE:
-        raise ConflictError(f"{state.unit} is computing. Call summon_full_params outside forward and backward.")
-    if with_grads and (offload or not state.call.use_orig_params):
-        raise UnsupportedError("with_grads=True needs use_orig_params=True and no offload_to_cpu.")
-    if offload and not state.call.groups.traits.shards:
-        raise UnsupportedError("offload_to_cpu=True does not support NO_SHARD, whose parameters are not sharded.")
-
-
 class FullParams:
     """The parameters of one unit inside `summon_full_params`."""
 
@@ -114,6 +121,7 @@ class FullParams:
         sharded = flat_sharded_of(state.unit)
         assert sharded is not None
         self._sharded: FlatShardedParams = sharded
+        self._places = [(location, param) for param in sharded.params for location in param.locations]
         self._writeback, self._offload, self._with_grads = writeback, offload, with_grads
         self._rank = state.transports[0].rank
         self._exposes = not rank0_only or self._rank == 0
@@ -122,7 +130,7 @@ class FullParams:
     def rest(self) -> None:
         """Reshard the unit and its sharers: weights may have changed since the last all-gather."""
         self._unit.reshard()
-        for state in self._state.sharers:
+        for state in states_of(self._unit.sharers):
             if not state.in_summon_full_params:
                 state.unit.reshard()
 
@@ -140,14 +148,17 @@ class FullParams:
         if not self._exposes:
             self._unit.reshard()
             return
-        for location, param in self._locations():
-            parameter = param.unsharded
+        for location, param in self._places:
+            parameter, module = param.unsharded, location.module()
             assert parameter is not None
             if self._offload and parameter.device.type != "cpu":
                 parameter = nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
-            _register(location, parameter)
-        if not self._state.call.use_orig_params:
-            own_parameters(self._wrapped_module()).pop(FLAT_PARAM, None)
+            if module is not None:  # even if the module usually has a plain attribute, `named_parameters` lists it
+                location.put(parameter)
+                module.__dict__.pop(location.name, None)
+                location_of(module, location.name).put(parameter)
+        if not self._state.use_orig_params:
+            self._sharded.flat.locations[0].parameters.pop(FLAT_PARAM, None)
         if self._with_grads:
             self._unshard_gradients()
 
@@ -159,7 +170,7 @@ class FullParams:
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._exposes:
             return found
-        for location, param in self._locations():
+        for location, param in self._places:
             module, place = location.module(), param.unsharded_view
             current = None if module is None else own_parameters(module).get(location.name)
             if current is None or place is None:
@@ -194,24 +205,15 @@ class FullParams:
             unsharded.grad = None
             if place is not None and param.tp_spec is None and not _same_memory(unsharded, place):
                 unsharded.data = place  # otherwise all-gathers would no longer reach it
-        if not self._state.call.use_orig_params:
-            for location, _ in self._locations():
+        if not self._state.use_orig_params:
+            for location, _ in self._places:
                 module = location.module()
                 if module is not None:
                     own_parameters(module).pop(location.name, None)
-            own_parameters(self._wrapped_module())[FLAT_PARAM] = flat.sharded
+            self._sharded.flat.locations[0].parameters[FLAT_PARAM] = flat.sharded
         shard_numel = flat.local.numel()
         if self._writeback and flat.padded is not None:  # None if the unit has no elements on this rank
             flat.local.copy_(flat.padded[self._rank * shard_numel : (self._rank + 1) * shard_numel])
-
-    def _wrapped_module(self) -> nn.Module:
-        """The module that the flat parameter is registered on."""
-        module = self._sharded.flat.locations[0].module()
-        assert module is not None
-        return module
-
-    def _locations(self) -> list[tuple[ParamLocation, ManagedParam]]:
-        return [(location, param) for param in self._sharded.params for location in param.locations]
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -238,12 +240,9 @@ class FullParams:
         if shard_numel:
             shards.all_gather([unsharded.view(torch.uint8)], [local.view(torch.uint8)]).wait()
         for param in self._sharded.params:
-            cut = param.sharding
             assert param.unsharded is not None
             if param.sharded.requires_grad:
-                part = unsharded[cut.begin : cut.begin + cut.numel]  # type: ignore[union-attr]
-                part = part.as_strided(cut.shape, cut.stride, part.storage_offset())  # type: ignore[arg-type]
-                param.unsharded.grad = as_dtensor(part, param.tp_spec)
+                param.unsharded.grad = as_dtensor(in_shape(unsharded, param), param.tp_spec)
 
     def _write_back_gradients(self) -> None:
         for index, _ in shard_begins(self._sharded, self._rank):
@@ -255,15 +254,6 @@ class FullParams:
                 flat = gradient.as_strided((param.sharding.numel,), (1,), gradient.storage_offset())
                 part = flat[first : first + count]
                 local.copy_(part if local.ndim == 1 and local.shape == part.shape else gradient)
-
-
-def _register(location: ParamLocation, parameter: nn.Parameter) -> None:
-    """Register it so that `named_parameters` lists it, even if the module usually has a plain attribute."""
-    module = location.module()
-    if module is not None:
-        location.put(parameter)
-        module.__dict__.pop(location.name, None)
-        location_of(module, location.name).put(parameter)
 
 
 @torch.no_grad()
@@ -291,15 +281,15 @@ def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) ->
 
     In a model with tensor parallelism, plain parameters are replicated on the mesh of the others.
     """
-    groups, meshes = state.call.groups, state.tensor_parallel_meshes()
+    groups, meshes = state.groups, state.tensor_parallel_meshes()
     if isinstance(unsharded, DTensor):
-        return shard_on_meshes(unsharded, groups, unsharded.device_mesh, offload)
+        return _shard_on_meshes(unsharded, groups, unsharded.device_mesh, offload)
     if len(meshes) == 1 and groups.mesh is not None:
-        return shard_on_meshes(unsharded, groups, meshes[0], offload)
-    return shard_rows(offloaded(unsharded, offload), groups.own, groups.mesh)
+        return _shard_on_meshes(unsharded, groups, meshes[0], offload)
+    return _shard_rows(offloaded(unsharded, offload), groups.own, groups.mesh)
 
 
-def shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
+def _shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
     """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group.
 
     A rank without rows has an empty shard. `torch.distributed.checkpoint` skips a ShardedTensor without local shards,
@@ -386,7 +376,7 @@ def tp_local(param: ManagedParam, value: Any) -> Any:
     return _cut(value, spec.mesh, spec.placements).contiguous()
 
 
-def shard_on_meshes(value: torch.Tensor, groups: Groups, tp_mesh: DeviceMesh, offload: bool) -> DTensor:
+def _shard_on_meshes(value: torch.Tensor, groups: Groups, tp_mesh: DeviceMesh, offload: bool) -> DTensor:
     """Convert an unsharded parameter or state to a DTensor over the mesh of the unit and `tp_mesh` together.
 
     Like PyTorch's wrapper: data parallelism shards dim 0 first, and tensor parallelism shards the result.

@@ -1,4 +1,4 @@
-"""Gradients of a wrapped model: `clip_grad_norm_` and `register_comm_hook`."""
+"""Methods of `FullyShardedDataParallel` for gradients: `no_sync`, `clip_grad_norm_` and `register_comm_hook`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import nn
 
 from ..comm.interface import Done, Label, Tensors, Transport, Work
 from ..comm.order.waiting import SharedCall
-from ..engine.api import division
+from ..engine.api import FlatShardedParams
 from ..errors import ArgumentError, ConflictError
 from ..optim.clip import CLIP, checked_limit, checked_order, clip
-from ..torch_private import foreach_norm, low_precision_of
+from ..torch_private import foreach_norm, low_precision_of, stack_level_of_program
 from .api import Groups
-from .state import WrapperState, flat_sharded_of, shard_begins, states_below_root, wrapper_states
+from .state import WrapperState, flat_sharded_of, shard_begins, states_below_root
 
 Params = dict[nn.Parameter, None]
 """An ordered set."""
@@ -30,33 +31,96 @@ Kind = tuple[bool, tuple[Any, ...]]
 over."""
 
 
-def clip_grad_norm(root: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
-    """Return the norm of all gradients below `root` before scaling, in the dtype that their dtypes promote to."""
+@contextmanager
+def no_sync(self: nn.Module) -> Iterator[None]:
+    """A context in which backward accumulates unsharded gradients; the next backward outside reduces them.
+
+    Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
+    """
+    states = states_below_root(self, "no_sync")
+    before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
+    for options, _ in before:
+        options.synchronize = options.all_reduce = False
+        if options.reshard_after_forward is False:
+            options.reshard_after_backward = False
+    try:
+        yield
+    finally:
+        for options, reshard_after_backward in before:
+            options.synchronize = options.all_reduce = True
+            options.reshard_after_backward = reshard_after_backward
+
+
+# -- `clip_grad_norm_` -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
+
+    Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.clip_grad_norm_(module)`.
+    """
+    states = states_below_root(self, "clip_grad_norm_")
     limit, order = checked_limit(max_norm), checked_order(norm_type, positive=True)
-    states = wrapper_states(root)
     sharded: Params = {}
     others: Params = {}
+    apart: dict[Kind, list[torch.Tensor]] = {}
+    tensor_parallel: Params = {}
     for state in states:
-        flat = flat_sharded_of(state.unit)
-        if flat is not None and state.handle is not None:
+        flat, shards = flat_sharded_of(state.unit), state.transports[0]
+        if flat is not None:
             own = [param.sharded for param in flat.params] if flat.originals else [flat.flat.sharded]
-            (sharded if state.handle.uses_sharded_strategy else others).update(dict.fromkeys(own))
+            (sharded if shards.world > 1 else others).update(dict.fromkeys(own))
+            tensor_parallel.update(dict.fromkeys(_add_tensor_parallel(flat, shards, apart)))
     if not sharded:
         others.clear()  # PyTorch then adds up in the order of parameters(), not of units
-    others.update(dict.fromkeys(each for each in root.parameters() if each not in sharded))
+    others.update(dict.fromkeys(each for each in self.parameters() if each not in sharded))
     gradients = _gradients({**sharded, **others})
-    apart = _take_tensor_parallel(states, sharded, others)
-    norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].call.groups)
-    if states[0].call.cpu_offload.offload_params:
+    for parameter in tensor_parallel:
+        sharded.pop(parameter, None)
+        others.pop(parameter, None)
+    norm = _total_norm(sharded, others, apart, order, states[0].unit.device, states[0].groups)
+    if states[0].cpu_offload.offload_params:
         norm = norm.cpu()
     clip(gradients, norm, limit)
     if not gradients:
         warnings.warn(
             f"Rank {dist.get_rank()} has no gradients; it returns the norm of the other ranks' gradients, in float32.",
-            stacklevel=4,
+            stacklevel=stack_level_of_program(),
         )
         return norm
     return norm.to(functools.reduce(torch.promote_types, [each.dtype.to_real() for each in gradients]))
+
+
+def _add_tensor_parallel(
+    flat: FlatShardedParams, shards: Transport, apart: dict[Kind, list[torch.Tensor]]
+) -> Iterable[nn.Parameter]:
+    """Add the gradients of parameters that tensor parallelism shards to `apart`, by kind; return these parameters.
+
+    The kinds and their order are the same on all ranks, whichever gradients there are. A flat parameter is taken as a
+    whole, and its gradients may be of several kinds.
+    """
+    kinds: list[Kind] = []
+    for spec in [param.tp_spec for param in flat.params]:
+        over: list[Any] = []
+        if spec is not None:
+            over = [spec.mesh.get_group(dim) for dim, each in enumerate(spec.placements) if each.is_shard()]
+        kinds.append((shards.world > 1, tuple(over)))
+    if not any(tensor_parallel for _, tensor_parallel in kinds):
+        return []
+    if flat.originals:
+        taken = {param.sharded: kind for param, kind in zip(flat.params, kinds, strict=True) if kind[1]}
+        for parameter, kind in taken.items():
+            apart.setdefault(kind, []).extend(_gradients([parameter]))
+        return taken
+    for kind in kinds:
+        apart.setdefault(kind, [])
+    whole = flat.flat.sharded.grad
+    for index, begin in shard_begins(flat, shards.rank):
+        count = flat.params[index].sharding.elements(shards.rank)[1]  # type: ignore[union-attr]
+        if whole is not None and count:
+            apart[kinds[index]].append(whole[begin : begin + count])
+    return [flat.flat.sharded]
 
 
 def _total_norm(
@@ -92,49 +156,7 @@ def _total_norm(
     return (totals[True] + totals[False]).pow(1 / order)
 
 
-def _take_tensor_parallel(
-    states: list[WrapperState], sharded: Params, others: Params
-) -> dict[Kind, list[torch.Tensor]]:
-    """Remove the parameters that tensor parallelism shards from `sharded` and `others`; return their gradients by kind.
-
-    The kinds and their order are the same on all ranks, whichever gradients there are. A flat parameter is taken as a
-    whole, and its gradients may be of several kinds.
-    """
-    found: dict[Kind, list[torch.Tensor]] = {}
-    for state in states:
-        flat, rank = flat_sharded_of(state.unit), state.transports[0].rank
-        if flat is None or state.handle is None:
-            continue
-        is_sharded = state.handle.uses_sharded_strategy
-        kinds = [(is_sharded, _tensor_parallel_groups(param.tp_spec)) for param in flat.params]
-        if not any(tensor_parallel for _, tensor_parallel in kinds):
-            continue
-        if flat.originals:
-            taken = {param.sharded: kind for param, kind in zip(flat.params, kinds, strict=True) if kind[1]}
-            for parameter, kind in taken.items():
-                found.setdefault(kind, []).extend(_gradients({parameter: None}))
-        else:
-            taken = {flat.flat.sharded: kinds[0]}
-            for kind in kinds:
-                found.setdefault(kind, [])
-            whole = flat.flat.sharded.grad
-            for index, begin in shard_begins(flat, rank):
-                count = flat.params[index].sharding.elements(rank)[1]  # type: ignore[union-attr]
-                if whole is not None and count:
-                    found[kinds[index]].append(whole[begin : begin + count])
-        for parameter in taken:
-            sharded.pop(parameter, None)
-            others.pop(parameter, None)
-    return found
-
-
-def _tensor_parallel_groups(spec: Any) -> tuple[Any, ...]:
-    """The groups of the mesh dimensions over which tensor parallelism shards a parameter."""
-    placements = () if spec is None else spec.placements
-    return tuple(spec.mesh.get_group(number) for number, each in enumerate(placements) if each.is_shard())
-
-
-def _gradients(parameters: Params) -> list[torch.Tensor]:
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [each.grad for each in parameters if each.grad is not None]
 
 
@@ -151,30 +173,32 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
 # -- `register_comm_hook` --------------------------------------------------------------------------------------------
 
 
-def register_comm_hook(root: nn.Module, hook_state: object, hook: Callable[..., Any]) -> None:
-    """Let a user's hook reduce and divide the gradients of all units below `root`."""
+def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """Let `hook` reduce and divide the gradients of all units. Root only, once, before the first forward.
+
+    `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
+    """
     if not callable(hook):
         raise ArgumentError(f"hook must be a function, got {hook!r}.")
-    states = states_below_root(root, "register_comm_hook", ConflictError)
-    for state in states:
-        if state.has_comm_hook:
+    states = states_below_root(self, "register_comm_hook", ConflictError)
+    for each in states:
+        if each.has_comm_hook:
             raise ConflictError("A communication hook is already registered.")
-        if state.call.groups.replicas is not None:
-            raise ConflictError(f"{state.call.groups.strategy.name} reduces in two steps, which hooks cannot do.")
-    for state in states:
-        state.has_comm_hook = True
-        sharded = flat_sharded_of(state.unit)
+        if each.groups.replicas is not None:
+            raise ConflictError(f"{each.groups.strategy.name} reduces in two steps, which hooks cannot do.")
+    for each in states:
+        each.has_comm_hook = True
+        sharded = flat_sharded_of(each.unit)
         if sharded is None:
             continue
-        group, options = state.unit.param_groups[0], state.unit.options
-        originals = {param.sharded.dtype for param in sharded.params}
-        dtype = _compressed_dtype(hook, hook_state, state.call.groups.own, originals)
+        group, options = each.unit.param_groups[0], each.unit.options
+        dtype = _compressed_dtype(hook, state, each, {param.sharded.dtype for param in sharded.params})
         if dtype is not None:
             group.gradients.forget_buffers()
             sharded.reduce_in(dtype)
         else:
             options.divide_factor, options.divide_in_halves = 1.0, True
-            group.wrap_reduce_transport(lambda inner: HookedTransport(inner, hook_state, hook))
+            group.wrap_reduce_transport(lambda inner: HookedTransport(inner, state, hook))
 
 
 class HookedTransport(Transport):
@@ -222,17 +246,13 @@ class HookedTransport(Transport):
             tensors[-1].copy_(given[-1])
 
 
-def _compressed_dtype(hook: Callable[..., Any], state: Any, group: Any, originals: set[torch.dtype]) -> Any:
+def _compressed_dtype(hook: Any, state: Any, wrapper: WrapperState, originals: set[torch.dtype]) -> Any:
     """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
 
     The engine then reduces in that dtype itself, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
     `originals`: the dtypes of the unit's parameters.
     """
-    usual = division(group.size(), 1, frozenset(), None, False, in_halves=True)
-    factors = (
-        getattr(state, "gradient_predivide_factor", None),
-        getattr(state, "gradient_postdivide_factor", None),
-    )
-    same_ranks = getattr(state, "process_group", None) is group and factors == (usual.before, usual.after)
+    names = ("process_group", "gradient_predivide_factor", "gradient_postdivide_factor")
+    same_ranks = [getattr(state, name, None) for name in names] == [wrapper.process_group, *wrapper.division()]
     restores = {getattr(state, "parameter_type", None)} == originals
     return low_precision_of(hook) if same_ranks and restores else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,13 @@ from ..comm.order.waiting import SharedCall
 from ..errors import ArgumentError, listed
 from ..names import clean_tensor_name, optimizer_parameters
 from ..state.model import OptimizedParam, refuse_unknown_parameters
+from ..torch_private import stack_level_of_program
 from .api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictSettings,
     StateDictType,
+    default_settings,
 )
 from .full_params import full_tensor, tp_local
 from .optim_state import (
@@ -30,8 +31,8 @@ from .optim_state import (
     copied,
     first_states,
     names_of,
-    optim_state_dict,
     sharded_ids,
+    states_to_save,
     trainable,
     units_of,
 )
@@ -46,12 +47,20 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: Any = None,
-    settings: StateDictSettings | None = None,
 ) -> StateDict:
-    """The argument for `optim.load_state_dict`, with this rank's shards. `load_directly` also loads it."""
-    settings = settings or get_state_dict_type(model)
-    if getattr(settings.optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = broadcast_states(optim_state_dict, group)
+    """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`.
+
+    `load_directly` also loads it.
+    """
+    if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
+        optim_state_dict = _broadcast(optim_state_dict, group)
+    result = _states_to_load(model, optim, optim_state_dict, is_named_optimizer)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _states_to_load(model: nn.Module, optim: Any, optim_state_dict: StateDict, is_named_optimizer: bool) -> StateDict:
     _require_state_dict(optim, optim_state_dict)
     given, units = optim_state_dict["state"], units_of(model)
     names = names_of(model, units)
@@ -59,7 +68,7 @@ def optim_state_dict_to_load(
     _warn_about_missing(optim, names, given)
     loaded: dict[int, StateDict] = {}
     for unit in units:
-        process_group, device = unit.state.call.groups.own, unit.state.unit.device
+        process_group, device = unit.state.groups.own, unit.state.unit.device
         unsharded = {
             name: {key: full_tensor(value, process_group, device) for key, value in given[name].items()}
             for name in unit.names
@@ -71,22 +80,21 @@ def optim_state_dict_to_load(
                 loaded[id(parameter)] = _sharded_states(unit, number, own)
     state: dict[Any, StateDict] = {}
     sharded = sharded_ids(units)
-    current = {id(parameter): name for name, parameter in model.named_parameters()} if is_named_optimizer else None
-    for number, parameter in enumerate(optimizer_parameters(optim)):
+    parameters = optimizer_parameters(optim)
+    keyed: Iterable[Any] = model.named_parameters() if is_named_optimizer else enumerate(parameters)
+    keys = {id(parameter): key for key, parameter in keyed}
+    for parameter in parameters:
         name = names[id(parameter)][0]
-        key = number if current is None else current[id(parameter)]
         if id(parameter) in loaded:
-            state[key] = loaded[id(parameter)]
+            state[keys[id(parameter)]] = loaded[id(parameter)]
         elif name in given and id(parameter) not in sharded:
-            state[key] = dict(given[name])
+            state[keys[id(parameter)]] = dict(given[name])
     result: StateDict = {"state": state}
     if "param_groups" in optim_state_dict:
-        result["param_groups"] = _param_groups(optim, optim_state_dict["param_groups"], names, current)
+        result["param_groups"] = _param_groups(optim, optim_state_dict["param_groups"], names, keys)
         if is_named_optimizer:  # PyTorch's compare the keys with those that they would save
             for mine, theirs in zip(optim.state_dict()["param_groups"], result["param_groups"], strict=False):
                 theirs.update({key: value for key, value in mine.items() if key not in theirs})
-    if load_directly:
-        optim.load_state_dict(result)
     return result
 
 
@@ -155,21 +163,19 @@ def _require_state_dict(optim: Any, given: Any) -> None:
 
 
 def _param_groups(
-    optim: Any, given: list[StateDict], names: dict[int, list[str]], current: dict[int, str] | None
+    optim: Any, given: list[StateDict], names: dict[int, list[str]], keys: dict[int, Any]
 ) -> list[StateDict]:
-    """The options of the given groups, with the optimizer's own numbers (or current names) of the parameters."""
+    """The options of the given optimizer groups, with `keys` of the optimizer's own parameters."""
     groups: list[StateDict] = []
-    numbers = iter(range(len(optimizer_parameters(optim))))
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
         own = [name for parameter in mine["params"] for name in names[id(parameter)]]
         source = next((by_name[name] for name in own if name in by_name), given[min(len(groups), len(given) - 1)])
-        params = [next(numbers) if current is None else current[id(each)] for each in mine["params"]]
-        groups.append({**{key: value for key, value in source.items() if key != "params"}, "params": params})
+        groups.append({**source, "params": [keys[id(each)] for each in mine["params"]]})
     return groups
 
 
-def broadcast_states(optim_state_dict: StateDict | None, group: Any = None) -> StateDict:
+def _broadcast(optim_state_dict: StateDict | None, group: Any) -> StateDict:
     """Rank 0's state dict, on all ranks."""
     holder = [optim_state_dict]
     group = dist.group.WORLD if group is None else group
@@ -195,7 +201,7 @@ def _warn_about_missing(optim: Any, names: dict[int, list[str]], given: StateDic
             "is in the state dict that it is given, and an optimizer that has taken no step has no state. If the "
             "checkpoint has some, pass FullyShardedDataParallel.optim_state_dict(model, optim, for_loading=True) to "
             "load.",
-            stacklevel=5,
+            stacklevel=stack_level_of_program(),
         )
 
 
@@ -216,21 +222,13 @@ class OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-def _full(rank0_only: bool) -> StateDictSettings:
-    config = FullOptimStateDictConfig(rank0_only=rank0_only)
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
-
-
-def _sharded() -> StateDictSettings:
-    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-
-
 def _deprecated(name: str, optim_input: Any = None) -> None:
+    level = stack_level_of_program()
     warnings.warn(
-        f"{name} is deprecated; use optim_state_dict and optim_state_dict_to_load.", FutureWarning, stacklevel=4
+        f"{name} is deprecated; use optim_state_dict and optim_state_dict_to_load.", FutureWarning, stacklevel=level
     )
     if optim_input is not None:
-        warnings.warn("optim_input is deprecated; pass optim.", FutureWarning, stacklevel=4)
+        warnings.warn("optim_input is deprecated; pass optim.", FutureWarning, stacklevel=level)
 
 
 def full_optim_state_dict(
@@ -242,13 +240,15 @@ def full_optim_state_dict(
 ) -> StateDict:
     """Unsharded states by original name, on rank 0 or on all ranks."""
     _deprecated("full_optim_state_dict", optim_input)
-    return optim_state_dict(model, optim, None, group, _full(rank0_only))
+    return states_to_save(model, optim, default_settings(rank0_only), group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
     """Sharded states by original name."""
     _deprecated("sharded_optim_state_dict")
-    return optim_state_dict(model, optim, None, group, _sharded())
+    sharded = StateDictType.SHARDED_STATE_DICT
+    settings = StateDictSettings(sharded, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    return states_to_save(model, optim, settings, group=group)
 
 
 def shard_full_optim_state_dict(
@@ -256,7 +256,7 @@ def shard_full_optim_state_dict(
 ) -> StateDict:
     """This rank's shards of a full state dict, which all ranks have."""
     _deprecated("shard_full_optim_state_dict", optim_input)
-    return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict, _full(False))
+    return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
@@ -264,7 +264,7 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """This rank's shards of a sharded state dict."""
     _deprecated("flatten_sharded_optim_state_dict")
-    return _to_load(model, optim, sharded_optim_state_dict, _sharded())
+    return _to_load(model, optim, sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -276,13 +276,13 @@ def scatter_full_optim_state_dict(
 ) -> StateDict:
     """This rank's shards of a full state dict, which rank 0 has."""
     _deprecated("scatter_full_optim_state_dict", optim_input)
-    full = broadcast_states(full_optim_state_dict, group)
-    return _to_load(model, _listed(model, optim, optim_input), full, _full(False))
+    return _to_load(model, _listed(model, optim, optim_input), _broadcast(full_optim_state_dict, group))
 
 
-def _to_load(model: nn.Module, optim: Any, given: StateDict, settings: StateDictSettings) -> StateDict:
-    """Keep the groups of `given`, like PyTorch: programs add parameters that it lacks themselves."""
-    result = optim_state_dict_to_load(model, optim, given, settings=settings)
+@torch.no_grad()
+def _to_load(model: nn.Module, optim: Any, given: StateDict) -> StateDict:
+    """Keep the optimizer groups of `given`, like PyTorch: programs add parameters that it lacks themselves."""
+    result = _states_to_load(model, optim, given, is_named_optimizer=False)
     if "param_groups" in given:
         names = names_of(model, units_of(model))
         numbers = {name: number for number, each in enumerate(optimizer_parameters(optim)) for name in names[id(each)]}
@@ -315,7 +315,7 @@ def rekey_optim_state_dict(
 
 
 def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """`optim`, or groups like those of an optimizer built from `optim_input` (by default, all parameters)."""
+    """`optim`, or optimizer groups like those of an optimizer built from `optim_input` (by default, all parameters)."""
     if optim is not None:
         return optim
     inputs = list(model.parameters() if optim_input is None else optim_input)

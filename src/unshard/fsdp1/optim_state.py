@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from ..state.model import OptimizedParam, optimized_param, refuse_unknown_parame
 from ..torch_private import HELPERS, as_dtensor, helper_call, step_without_hooks
 from .api import StateDictSettings, StateDictType, tensor_parallel_groups
 from .full_params import all_gathered, full_value, shard_tensor
-from .state import WrapperState, flat_sharded_of, in_memory_order, shard_begins, wrapper_states
+from .state import WrapperState, flat_sharded_of, in_memory_order, in_shape, shard_begins, wrapper_states
 from .state_dict import get_state_dict_type
 
 StateDict = dict[str, Any]
@@ -37,11 +35,6 @@ class UnitParams:
     parameters: list[tuple[nn.Parameter, list[OptimizedParam]]]
     """The parameters that an optimizer has, each with the original parameters inside it."""
 
-    @property
-    def group(self) -> Any:
-        """The process group of the ranks that hold the shards; None if the unit is not sharded."""
-        return self.state.call.groups.own if self.state.call.groups.traits.shards else None
-
     def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """This rank's shard of one state, from the states of the optimizer's parameters, by number; zero otherwise."""
         if states and not self.sharded.originals:
@@ -52,11 +45,6 @@ class UnitParams:
                 here = in_memory_order(states[number], self.sharded.params[number])
                 flat[begin : begin + here.numel()] = here.to(flat.device)
         return flat
-
-    def of_param(self, unsharded: torch.Tensor, number: int) -> torch.Tensor:
-        """A copy of one original parameter's elements of an unsharded state, in the parameter's shape."""
-        cut = self.sharded.params[number].sharding
-        return unsharded.as_strided(cut.shape, cut.stride, cut.begin).clone()  # type: ignore[arg-type, union-attr]
 
 
 def units_of(model: nn.Module) -> list[UnitParams]:
@@ -89,25 +77,37 @@ def names_of(model: nn.Module, units: list[UnitParams]) -> dict[int, list[str]]:
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     optim_state_dict: StateDict | None = None,
     group: Any = None,
-    settings: StateDictSettings | None = None,
+    *,
     for_loading: bool = False,
 ) -> StateDict:
-    """The state of `optim` (or of `optim_state_dict`, its own state dict), in the type that is set for the model.
+    """The optimizer's state by original name, in the type that is set for the model. All ranks must call this.
 
-    Collective; with `rank0_only` the other ranks get an empty dict. `for_loading` adds the state that a first step
-    would create, for `torch.distributed.checkpoint.load` to fill.
+    `torch.distributed.checkpoint.load` fills only entries of the state dict that it is given, and an optimizer
+    has no state before its first step. `for_loading=True` adds the state that the first step would create, without
+    changing the optimizer or the parameters.
     """
-    settings = settings or get_state_dict_type(model)
+    return states_to_save(model, optim, get_state_dict_type(model), optim_state_dict, group, for_loading)
+
+
+@torch.no_grad()
+def states_to_save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    settings: StateDictSettings,
+    given: StateDict | None = None,
+    group: Any = None,
+    for_loading: bool = False,
+) -> StateDict:
+    """`optim_state_dict` with other settings. With `rank0_only`, the other ranks get an empty dict."""
     units, state = units_of(model), {}
     names = names_of(model, units)
     refuse_unknown_parameters(optim, names, ArgumentError)
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    given = optim.state_dict() if given is None else given
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)
@@ -128,7 +128,7 @@ def optim_state_dict(
     groups = []
     for mine, theirs in zip(optim.param_groups, given["param_groups"], strict=True):
         expanded = [name for parameter in mine["params"] for name in names[id(parameter)]]
-        groups.append({**{key: value for key, value in theirs.items() if key != "params"}, "params": expanded})
+        groups.append({**theirs, "params": expanded})
     return {"state": state, "param_groups": groups}
 
 
@@ -174,13 +174,14 @@ def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: Sta
         unsharded = None
         if kind == "sharded":
             here = {number: own[number][name] for number in having if name in own.get(number, {})}
-            unsharded = all_gathered(unit.shard(here, dtype), unit.group, unit.state.unit.device)
+            unsharded = all_gathered(unit.shard(here, dtype), unit.state.groups.shards, unit.state.unit.device)
         for number in having:
             for member in originals(number):
                 if unsharded is None:
                     result[unit.names[member]][name] = copied(described[number][name][1])
                 else:
-                    of_param = as_dtensor(unit.of_param(unsharded, member), unit.sharded.params[member].tp_spec)
+                    param = unit.sharded.params[member]
+                    of_param = as_dtensor(in_shape(unsharded, param).clone(), param.tp_spec)
                     result[unit.names[member]][name] = _to_save(unit, of_param, settings)
     return result
 
@@ -208,13 +209,13 @@ def _described_by_all_ranks(
     A rank without elements of a parameter has no state of it, or state that was loaded and that no step has updated.
     `absent`: parameters with elements on this rank that its optimizer does not have.
     """
-    params = unit.sharded.params
+    params, group = unit.sharded.params, unit.state.groups.shards
     empty = {number for number in mine if unit.sharded.originals and params[number].sharded.numel() == 0}
     everybody: list[Any] = [(mine, empty, absent)]
-    if unit.group is not None and unit.group.size() > 1:
-        everybody = [None] * unit.group.size()
-        with SharedCall("gather optimizer state (optim_state_dict)", [unit.group], meet=True):
-            dist.all_gather_object(everybody, (mine, empty, absent), group=unit.group)
+    if group is not None and group.size() > 1:
+        everybody = [None] * group.size()
+        with SharedCall("gather optimizer state (optim_state_dict)", [group], meet=True):
+            dist.all_gather_object(everybody, (mine, empty, absent), group=group)
     merged: dict[int, dict[str, Any]] = {}
     seen: dict[int, dict[str, Any]] = {}
     for without in (True, False):  # ranks with elements overwrite those without
@@ -249,8 +250,8 @@ def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: 
             continue  # step counters, which ranks keep alike
         if kind != other[0] or (kind == "same" and not torch.equal(value, other[1])):
             raise StateError(
-                f"The state {name!r} of {unit.parameters[number][1][0].name!r} has another size than the parameter, "
-                f"and is not the same on all ranks: rank {rank} of the group differs. Save such state on each rank "
+                f"The state {name!r} of {unit.parameters[number][1][0].name!r} is neither sharded like the "
+                f"parameter nor the same on all ranks: rank {rank} of the group differs. Save such state on each rank "
                 "with the optimizer's own state_dict()."
             )
 
@@ -258,7 +259,7 @@ def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: 
 def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSettings) -> Any:
     offload = settings.optim_state_dict_config.offload_to_cpu
     # For LOCAL_STATE_DICT, too: PyTorch has no local optimizer state dict, and returns a sharded one.
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and unit.state.call.groups.traits.shards:
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT and unit.state.groups.shards is not None:
         return shard_tensor(unsharded, unit.state, offload)
     full = full_value(unsharded)
     return full.cpu() if offload else full
@@ -308,31 +309,18 @@ def trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 # -- PyTorch's checkpoint helpers ------------------------------------------------------------------------------------
 
-ASKED_FOR = "_fqn_modifiers"
-"""The method that the helpers call on every module first: it returns names of children to omit from state dicts."""
-
 DROPIN = "unshard.dropin.install() at the start of the program makes these functions work, too"
 
 
-def answer(module: nn.Module, inner: Callable[[], Any], wrapped: bool) -> Any:
-    """The result of `_fqn_modifiers()` of a sharded module: `inner()`, unless the helper would get the names wrong.
+def refuse_helpers(module: nn.Module, wrapped: bool) -> None:
+    """Call this in `_fqn_modifiers`, which the helpers call on every module first. Refuse what they would get wrong.
 
-    `wrapped`: a wrapper adds a prefix to the names of its parameters, but not in state dicts.
+    The optimizer state of a sharded module is a plain tensor that differs on each rank. `wrapped`: a wrapper adds a
+    prefix to the names of its parameters, but not in state dicts.
     """
-    if (call := helper_call()) is not None:
-        name, optimizers, full_state_dict = call
-        _refuse_optimizers(module, name, optimizers)
-        if wrapped and name.startswith("set_") and full_state_dict:
-            raise UnsupportedError(
-                f"{HELPERS}.{name} does not know the names of unshard's FullyShardedDataParallel: with "
-                "full_state_dict=True it would not find its parameters in the state dict. Call "
-                f"model.load_state_dict(state_dict) with the full state dict on all ranks. {DROPIN}."
-            )
-    return inner()
-
-
-def _refuse_optimizers(module: nn.Module, helper: str, optimizers: tuple[Any, ...]) -> None:
-    """Refuse optimizers of wrapped models: their state is a plain tensor that differs on each rank."""
+    if (call := helper_call()) is None:
+        return
+    helper, optimizers, full_state_dict = call
     theirs = {id(each) for optim in optimizers for each in optimizer_parameters(optim)}
     for unit in units_of(module) if theirs else ():
         if theirs.isdisjoint(id(parameter) for parameter, _ in unit.parameters):
@@ -345,16 +333,9 @@ def _refuse_optimizers(module: nn.Module, helper: str, optimizers: tuple[Any, ..
             "FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT) for "
             f"torch.distributed.checkpoint. {DROPIN}."
         )
-
-
-def attach_to_helpers(module: nn.Module) -> None:
-    """Give `_fqn_modifiers` to a module without a wrapper."""
-    reference = weakref.ref(module)  # a module must not refer to itself
-
-    def asked() -> Any:
-        alive = reference()
-        assert alive is not None
-        own = getattr(type(alive), ASKED_FOR, None)
-        return answer(alive, dict if own is None else partial(own, alive), wrapped=False)
-
-    module.__dict__[ASKED_FOR] = asked
+    if wrapped and helper.startswith("set_") and full_state_dict:
+        raise UnsupportedError(
+            f"{HELPERS}.{helper} does not know the names of unshard's FullyShardedDataParallel: with "
+            "full_state_dict=True it would not find its parameters in the state dict. Call "
+            f"model.load_state_dict(state_dict) with the full state dict on all ranks. {DROPIN}."
+        )

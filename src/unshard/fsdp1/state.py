@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,23 +38,11 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call that are needed later."""
-
-    groups: Groups
-    mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
-    use_orig_params: bool
-    limit_all_gathers: bool
+_STATES: weakref.WeakValueDictionary[Unit, WrapperState] = weakref.WeakValueDictionary()
 
 
-_STATES: weakref.WeakKeyDictionary[Unit, weakref.ref[WrapperState]] = weakref.WeakKeyDictionary()
-
-
-def _states_of(units: list[Unit]) -> list[WrapperState]:
-    found = (_STATES[unit]() for unit in units)
-    return [state for state in found if state is not None]
+def states_of(units: list[Unit]) -> list[WrapperState]:
+    return [state for unit in units if (state := _STATES.get(unit)) is not None]
 
 
 class WrapperState(FSDPState):
@@ -66,11 +54,29 @@ class WrapperState(FSDPState):
 
     takes_over_units: ClassVar[bool] = True
 
-    def __init__(self, unit: Unit, call: Call, handle: Handle | None, buffers: CastBuffers):
+    def __init__(
+        self,
+        unit: Unit,
+        handle: Handle | None,
+        groups: Groups,
+        modules: Iterable[nn.Module],
+        mixed_precision: MixedPrecision,
+        cpu_offload: CPUOffload,
+        use_orig_params: bool,
+        limit_all_gathers: bool,
+    ):
         super().__init__(unit)
-        self.call, self._handle = call, handle
-        _STATES[unit] = weakref.ref(self)
-        self.own_buffers = buffers
+        self._handle, self.groups = handle, groups
+        self.sharding_strategy, self.process_group = groups.strategy, groups.own
+        self.mixed_precision, self.cpu_offload = mixed_precision, cpu_offload
+        self.use_orig_params, self.limit_all_gathers = use_orig_params, limit_all_gathers
+        _STATES[unit] = self
+        self._float_buffers = [
+            (own_buffers(module), name, buffer.dtype)
+            for module in modules
+            for name, buffer in own_buffers(module).items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
         self.in_summon_full_params = False
         self.settings = default_settings()
         self.has_comm_hook = False
@@ -79,18 +85,13 @@ class WrapperState(FSDPState):
 
     @property
     def handle(self) -> Handle | None:
-        """None if the unit has no parameters of its own."""
+        """None if the unit has no parameters."""
         return self._handle if self.unit.param_groups else None
 
     @property
     def owners(self) -> list[WrapperState]:
         """States of the units that own shared parameters of this one."""
-        return _states_of(self.unit.borrows_from)
-
-    @property
-    def sharers(self) -> list[WrapperState]:
-        """States of the units that share a parameter with this one, whichever of them owns it."""
-        return _states_of(self.unit.sharers)
+        return states_of(self.unit.borrows_from)
 
     def __getstate__(self) -> Any:
         raise UnsupportedError(
@@ -106,22 +107,24 @@ class WrapperState(FSDPState):
         """Register none of the engine's hooks: they would save a plain shard as if it were the parameter."""
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
-        return self.own_buffers.original_dtypes()
+        found = ((buffers.get(name), original) for buffers, name, original in self._float_buffers)
+        return {id(buffer): original for buffer, original in found if buffer is not None}
 
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        return self.call.groups.strategy
-
-    @property
-    def process_group(self) -> Any:
-        return self.call.groups.own
+    @torch.no_grad()
+    def cast_buffers(self, restore: bool = False) -> None:
+        """Cast floating-point buffers of the unit's modules to `buffer_dtype`, or back to their original dtypes."""
+        dtype = self.mixed_precision.buffer_dtype
+        for buffers, name, original in self._float_buffers if dtype is not None else ():
+            buffer, wanted = buffers.get(name), original if restore else dtype
+            if buffer is not None and buffer.dtype != wanted and buffer.is_floating_point():
+                buffers[name] = buffer.to(wanted)
 
     @property
     def transports(self) -> tuple[Transport, Transport]:
         """Over the shards, and over the replicas."""
         if self.unit.param_groups:
             return self.unit.param_groups[0].shards, self.unit.param_groups[0].replicas
-        return self.call.groups.transports(self.unit.device)
+        return self.groups.transports(self.unit.device)
 
     @property
     def training_state(self) -> TrainingState:
@@ -132,7 +135,7 @@ class WrapperState(FSDPState):
     @property
     def _fsdp_extension(self) -> Any:
         """Like PyTorch's attribute, not None if the mesh is a slice of another one. unshard itself never reads it."""
-        mesh = self.call.groups.mesh
+        mesh = self.groups.mesh
         if self._extension is None and mesh is not None and root_mesh(mesh) != mesh:
             self._extension = dtensor_extensions(self.unit.device)
         return self._extension
@@ -157,24 +160,21 @@ class WrapperState(FSDPState):
     @never_compiled
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.unit.policy.full_precision_in_eval and self.is_root(module):
-            self._cast_or_restore_buffers(module)
+            stored = self.unit.precision_in(module.training) is Precision.STORED
+            for state in wrapper_states(module):
+                state.cast_buffers(restore=stored)
         return super().pre_forward(module, args, kwargs)
 
     def is_root(self, module: nn.Module) -> bool:
         """Return True if `module` is the root. Before the first forward, this call makes it the root."""
         return self.find_root(module).unit is self.unit
 
-    def _cast_or_restore_buffers(self, module: nn.Module) -> None:
-        stored = self.unit.precision_in(module.training) is Precision.STORED
-        for state in wrapper_states(module):
-            state.own_buffers.restore() if stored else state.own_buffers.cast()
-
     def _make_root(self, module: nn.Module) -> Root:
         states = wrapper_states(module)
         _check_agreement(states)
         root = super()._make_root(module)
         for state in states:
-            state.own_buffers.cast()
+            state.cast_buffers()  # for good
         return root
 
 
@@ -191,8 +191,8 @@ def wrapper_states(module: nn.Module) -> list[WrapperState]:
 
 def _check_agreement(states: list[WrapperState]) -> None:
     for what, values in (
-        ("use_orig_params", {state.call.use_orig_params for state in states if state.handle is not None}),
-        ("limit_all_gathers", {state.call.limit_all_gathers for state in states}),
+        ("use_orig_params", {state.use_orig_params for state in states if state.handle is not None}),
+        ("limit_all_gathers", {state.limit_all_gathers for state in states}),
         (
             "full precision in eval (FSDP_USE_FULL_PREC_IN_EVAL)",
             {state.unit.policy.full_precision_in_eval for state in states},
@@ -216,44 +216,6 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
         inside = type(getattr(module, "module", module)).__name__
         raise error(f"{method} is for the outermost wrapped module; this {inside} is inside another one.")
     return wrapper_states(module)
-
-
-# -- buffers ---------------------------------------------------------------------------------------------------------
-
-
-class CastBuffers:
-    """The floating-point buffers of a unit's modules. The root's first forward casts them to `dtype` for good."""
-
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None):
-        self.dtype = dtype
-        self._buffers = [
-            (own_buffers(module), name, buffer.dtype)
-            for module in modules
-            for name, buffer in own_buffers(module).items()
-            if buffer is not None and buffer.is_floating_point()
-        ]
-
-    def cast(self) -> None:
-        """Cast to `dtype`, unless it is None."""
-        for buffers, name, _ in self._buffers if self.dtype is not None else ():
-            _cast(buffers, name, self.dtype)
-
-    def restore(self) -> None:
-        """Cast back to the original dtypes."""
-        for buffers, name, original in self._buffers if self.dtype is not None else ():
-            _cast(buffers, name, original)
-
-    def original_dtypes(self) -> dict[int, torch.dtype]:
-        """The dtype that each currently registered buffer had when the module was wrapped, by the buffer's id."""
-        found = ((buffers.get(name), original) for buffers, name, original in self._buffers)
-        return {id(buffer): original for buffer, original in found if buffer is not None}
-
-
-@torch.no_grad()
-def _cast(buffers: dict[str, torch.Tensor | None], name: str, dtype: torch.dtype | None) -> None:
-    buffer = buffers.get(name)
-    if buffer is not None and buffer.dtype != dtype and buffer.is_floating_point():
-        buffers[name] = buffer.to(dtype)
 
 
 # -- functions of PyTorch's `_traversal_utils` that programs call ----------------------------------------------------
@@ -335,9 +297,11 @@ class Handle:
         strategy: ShardingStrategy,
     ):
         self._module = weakref.ref(module)
-        self._sharded, self._flat, self._shards = sharded, flat, shards
+        self._sharded, self._flat = sharded, flat
         self._sharding_strategy = strategy
         self._use_orig_params = sharded.originals
+        self.rank, self.world_size = shards.rank, shards.world
+        self.uses_sharded_strategy = shards.world > 1
         self._set_metadata()
 
     @property
@@ -348,41 +312,16 @@ class Handle:
         self._set_tensors(parameter)
         return parameter
 
-    @property
-    def _fully_sharded_module(self) -> nn.Module | None:
-        return self._module()
+    _fully_sharded_module = property(lambda self: self._module())
 
     @property
     def _dtypes(self) -> Dtypes:
         return self._sharded.shard.segments.kinds[0]
 
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        return self._dtypes.original
-
-    @property
-    def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._dtypes.compute
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._dtypes.reduce
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        return self._shards.world > 1
-
-    @property
-    def rank(self) -> int:
-        return self._shards.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._shards.world
-
-    @property
-    def sharded_grad(self) -> torch.Tensor | None:
-        return self.flat_param.grad
+    _orig_param_dtype = property(attrgetter("_dtypes.original"))
+    _fwd_bwd_param_dtype = property(attrgetter("_dtypes.compute"))
+    _reduce_dtype = property(attrgetter("_dtypes.reduce"))
+    sharded_grad = property(attrgetter("flat_param.grad"))
 
     def _set_tensors(self, parameter: Any) -> None:
         """Set the attributes that change from step to step."""
@@ -420,9 +359,9 @@ class Handle:
         parameter._is_padding_mask = tuple(padding for _, padding in flat.numels)
         parameter._num_params = len(params)
         parameter._unpadded_unsharded_size = torch.Size((flat.length,))
-        parameter._padded_unsharded_size = torch.Size((flat.shard_numel * self._shards.world,))
+        parameter._padded_unsharded_size = torch.Size((flat.shard_numel * self.world_size,))
         parameter._sharded_size = torch.Size((flat.shard_numel,))
-        own = min(max(flat.length - self._shards.rank * flat.shard_numel, 0), flat.shard_numel)
+        own = min(max(flat.length - self.rank * flat.shard_numel, 0), flat.shard_numel)
         parameter._shard_numel_padded = flat.shard_numel - own
         parameter._params = [param.sharded for param in params] if self._use_orig_params else None
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
@@ -454,10 +393,16 @@ def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, i
         yield from region.begins(region.runs[0], rank)
 
 
+def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
+    """A view of the elements of a parameter in the unsharded flat parameter, its gradient or its state."""
+    cut = param.sharding
+    return unsharded.as_strided(cut.shape, cut.stride, cut.begin)  # type: ignore[arg-type, union-attr]
+
+
 def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:
     """The elements of a parameter, its gradient or its state, in the order of the flat parameter.
 
-    A tensor of another shape than the parameter holds only this rank's elements, already in this order.
+    If the tensor's shape is not the parameter's, it holds only this rank's elements, already in this order.
     """
     if tensor.shape != torch.Size(param.sharding.shape) or tensor.ndim == 1:
         return tensor.reshape(-1)

@@ -22,7 +22,7 @@ from ..engine.api import (
 )
 from ..errors import ArgumentError, ConflictError, StateError
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
-from ..torch_private import as_dtensor, read_sharded_tensor
+from ..torch_private import as_dtensor, read_sharded_tensor, stack_level_of_program
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -37,13 +37,13 @@ from .api import (
     default_settings,
 )
 from .full_params import (
+    full_params,
     full_tensor,
     full_value,
     is_sharded,
     offloaded,
     shard_flat,
     shard_tensor,
-    summon_full_params,
     tp_local,
 )
 from .state import FLAT_PARAM, WrapperState, flat_sharded_of, wrapper_states
@@ -76,8 +76,9 @@ class StateDictHandler:
     def _type(self) -> StateDictType:
         """The type that is set. Units that are not sharded always have full state dicts."""
         state_dict_type = self._state.settings.state_dict_type
-        if state_dict_type is not StateDictType.FULL_STATE_DICT and not self._state.call.groups.traits.shards:
-            warnings.warn(f"NO_SHARD has full state dicts only; {state_dict_type.name} is ignored.", stacklevel=5)
+        if state_dict_type is not StateDictType.FULL_STATE_DICT and self._state.groups.shards is None:
+            message = f"NO_SHARD has full state dicts only; {state_dict_type.name} is ignored."
+            warnings.warn(message, stacklevel=stack_level_of_program())
             return StateDictType.FULL_STATE_DICT
         return state_dict_type
 
@@ -116,15 +117,22 @@ class StateDictHandler:
     def _drops(self) -> bool:
         """True if this rank omits parameters and buffers (`rank0_only`)."""
         config = self._state.settings.state_dict_config
-        return isinstance(config, FullStateDictConfig) and config.rank0_only and not self._is_first_rank()
+        if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
+            return False
+        meshes = self._state.tensor_parallel_meshes()
+        return self._state.transports[0].rank != 0 or any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
     @torch.no_grad()
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Convert parameters to the type that is set, buffers to their original dtypes; `rank0_only` removes both."""
         offload, drop = self._state.settings.state_dict_config.offload_to_cpu, self._drops
-        storages = self._unsharded_storages()
-        dtypes = self._buffer_dtypes(module, prefix)
-        tensor_parallel = self._tensor_parallel_names(module, prefix)
+        views = [param.unsharded_view for param in self._state.unit.params]
+        storages = {view.untyped_storage().data_ptr() for view in views if view is not None}
+        originals = self._state.original_buffer_dtypes()
+        buffers = nn.Module.named_buffers(module, remove_duplicate=False)
+        dtypes = {prefix + _key(name): originals[id(buffer)] for name, buffer in buffers if id(buffer) in originals}
+        own = self._own_keys(module, prefix)
+        tensor_parallel = {clean_tensor_name(key) for key, param in own if param.tp_spec is not None}
         for key, value in list(state_dict.items()):
             if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
@@ -141,30 +149,6 @@ class StateDictHandler:
             if drop:
                 del state_dict[key]
 
-    def _is_first_rank(self) -> bool:
-        """True on the one rank that keeps a full state dict with `rank0_only`."""
-        meshes = self._state.tensor_parallel_meshes()
-        return self._state.transports[0].rank == 0 and not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
-
-    def _tensor_parallel_names(self, module: nn.Module, prefix: str) -> set[str]:
-        if not any(param.tp_spec is not None for param in self._state.unit.params):
-            return set()
-        return {clean_tensor_name(key) for key, param in self._own_keys(module, prefix) if param.tp_spec is not None}
-
-    def _buffer_dtypes(self, module: nn.Module, prefix: str) -> dict[str, torch.dtype]:
-        """Original dtypes of the unit's buffers, by key."""
-        dtypes = self._state.original_buffer_dtypes()
-        named = nn.Module.named_buffers(module, remove_duplicate=False)
-        return {prefix + _key(name): dtypes[id(buffer)] for name, buffer in named if id(buffer) in dtypes}
-
-    def _unsharded_storages(self) -> set[int]:
-        """Addresses of the unsharded parameters' storages."""
-        return {
-            param.unsharded_view.untyped_storage().data_ptr()
-            for param in self._state.unit.params
-            if param.unsharded_view is not None
-        }
-
     def _to_save(self, unsharded: torch.Tensor, offload: bool) -> Any:
         """Convert an unsharded parameter, a DTensor if it is tensor parallel, to an entry of the type that is set."""
         if self._type is StateDictType.SHARDED_STATE_DICT:
@@ -178,7 +162,8 @@ class StateDictHandler:
         """Add shared parameters that other units own, under their names in this unit."""
         offload = self._state.settings.state_dict_config.offload_to_cpu
         for owner, entries in self._shared_keys(module, prefix):
-            with summon_full_params(owner.modules()[0], recurse=False, writeback=False, shared=False):
+            owner.find_root(owner.modules()[0])
+            with full_params([owner], writeback=False):
                 for key, param, _ in entries:
                     assert param.unsharded is not None
                     state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # a collective, as above
@@ -200,18 +185,18 @@ class StateDictHandler:
         sharded = self._flat_sharded()
         if sharded is None:
             return
-        if self._state.call.use_orig_params:
+        if self._state.use_orig_params:
             own = [key for key, _ in self._own_keys(module, prefix)]
             for key in own + [key for key, *_ in self._borrowed_keys(module, prefix)]:
                 state_dict.pop(key, None)
         local = offloaded(sharded.flat.local.detach(), self._state.settings.state_dict_config.offload_to_cpu)
-        state_dict[self._flat_key(prefix)] = shard_flat(local, sharded.flat.length, self._state.call.groups.own)
+        state_dict[self._flat_key(prefix)] = shard_flat(local, sharded.flat.length, self._state.groups.own)
 
     def _flat_key(self, prefix: str) -> str:
         return f"{prefix}{self._wrapper_prefix}{FLAT_PARAM}"
 
     def _flat_sharded(self) -> FlatShardedParams | None:
-        if self._state.call.groups.mesh is not None:
+        if self._state.groups.mesh is not None:
             raise StateError(
                 "LOCAL_STATE_DICT does not support modules wrapped with a device_mesh. Set SHARDED_STATE_DICT."
             )
@@ -247,7 +232,7 @@ class StateDictHandler:
             value, spec = state_dict.get(key), param.tp_spec
             if spec is None:
                 if is_sharded(value):
-                    state_dict[key] = full_tensor(value, self._state.call.groups.own, self._state.unit.device)
+                    state_dict[key] = full_tensor(value, self._state.groups.own, self._state.unit.device)
             elif isinstance(value, torch.Tensor) and value is not param.sharded and value.shape == spec.shape:
                 state_dict[key] = as_dtensor(tp_local(param, value), spec)
 
@@ -259,9 +244,10 @@ class StateDictHandler:
             keys[:] = [clean_tensor_name(key) for key in keys]
 
     def _unshard(self, module: nn.Module, writeback: bool) -> None:
-        """Enter `summon_full_params` until `_reshard`."""
+        """Expose the full parameters until `_reshard`."""
+        self._state.find_root(module)
         self._summoned = ExitStack()
-        self._summoned.enter_context(summon_full_params(module, recurse=False, writeback=writeback, shared=False))
+        self._summoned.enter_context(full_params([self._state], writeback))
 
     def _reshard(self) -> None:
         stack, self._summoned = self._summoned, None
@@ -294,7 +280,8 @@ class StateDictHandler:
         self._state.find_root(module)
         self._unshard_entries(state_dict, [(key, param) for key, param, _ in self._borrowed_keys(module, prefix)])
         for owner, entries in self._shared_keys(module, prefix):
-            with summon_full_params(owner.modules()[0], recurse=False, writeback=True, shared=False):
+            owner.find_root(owner.modules()[0])
+            with full_params([owner], writeback=True):
                 for key, param, _ in entries:
                     value = state_dict.get(key)
                     assert param.unsharded is not None
@@ -304,7 +291,7 @@ class StateDictHandler:
     def _skip_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Keep torch from loading again what `_load_shared` has loaded."""
         for key, _, location in [entry for _, entries in self._shared_keys(module, prefix) for entry in entries]:
-            if not self._state.call.use_orig_params:
+            if not self._state.use_orig_params:
                 if state_dict.pop(key, None) is None:
                     self._missing.append(key)
             elif key in state_dict:
@@ -312,7 +299,7 @@ class StateDictHandler:
 
     def _load_local(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         sharded, key = self._flat_sharded(), self._flat_key(prefix)
-        if self._state.call.use_orig_params:
+        if self._state.use_orig_params:
             state_dict.update((name, param.sharded) for name, param, _ in self._borrowed_keys(module, prefix))
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
@@ -322,7 +309,7 @@ class StateDictHandler:
         _, _, local = read_sharded_tensor(state_dict[key])
         if local is not None:
             mine[: local.numel()] = local.to(mine.device)
-        if not self._state.call.use_orig_params:
+        if not self._state.use_orig_params:
             state_dict[key] = mine
             return
         del state_dict[key]
@@ -360,7 +347,7 @@ def set_state_dict_type(
         "unshard.dropin.install(), use get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict. "
         "Otherwise keep using these, with optim_state_dict and optim_state_dict_to_load for the optimizer.",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=stack_level_of_program(),
     )
     given: Any = state_dict_type
     if not isinstance(given, StateDictType):
@@ -382,7 +369,7 @@ def set_state_dict_type(
 def _for_mesh(state: WrapperState, config: Any) -> Any:
     """Use DTensors for sharded tensors if the module was wrapped with a mesh."""
     if isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
-        return replace(config, _use_dtensor=state.call.groups.mesh is not None)
+        return replace(config, _use_dtensor=state.groups.mesh is not None)
     return config
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..engine.api import UnshardHandle, refuse_shared_memory, state_of
 from ..errors import TrainingStateError, UnsupportedError
 from ..names import FSDP_PREFIX, behind_checkpoints
-from ..torch_private import frame_not_compiled
+from ..torch_private import frame_not_compiled, stack_level_of_program
 from . import optim_load, optim_state
 from .api import (
     BackwardPrefetch,
@@ -32,16 +31,13 @@ from .api import (
 from .auto_wrap import Policy, auto_wrap
 from .build import build_state, resolve_ignored
 from .full_params import summon_full_params
-from .gradients import clip_grad_norm, register_comm_hook
-from .optim_state import ASKED_FOR, answer
+from .gradients import clip_grad_norm_, no_sync, register_comm_hook
+from .optim_state import refuse_helpers
 from .state import (
-    Call,
-    Handle,
     TrainingState,
     WrapperState,
     _get_fsdp_handles,
     _get_module_fsdp_state,
-    states_below_root,
     wrapper_state_of,
     wrapper_states,
 )
@@ -82,7 +78,7 @@ class FullyShardedDataParallel(nn.Module):
         `process_group` or `device_mesh` choose the ranks; hybrid strategies take a pair of groups, or a mesh of two
         dimensions. Parameters may be tensor parallel (DTensors) on another dimension of that mesh. `auto_wrap_policy`
         wraps modules inside first. `device_id` is the compute device, by default the module's. `sync_module_states`
-        broadcasts rank 0's values. `param_init_fn` initialises modules on meta. Forward always prefetches one unit
+        broadcasts rank 0's values. `param_init_fn` initializes modules on meta. Forward always prefetches one unit
         ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
         """
         super().__init__()
@@ -92,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             warnings.warn(
                 f"{type(module).__name__} has no forward to all-gather its parameters. Wrap the modules in it.",
-                stacklevel=2,
+                stacklevel=stack_level_of_program(),
             )
         device_mesh = data_parallel_mesh(device_mesh, sharding_strategy, module, wrapper_states(module))
         groups = resolve_groups(process_group, device_mesh, sharding_strategy, auto_wrap_policy is not None)
@@ -102,6 +98,8 @@ class FullyShardedDataParallel(nn.Module):
             "param_init_fn": param_init_fn,
             "device_id": device_id,
             "sync_module_states": sync_module_states,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
         }
         if auto_wrap_policy is not None:
             inside = {
@@ -112,18 +110,17 @@ class FullyShardedDataParallel(nn.Module):
                 "cpu_offload": cpu_offload,
                 "mixed_precision": mixed_precision,
                 "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
             }
             auto_wrap(module, auto_wrap_policy, type(self), inside, ignored.modules, ignored.parameters)
-        call = Call(groups, precision, offload, use_orig_params, limit_all_gathers)
-        state = build_state(module, call, ignored, **common)
+        state = build_state(module, groups, ignored, precision, offload, **common)
         setattr(self, FSDP_WRAPPED_MODULE, module)
         state.attach_wrapper(self)
         self._state_dict_handler = StateDictHandler(state)
-        self.register_load_state_dict_post_hook(_loaded)
+        self.register_load_state_dict_post_hook(lambda self, keys: self._state_dict_handler.end_loading(keys))
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
-        self.limit_all_gathers = limit_all_gathers
+        self.limit_all_gathers, self.mixed_precision, self.cpu_offload = limit_all_gathers, precision, offload
+        self.sharding_strategy, self.process_group = groups.strategy, groups.own
+        self.rank, self.world_size = groups.own.rank(), groups.own.size()
 
     # -- forward and backward -------------------------------------------------------------------------------
 
@@ -132,48 +129,10 @@ class FullyShardedDataParallel(nn.Module):
         state: Any = state_of(self)
         return state.run(self, self._modules[FSDP_WRAPPED_MODULE], args, kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context in which backward accumulates unsharded gradients; the next backward outside reduces them.
-
-        Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
-        """
-        states = states_below_root(self, "no_sync")
-        before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
-        for options, _ in before:
-            options.synchronize = options.all_reduce = False
-            if options.reshard_after_forward is False:
-                options.reshard_after_backward = False
-        try:
-            yield
-        finally:
-            for options, reshard_after_backward in before:
-                options.synchronize = options.all_reduce = True
-                options.reshard_after_backward = reshard_after_backward
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
-
-        Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.clip_grad_norm_(module)`.
-        """
-        states_below_root(self, "clip_grad_norm_")
-        return clip_grad_norm(self, max_norm, norm_type)
-
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
-
-        Writes are kept, unless `writeback` is False.
-        """
-        return summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    no_sync = no_sync
+    clip_grad_norm_ = clip_grad_norm_
+    register_comm_hook = register_comm_hook
+    summon_full_params = staticmethod(summon_full_params)
 
     # -- the module interface --------------------------------------------------------------------------------
 
@@ -262,13 +221,6 @@ class FullyShardedDataParallel(nn.Module):
     def _cleaned(self, name: str) -> str:
         return name.replace(FSDP_PREFIX, "") if self._state.in_summon_full_params else name
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook` reduce and divide the gradients of all units. Root only, once, before the first forward.
-
-        `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
-        """
-        register_comm_hook(self, state, hook)
-
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's own parameters. With `async_op`, only issue the all-gather; the handle waits."""
         unit = self._state.unit
@@ -301,40 +253,11 @@ class FullyShardedDataParallel(nn.Module):
 
     def _fqn_modifiers(self) -> Any:
         """Called by PyTorch's checkpoint helpers; refuses calls that they would get wrong."""
-        inner = getattr(self._modules[FSDP_WRAPPED_MODULE], ASKED_FOR, dict)
-        return answer(self, inner, wrapped=True)
+        refuse_helpers(self, wrapped=True)
+        return getattr(self._modules[FSDP_WRAPPED_MODULE], "_fqn_modifiers", dict)()
 
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
-        *,
-        for_loading: bool = False,
-    ) -> dict[str, Any]:
-        """The optimizer's state by original name, in the type that is set for the model. All ranks must call this.
-
-        `torch.distributed.checkpoint.load` fills only entries of the state dict that it is given, and an optimizer
-        has no state before its first step. `for_loading=True` adds the state that the first step would create, without
-        changing the optimizer or the parameters.
-        """
-        return optim_state.optim_state_dict(model, optim, optim_state_dict, group, for_loading=for_loading)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`."""
-        return optim_load.optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
-
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_load.optim_state_dict_to_load)
     full_optim_state_dict = staticmethod(optim_load.full_optim_state_dict)
     sharded_optim_state_dict = staticmethod(optim_load.sharded_optim_state_dict)
     shard_full_optim_state_dict = staticmethod(optim_load.shard_full_optim_state_dict)
@@ -345,13 +268,16 @@ class FullyShardedDataParallel(nn.Module):
     # -- attributes that programs read ----------------------------------------------------------------------
 
     _handle = property(attrgetter("_state.handle"))
-    _use_orig_params = property(attrgetter("_state.call.use_orig_params"))
-    _inter_node_pg = property(attrgetter("_state.call.groups.replicas"))
-    _device_mesh = property(attrgetter("_state.call.groups.mesh"))
-
-    @property
-    def _all_handles(self) -> list[Handle]:
-        return _get_fsdp_handles(self)
+    _use_orig_params = property(attrgetter("_state.use_orig_params"))
+    _inter_node_pg = property(attrgetter("_state.groups.replicas"))
+    _device_mesh = property(attrgetter("_state.groups.mesh"))
+    _fsdp_extension = property(
+        attrgetter("_state._fsdp_extension"), lambda self, value: setattr(self._state, "_fsdp_extension", value)
+    )
+    _all_handles = property(_get_fsdp_handles)
+    _has_params = property(lambda self: self._handle is not None)
+    _gradient_predivide_factor = property(lambda self: self._state.division()[0])
+    _gradient_postdivide_factor = property(lambda self: self._state.division()[1])
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -363,44 +289,8 @@ class FullyShardedDataParallel(nn.Module):
         return self.params[0] if self.params else None
 
     @property
-    def _has_params(self) -> bool:
-        return self._state.handle is not None
-
-    @property
     def _is_root(self) -> bool | None:
         return self.check_is_root() if self._state.is_initialized else None
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        return self._state.call.mixed_precision
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        return self._state.call.cpu_offload
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        return self._state.call.groups.strategy
-
-    @property
-    def process_group(self) -> Any:
-        return self._state.call.groups.own
-
-    @property
-    def _fsdp_extension(self) -> Any:
-        return self._state._fsdp_extension
-
-    @_fsdp_extension.setter
-    def _fsdp_extension(self, value: Any) -> None:
-        self._state._fsdp_extension = value
-
-    @property
-    def world_size(self) -> int:
-        return self.process_group.size()
-
-    @property
-    def rank(self) -> int:
-        return self.process_group.rank()
 
     @property
     def compute_device(self) -> torch.device:
@@ -416,15 +306,3 @@ class FullyShardedDataParallel(nn.Module):
         if self.training_state not in allowed:
             names = ", ".join(each.name for each in allowed)
             raise TrainingStateError(f"{self._state.unit} is in state {self.training_state.name}, expected {names}.")
-
-    @property
-    def _gradient_predivide_factor(self) -> float:
-        return self._state.division()[0]
-
-    @property
-    def _gradient_postdivide_factor(self) -> float:
-        return self._state.division()[1]
-
-
-def _loaded(module: Any, incompatible_keys: Any) -> None:
-    module._state_dict_handler.end_loading(incompatible_keys)

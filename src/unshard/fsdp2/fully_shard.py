@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +40,8 @@ from ..engine.api import (
 from ..errors import AppliedTwiceError, ArgumentError, ArgumentTypeError, StateError, UnsupportedError
 from ..layout.shardings import RowSharding
 from ..policies import MixedPrecisionPolicy, OffloadPolicy
-from ..torch_private import is_replicated, local_of, make_sharded_parameter, own_parameters, spec_of
-from .module import swap_class
+from ..torch_private import frame_not_compiled, is_replicated, local_of, make_sharded_parameter, own_parameters, spec_of
+from .module import FSDPModule, sharded_state, swap_class
 from .placements import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -74,13 +74,17 @@ def fully_shard(
     resharded after the last one.
 
     `reshard_after_forward` frees the unsharded parameters between forward and backward. `None` does so except on the
-    root; an integer k keeps a slice of 1/k on each rank, so that backward all-gathers among k neighbours only.
+    root; an integer k keeps a slice of 1/k on each rank, so that backward all-gathers among k neighbors only.
     `shard_placement_fn` may choose another dimension for a parameter, if the number of shards divides its size, or
     another mesh (`ShardPlacementResult`). `ignored_params` are neither sharded nor moved, and their gradients are not
     reduced. Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition; with
     `dp_mesh_dims` they are DTensors on `mesh` itself, whose named dimensions shard and replicate.
     """
-    _check_modules(module)
+    given = module if isinstance(module, list | tuple) else [module]
+    if not given:
+        raise ArgumentError("fully_shard got an empty list of modules.")
+    for each in given:
+        _check_module(each)
     mp_policy = _checked_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     offload_policy = _checked_type("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
     info = resolve_mesh_info(mesh, dp_mesh_dims)
@@ -94,13 +98,16 @@ def fully_shard(
     outermost = _outermost(module)
     title = ", ".join(type(each).__name__ for each in outermost)
     prefixes = _prefixes(outermost)
-    modules = _managed_modules(outermost)
+    managed: dict[nn.Module, None] = {}
+    for each in outermost:
+        _add_managed(each, managed)
+    modules = list(managed)
     ignored = _checked_ignored(ignored_params)
     found = _params_to_shard(modules, prefixes, ignored, info)
     params = [param for param in found if param.owner is None]
-    shared = [param for param in found if param.owner is not None]
-    for param in shared:
-        param.refuse_same_place()
+    shared = [(param, *owner) for param in found if (owner := param.owner) is not None]
+    for param, group, theirs in shared:
+        param.refuse_same_place(group, theirs)
     for param in params:
         param.choose_placement(shard_placement_fn)
     facts = _facts(title, found, mp_policy)
@@ -111,31 +118,56 @@ def fully_shard(
     boundary = boundary_policy([param for group in param_groups for param in group.params], mp_policy)
     unit = Unit(param_groups, device, boundary, options)
     unit.name = title
-    for each in shared:
-        _borrow(each, unit, mp_policy, dp_mesh_dims)
-    _move_buffers(modules, device)
-    state = _attach(unit, outermost, {each: prefixes[each] for each in modules}, mp_policy)
-    state.ignored = [
-        location_of(owner, name)
-        for owner in modules
-        for name, parameter in own_parameters(owner).items()
-        if parameter in ignored
-    ]
+    for param, group, theirs in shared:
+        their_mesh = None  # unknown if modules were tied to a parameter that was already sharded
+        if param.parameter is not theirs.sharded:
+            their_mesh, _ = mesh_and_placements(param, dp_mesh_dims)
+        own_policy = mp_policy.for_parameter(param.names)
+        refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, their_mesh)
+        lend(group, theirs, param.locations, unit)
+    _attach(unit, outermost, {each: prefixes[each] for each in modules}, mp_policy, ignored)
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
+# -- sharded modules -------------------------------------------------------------------------------------------
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Unshard and reshard the module around a method other than forward, such as `generate` or `encode`."""
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentError(f"{type(module).__name__} has no method {method_name!r} to register.")
+    # A bound method as an attribute of the module would create a reference cycle and keep the module alive.
+    function = getattr(method, "__func__", method)
+    is_bound, owner = function is not method, weakref.ref(module)
+
+    @frame_not_compiled
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = owner()
+        assert here is not None
+        call = functools.partial(function, here) if is_bound else function
+        return state.run(here, call, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots in one process (the stages of a pipeline) share their communication streams.
+
+    No-op for compatibility: collectives are issued from the compute stream and queued by the process group.
+    """
+    for module in modules:
+        sharded_state(module)
+
+
 # -- arguments ---------------------------------------------------------------------------------------------
-
-
-def _check_modules(module: Any) -> None:
-    modules = module if isinstance(module, list | tuple) else [module]
-    if not modules:
-        raise ArgumentError("fully_shard got an empty list of modules.")
-    for each in modules:
-        _check_module(each)
 
 
 def _check_module(module: Any) -> None:
@@ -202,7 +234,7 @@ def _check_slices(slices: int, info: DataParallelMeshInfo) -> None:
         )
 
 
-@cache
+@functools.cache
 def _warn_about_one() -> None:
     _log.warning("reshard_after_forward=1 does not reshard after forward. Pass False instead.")
 
@@ -226,18 +258,11 @@ def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
     return prefixes
 
 
-def _managed_modules(outermost: Iterable[nn.Module]) -> list[nn.Module]:
-    """Modules whose own parameters and buffers belong to this call, children first.
+def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
+    """Add the modules whose own parameters and buffers belong to this call, children first.
 
     Excludes modules of other calls, replicated modules and everything inside these.
     """
-    managed: dict[nn.Module, None] = {}
-    for each in outermost:
-        _add_managed(each, managed)
-    return list(managed)
-
-
-def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
     if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
             _add_managed(child, managed)
@@ -337,19 +362,6 @@ def _make_managed_param(
     return managed
 
 
-def _borrow(param: ParamToShard, unit: Unit, policy: MixedPrecisionPolicy, dims: DataParallelMeshDims | None) -> None:
-    """Let the modules of `unit` use a parameter that another unit has sharded."""
-    group = param.owner
-    theirs = None if group is None else group.param_of(param.parameter)
-    assert group is not None and theirs is not None
-    mesh = None  # unknown if modules were tied to a parameter that was already sharded
-    if param.parameter is not theirs.sharded:
-        mesh, _ = mesh_and_placements(param, dims)
-    own_policy = policy.for_parameter(param.names)
-    refuse_different_units(group, theirs, unit, param.name, own_policy, ShardedParams.kind, mesh)
-    lend(group, theirs, param.locations, unit)
-
-
 def _check_sliceable(params: list[ManagedParam]) -> None:
     for param in params:
         if param.sharding.needs_copy or param.tp_spec is not None:
@@ -362,17 +374,18 @@ def _check_sliceable(params: list[ManagedParam]) -> None:
             )
 
 
-def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    for module in modules:
-        for buffer in module.buffers(recurse=False):
-            if buffer.device != device and not buffer.is_meta:
-                buffer.data = buffer.to(device)
-
-
 def _attach(
-    unit: Unit, outermost: list[nn.Module], prefixes: dict[nn.Module, str], policy: MixedPrecisionPolicy
-) -> FSDPState:
+    unit: Unit,
+    outermost: list[nn.Module],
+    prefixes: dict[nn.Module, str],
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+) -> None:
     """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes` has the managed modules."""
+    for module in prefixes:
+        for buffer in module.buffers(recurse=False):
+            if buffer.device != unit.device and not buffer.is_meta:
+                buffer.data = buffer.to(unit.device)
     for param in unit.params:
         for location in param.locations:
             location.put(param.sharded)
@@ -393,4 +406,9 @@ def _attach(
     for each in outermost:
         swap_class(each)
         state.attach(each)
-    return state
+    state.ignored = [
+        location_of(owner, name)
+        for owner in prefixes
+        for name, parameter in own_parameters(owner).items()
+        if parameter in ignored
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,6 @@ from ..comm.groups import pool_of_group, symmetric_pool
 from ..comm.interface import AllGather, ReduceScatter
 from ..engine.api import (
     FSDPState,
-    ManagedParam,
     ParamGroup,
     Unit,
     UnshardHandle,
@@ -29,7 +28,7 @@ from ..engine.api import (
     users_of,
 )
 from ..errors import ArgumentError, ArgumentTypeError, PickleError, PolicyError, UnsupportedError
-from ..torch_private import frame_not_compiled, local_of, make_dtensor, spec_of
+from ..torch_private import local_of, make_dtensor, spec_of
 
 _FSDP_CLASSES: dict[type, type] = {}
 
@@ -54,7 +53,7 @@ class FSDPModule:
 
         With `async_op`, returns a handle without waiting; `wait()` of the handle, or the module's forward, waits.
         """
-        state = _state(self)
+        state = self._get_fsdp_state()
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
         state.unit.all_gather()
         state.unit.watch_writes()
@@ -67,15 +66,15 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones again. Units inside the module do not change."""
-        _state(self).unit.reshard()
+        self._get_fsdp_state().unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard the model and drop the state of an unfinished iteration. Only on the root.
 
         Not needed after an exception: the model recovers by itself. Also drops gradients that were accumulated without
-        synchronisation.
+        synchronization.
         """
-        _state(self).reset()
+        self._get_fsdp_state().reset()
 
     # -- options of the following forwards and backwards ----------------------------------------------------
 
@@ -120,22 +119,33 @@ class FSDPModule:
         By default it is called for this unit only. The hook may change the tensor in place. With `stream`, it runs on
         that stream; a mesh of replicas does not support this.
         """
+        if stream is None:
+            self._set("all_reduce_hook", hook, recurse)
+            return
         groups = [group for state in self._states(recurse) for group in state.unit.param_groups]
-        if stream is not None and any(group.replicas.world > 1 for group in groups):
+        if any(group.replicas.world > 1 for group in groups):
             raise ArgumentError("The argument stream cannot be combined with a mesh of replicas. Leave it out.")
-        self._set("all_reduce_hook", _on_stream(hook, stream), recurse)
+
+        def run_on_stream(tensor: torch.Tensor) -> None:
+            current = torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                hook(tensor)
+            current.wait_stream(stream)
+
+        self._set("all_reduce_hook", run_on_stream, recurse)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this module's parameters with `comm` instead of the process group."""
         if not isinstance(comm, AllGather):
             raise ArgumentTypeError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
-        _state(self).transport_settings.install(comm, None)
+        self._get_fsdp_state().transport_settings.install(comm, None)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with `comm` instead of the process group."""
         if not isinstance(comm, ReduceScatter):
             raise ArgumentTypeError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
-        _state(self).transport_settings.install(None, comm)
+        self._get_fsdp_state().transport_settings.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters. Overrides the argument and the default for the root."""
@@ -155,23 +165,23 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward wait for `event`, such as the end of an optimizer step on another stream."""
-        _state(self).root_options().post_optim_event = event
+        self._get_fsdp_state().root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Pass False if more backwards follow in this iteration (pipeline schedules)."""
-        _state(self).root_options().last_backward = _bool("is_last_backward", is_last_backward)
+        self._get_fsdp_state().root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Pass True to end the iteration's backwards with `finalize_backward` (pipeline schedules of torch 2.15)."""
-        _state(self).root_options().last_backward = not _bool("enabled", enabled)
+        self._get_fsdp_state().root_options().last_backward = not _bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since `set_manual_backward_finalization(True)`: reduce pending gradients, and reshard.
 
-        To reduce gradients that were accumulated without synchronisation, first turn synchronisation on. With
+        To reduce gradients that were accumulated without synchronization, first turn synchronization on. With
         `async_op`, returns a handle; the gradients are already complete.
         """
-        state = _state(self)
+        state = self._get_fsdp_state()
         if state.is_initialized:
             options = state.root_options()
             before, options.last_backward = options.last_backward, True
@@ -204,11 +214,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """When forward unshards this module, prefetch these modules instead of the next one in the recorded order."""
-        _state(self).unit.options.forward_prefetch = _units_of(modules)
+        self._get_fsdp_state().unit.options.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """When backward unshards this module, prefetch these modules instead of the previous one in forward."""
-        _state(self).unit.options.backward_prefetch = _units_of(modules)
+        self._get_fsdp_state().unit.options.backward_prefetch = _units_of(modules)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter over a separate process group, so that reductions do not queue behind all-gathers.
@@ -239,7 +249,8 @@ class FSDPModule:
         _bool("async_op", async_op)
 
     def _get_fsdp_state(self) -> FSDPState:
-        return _state(self)
+        assert isinstance(self, nn.Module)
+        return sharded_state(self)
 
     def _states(self, recurse: bool) -> list[FSDPState]:
         assert isinstance(self, nn.Module)
@@ -253,11 +264,11 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Like `nn.Module.named_parameters`: the sharded parameters, except between forward and backward."""
         if not torch.compiler.is_compiling():
-            _state(self).before_listing()
+            self._get_fsdp_state().before_listing()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of unsharded parameters and those accumulated without synchronisation.
+        """Clear all gradients, including those of unsharded parameters and those accumulated without synchronization.
 
         An optimizer's `zero_grad` does not reach the latter.
         """
@@ -268,7 +279,7 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`.to()`, `.half()` and `to_empty()` convert the sharded parameters."""
-        state = _state(self)
+        state = self._get_fsdp_state()
         refuse_shared_memory(state.unit, fn)
         state.unit.rest()
         state.unit.refuse_assigned_data()  # undetectable after a conversion
@@ -278,8 +289,8 @@ class FSDPModule:
 
     def __getstate__(self) -> Any:
         raise PickleError(
-            f"{_state(self).unit} cannot be pickled: its shards belong to one set of ranks. Save its state_dict() and "
-            "load that into another sharded model; copy.deepcopy copies the model in this process."
+            f"{self._get_fsdp_state().unit} cannot be pickled: its shards belong to one set of ranks. Save its "
+            "state_dict() and load that into another sharded model; copy.deepcopy copies the model in this process."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -292,29 +303,6 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """No-op: the gradients are already complete."""
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard and reshard the module around a method other than forward, such as `generate` or `encode`."""
-    state = state_of(module)
-    if state is None:
-        return
-    method = getattr(module, method_name, None)
-    if method is None:
-        raise ArgumentError(f"{type(module).__name__} has no method {method_name!r} to register.")
-    # A bound method as an attribute of the module would create a reference cycle and keep the module alive.
-    function = getattr(method, "__func__", method)
-    is_bound, owner = function is not method, weakref.ref(module)
-
-    @frame_not_compiled
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        here = owner()
-        assert here is not None
-        call = functools.partial(function, here) if is_bound else function
-        return state.run(here, call, args, kwargs)
-
-    setattr(module, method_name, run)
 
 
 _skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
@@ -335,16 +323,7 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     return _FSDP_CLASSES
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots in one process (the stages of a pipeline) share their communication streams.
-
-    No-op for compatibility: collectives are issued from the compute stream and queued by the process group.
-    """
-    for module in modules:
-        _state_of_argument(module)
-
-
-def _state_of_argument(module: Any) -> FSDPState:
+def sharded_state(module: Any) -> FSDPState:
     state = state_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         raise ArgumentError(f"Expected a module that fully_shard was applied to, got {type(module).__name__}.")
@@ -352,33 +331,13 @@ def _state_of_argument(module: Any) -> FSDPState:
 
 
 def _units_of(modules: list[Any]) -> list[weakref.ref[Unit]]:
-    return [weakref.ref(_state_of_argument(module).unit) for module in modules]
-
-
-def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream | None) -> Any:
-    if stream is None:
-        return hook
-
-    def run_on_stream(tensor: torch.Tensor) -> None:
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            hook(tensor)
-        current.wait_stream(stream)
-
-    return run_on_stream
+    return [weakref.ref(sharded_state(module).unit) for module in modules]
 
 
 def _bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}.")
     return value
-
-
-def _state(module: Any) -> FSDPState:
-    state = state_of(module)
-    assert state is not None, "FSDPModule without state"
-    return state
 
 
 def swap_class(module: nn.Module) -> None:
@@ -410,8 +369,10 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     if is_outermost:
         for state in states:
             _copy_unit(state, memo)
-        for state in states:
-            _copy_uses(state, states, memo)
+        for state, other in itertools.product(states, states):
+            for number, group in enumerate(other.unit.param_groups):
+                if state.unit in users_of(group):
+                    share(memo[id(other)].unit.param_groups[number], memo[id(state)].unit)
         del memo[_IN_PROGRESS]
     return new
 
@@ -423,18 +384,19 @@ def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
     for state in states:
         state.unit.rest()
         state.unit.rebind_params()
-        _refuse_without_owner(state, states)
-        memo[id(state)] = FSDPState.__new__(FSDPState)  # initialised in _copy_unit
+        for other in state.unit.borrows_from:
+            if other not in [each.unit for each in states]:
+                raise UnsupportedError(
+                    f"{state.unit} cannot be copied without {other}, whose parameters it uses. Copy a module that "
+                    "contains both."
+                )
+        memo[id(state)] = FSDPState.__new__(FSDPState)  # initialized in _copy_unit
         for param in state.unit.params:
-            memo[id(param.sharded)] = _clone(param)
+            spec = spec_of(param.sharded)
+            with torch.no_grad():
+                dtensor = make_dtensor(param.local.clone(), spec.mesh, spec.placements, param.sharded.shape)
+            memo[id(param.sharded)] = nn.Parameter(dtensor, requires_grad=param.sharded.requires_grad)
     return states
-
-
-@torch.no_grad()
-def _clone(param: ManagedParam) -> nn.Parameter:
-    spec = spec_of(param.sharded)
-    dtensor = make_dtensor(param.local.clone(), spec.mesh, spec.placements, param.sharded.shape)
-    return nn.Parameter(dtensor, requires_grad=param.sharded.requires_grad)
 
 
 def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
@@ -454,24 +416,6 @@ def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
     new.adopt([memo[id(module)] for module in state.modules()])
     if state.buffers is not None:
         new.buffers = state.buffers.of_copies(lambda module: memo[id(module)])
-
-
-def _refuse_without_owner(state: FSDPState, states: list[FSDPState]) -> None:
-    for other in state.unit.borrows_from:
-        if other not in [each.unit for each in states]:
-            raise UnsupportedError(
-                f"{state.unit} cannot be copied without {other}, whose parameters it uses. Copy a module that contains "
-                "both."
-            )
-
-
-def _copy_uses(state: FSDPState, states: list[FSDPState], memo: dict[Any, Any]) -> None:
-    """Let the copied unit use the copies of the other units' param groups that the unit uses."""
-    for other in states:
-        for number, group in enumerate(other.unit.param_groups):
-            if state.unit in users_of(group):
-                copied: FSDPState = memo[id(state)]
-                share(memo[id(other)].unit.param_groups[number], copied.unit)
 
 
 def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:

@@ -17,20 +17,9 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm.groups import group_of
 from ..comm.interface import Transport
 from ..comm.transports import SoloTransport, transport_for
-from ..engine.api import (
-    ParamGroup,
-    ParamLocation,
-    Slicing,
-    param_group_of,
-    refuse_opaque,
-)
+from ..engine.api import ManagedParam, ParamGroup, ParamLocation, Slicing, param_group_of, refuse_opaque
 from ..errors import ArgumentError, ArgumentTypeError, DimensionError, UnnamedMeshError, UnsupportedError
-from ..torch_private import (
-    concatenated_mesh,
-    flattened_mesh,
-    local_part,
-    strided_shard,
-)
+from ..torch_private import concatenated_mesh, flattened_mesh, local_part, strided_shard
 
 _BOTTOM_UP = "If an outer module was sharded before this one, shard bottom-up instead: blocks first, the model last."
 
@@ -97,15 +86,15 @@ class DataParallelMeshInfo:
         return shards, replicas
 
     def slices_after_forward(self, size: int, device: torch.device) -> Slicing:
-        """Process groups of `size` neighbours, whose ranks keep slices between forward and backward."""
+        """Process groups of `size` neighbors, whose ranks keep slices between forward and backward."""
         table = self.mesh.mesh.reshape(-1, size)
         row, column = (table == dist.get_rank()).nonzero()[0].tolist()
-        neighbours = group_of(table[row].tolist(), "slices")
+        neighbors = group_of(table[row].tolist(), "slices")
         copies = group_of(table[:, column].tolist(), "copies of slices")
         # Unusual names, because torch's caches confuse meshes of equal shape, ranks and names.
         names = ("slice_copies", "slices")
-        mesh = DeviceMesh.from_group([copies, neighbours], self.mesh.device_type, table, mesh_dim_names=names)
-        return Slicing(transport_for(neighbours, device, separate=False), mesh)
+        mesh = DeviceMesh.from_group([copies, neighbors], self.mesh.device_type, table, mesh_dim_names=names)
+        return Slicing(transport_for(neighbors, device, separate=False), mesh)
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
@@ -151,20 +140,12 @@ def resolve_mesh_info(mesh: Any, dims: DataParallelMeshDims | None) -> DataParal
     if dims is not None:
         return _resolve_spmd(mesh, dims)
     if mesh is None:
-        return FSDPMeshInfo(_default_mesh(), 0)
-    _check_mesh(mesh)
-    return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
-
-
-def _default_mesh() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    # Without the check, a CUDA build of torch returns CUDA on a machine without GPU.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
-
-
-def _check_mesh(mesh: Any) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        # Without the check, a CUDA build of torch returns CUDA on a machine without GPU.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        mesh = init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+        return FSDPMeshInfo(mesh, 0)
     _require_mesh(mesh)
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
@@ -176,6 +157,7 @@ def _check_mesh(mesh: Any) -> None:
             f"A mesh of two dimensions needs names, the first for replicas, the second for shards: {mesh}. Pass "
             'mesh_dim_names=("replicate", "shard") to init_device_mesh.'
         )
+    return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
 
 
 def _require_mesh(mesh: Any) -> None:
@@ -245,22 +227,26 @@ class ParamToShard:
     dim: int = 0
 
     @property
-    def owner(self) -> ParamGroup | None:
-        """The param group of an earlier call that sharded the parameter, which modules of both calls share."""
+    def owner(self) -> tuple[ParamGroup, ManagedParam] | None:
+        """The param group of an earlier call that sharded the parameter, and the parameter there.
+
+        Modules of both calls share the parameter.
+        """
         group = param_group_of(self.parameter)
-        return None if group is None or group.param_of(self.parameter) is None else group
+        theirs = None if group is None else group.param_of(self.parameter)
+        return None if group is None or theirs is None else (group, theirs)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
-    def refuse_same_place(self) -> None:
+    def refuse_same_place(self, group: ParamGroup, theirs: ManagedParam) -> None:
         """Raise if the owner sharded the parameter in this very module, rather than in one that is tied to it."""
-        theirs = None if self.owner is None else self.owner.param_of(self.parameter)
-        held = {(id(each.parameters), each.name) for each in theirs.locations} if theirs is not None else set()
+        held = {(id(each.parameters), each.name) for each in theirs.locations}
         if any((id(each.parameters), each.name) in held for each in self.locations):
-            unit = "" if self.owner is None else self.owner.unit_name
-            raise UnsupportedError(f"Parameter {self.name!r} is sharded already, by unit {unit!r}. {_BOTTOM_UP}")
+            raise UnsupportedError(
+                f"Parameter {self.name!r} is sharded already, by unit {group.unit_name!r}. {_BOTTOM_UP}"
+            )
 
     @property
     def local(self) -> torch.Tensor:
@@ -272,7 +258,7 @@ class ParamToShard:
         self._check_kind()
         chosen: Any = fn(self.parameter) if fn is not None else None
         if isinstance(chosen, ShardPlacementResult):
-            self._set_mesh(chosen.mesh_info)
+            self.mesh_info = self._checked_mesh(chosen.mesh_info)
             chosen = chosen.placement
         if chosen is None:
             return
@@ -312,7 +298,7 @@ class ParamToShard:
                 "ignored_params."
             )
 
-    def _set_mesh(self, chosen: Any) -> None:
+    def _checked_mesh(self, chosen: Any) -> DataParallelMeshInfo:
         usual, name = self.mesh_info, self.name
         if not isinstance(chosen, DataParallelMeshInfo):
             raise ArgumentError(f"mesh_info of {name!r} must be an FSDPMeshInfo or HSDPMeshInfo, got {chosen!r}.")
@@ -322,7 +308,7 @@ class ParamToShard:
             )
         if chosen.mesh.get_coordinate() is None:
             raise ArgumentError(f"shard_placement_fn chose {chosen.mesh} for {name!r}, which this rank is not part of.")
-        self.mesh_info = chosen
+        return chosen
 
 
 def mesh_and_placements(

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import unshard
 import unshard.wrap
 from unshard import ShardingStrategy
-from unshard.fsdp1.build import Managed, _compute_device
+from unshard.fsdp1.api import Groups
+from unshard.fsdp1.build import _compute_device
 
 S = ShardingStrategy
 flat_or_originals = pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])
@@ -260,4 +261,4 @@ def test_f1_22_a_module_that_stays_on_the_cpu() -> None:
         mock.patch("unshard.fsdp1.build.served_device_types", return_value=["cpu"]),
         pytest.warns(UserWarning, match="stays on the CPU"),
     ):
-        assert _compute_device(None, None, None, Managed()) == torch.device("cpu")
+        assert _compute_device(None, Groups(S.FULL_SHARD, None), []) == torch.device("cpu")

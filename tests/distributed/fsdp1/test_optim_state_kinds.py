@@ -145,7 +145,7 @@ def test_f1_99_states_of_other_sizes(originals: bool) -> None:
     for each in model.dense.parameters():
         if each.numel():
             optimizer.state[each]["rows"] += dist.get_rank()
-    with pytest.raises(RuntimeError, match="not the same on all ranks"):
+    with pytest.raises(RuntimeError, match="nor the same on all ranks"):
         FSDP.optim_state_dict(model, optimizer)
 
 

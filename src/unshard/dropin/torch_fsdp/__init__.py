@@ -3,7 +3,7 @@
 from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
 from ...fsdp1.api import *
-from ...fsdp1.api import STRATEGIES
+from ...fsdp1.api import HYBRID_SHARDING_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from ...fsdp1.optim_load import OptimStateKeyType
 from ...fsdp1.state import (
     FLAT_PARAM,
@@ -45,9 +45,3 @@ def _set_fsdp_extensions(flattener: object) -> None:
             f"unshard shards tensor-parallel parameters without an FSDPExtensions object and would not call this "
             f"{type(flattener).__name__}. Run without the drop-in to set PyTorch's own."
         )
-
-
-HYBRID_SHARDING_STRATEGIES = [each for each, traits in STRATEGIES.items() if traits.shards and traits.replicates]
-NO_RESHARD_AFTER_FORWARD_STRATEGIES = (
-    *(each for each, traits in STRATEGIES.items() if traits.shards and not traits.reshards_after_forward),
-)

@@ -14,15 +14,8 @@ from ...comm.interface import AllGather, Comm, ReduceScatter
 from ...engine.api import FSDPState, UnshardHandle
 from ...engine.api import state_of as _get_module_fsdp_state
 from ...errors import UnsupportedError
-from ...fsdp2.fully_shard import fully_shard
-from ...fsdp2.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    disable_fsdp_module_new_init,
-    get_cls_to_fsdp_cls,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from ...fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from ...fsdp2.module import FSDPModule, GradientReductionHandle, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from ...fsdp2.placements import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
