@@ -159,9 +159,18 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
 
-def default_settings(rank0_only: bool = False) -> StateDictSettings:
-    config = FullOptimStateDictConfig(rank0_only=rank0_only)
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
+CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def default_settings(
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT, **optim_options: bool
+) -> StateDictSettings:
+    config, optim_config = CONFIGS[state_dict_type]
+    return StateDictSettings(state_dict_type, config(), optim_config(**optim_options))
 
 
 # -- checks of arguments -----------------------------------------------------------------------------------------

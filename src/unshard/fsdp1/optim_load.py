@@ -17,13 +17,7 @@ from ..errors import ArgumentError, listed
 from ..names import clean_tensor_name, optimizer_parameters
 from ..state.model import OptimizedParam, refuse_unknown_parameters
 from ..torch_private import stack_level_of_program
-from .api import (
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    default_settings,
-)
+from .api import StateDictType, default_settings
 from .full_params import full_tensor, tp_local
 from .optim_state import (
     StateDict,
@@ -240,15 +234,13 @@ def full_optim_state_dict(
 ) -> StateDict:
     """Unsharded states by original name, on rank 0 or on all ranks."""
     _deprecated("full_optim_state_dict", optim_input)
-    return states_to_save(model, optim, default_settings(rank0_only), group=group)
+    return states_to_save(model, optim, default_settings(rank0_only=rank0_only), group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
     """Sharded states by original name."""
     _deprecated("sharded_optim_state_dict")
-    sharded = StateDictType.SHARDED_STATE_DICT
-    settings = StateDictSettings(sharded, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-    return states_to_save(model, optim, settings, group=group)
+    return states_to_save(model, optim, default_settings(StateDictType.SHARDED_STATE_DICT), group=group)
 
 
 def shard_full_optim_state_dict(

@@ -24,10 +24,8 @@ from ..errors import ArgumentError, ConflictError, StateError
 from ..names import CHECKPOINT_PREFIX, FSDP_PREFIX, clean_tensor_name
 from ..torch_private import as_dtensor, read_sharded_tensor, stack_level_of_program
 from .api import (
-    FullOptimStateDictConfig,
+    CONFIGS,
     FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -36,16 +34,7 @@ from .api import (
     StateDictType,
     default_settings,
 )
-from .full_params import (
-    full_params,
-    full_tensor,
-    full_value,
-    is_sharded,
-    offloaded,
-    shard_flat,
-    shard_tensor,
-    tp_local,
-)
+from .full_params import full_params, full_tensor, full_value, is_sharded, offloaded, shard_flat, shard_tensor, tp_local
 from .state import FLAT_PARAM, WrapperState, flat_sharded_of, wrapper_states
 
 Keys = list[tuple[str, ManagedParam, ParamLocation]]
@@ -327,13 +316,6 @@ def _key(name: str) -> str:
 # -- the type of state dicts -------------------------------------------------------------------------------------
 
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
 def set_state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
@@ -353,7 +335,7 @@ def set_state_dict_type(
     if not isinstance(given, StateDictType):
         names = ", ".join(f"StateDictType.{each.name}" for each in StateDictType)
         raise ArgumentError(f"state_dict_type must be one of {names}, got {given!r}.")
-    expected, expected_optim = _CONFIGS[state_dict_type]
+    expected, expected_optim = CONFIGS[state_dict_type]
     config = state_dict_config or expected()
     optim_config = optim_state_dict_config or expected_optim()
     for each, wanted in ((config, expected), (optim_config, expected_optim)):
