@@ -119,7 +119,7 @@ def test_replicas_that_step_at_different_times() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = sharded(mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters())
-        with pytest.raises(OrderError, match=r"ranks [01], [23]: .* step its optimizer"):
+        with pytest.raises(OrderError, match=r"step its optimizer.* of ranks [01], [23]\."):
             for count in [1, 3] if dist.get_rank() > 1 else [3, 1]:
                 for _ in range(count):
                     model(torch.randn(2, WIDTH)).sum().backward()
