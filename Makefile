@@ -45,12 +45,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py $(if $(FOLDER),--folder "$(FOLDER)")
 
-# Two processes take files from one queue: ranks wait for each other, so one alone leaves a core idle.
+# Three processes take files from one queue: ranks wait for each other, so two would leave two cores idle.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --processes 2 --durations 20
+	$(BIN)/python -m pytest --processes 3 --durations 20
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest --processes 2 --durations 20 -m "slow or not slow"
+	$(BIN)/python -m pytest --processes 3 --durations 20 -m "slow or not slow"
 
 # The environment may have torch without CUDA: TORCH_PYTHON is an interpreter with torch for CUDA, and pytest.
 TORCH_PYTHON ?= python3

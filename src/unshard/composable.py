@@ -18,10 +18,10 @@ from .fsdp1.api import (
     check_module,
     checked_cpu_offload,
     checked_mixed_precision,
-    resolve_groups,
 )
 from .fsdp1.auto_wrap import Policy, auto_wrap
 from .fsdp1.build import build_state, resolve_ignored
+from .fsdp1.groups import resolve_groups
 from .fsdp1.optim_state import refuse_helpers
 from .fsdp1.state_dict import StateDictHandler
 

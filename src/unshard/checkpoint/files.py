@@ -46,7 +46,7 @@ def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
         target[rows].copy_(source[rows])
 
 
-def host_buffers(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the elements of `view` in row-major order and in `dtype`, piece by piece; without copies if possible."""
     view, contiguous = view.detach(), view.is_contiguous()
     view = view.reshape(-1) if contiguous else view

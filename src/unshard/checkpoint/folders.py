@@ -53,7 +53,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     Folders without a valid manifest are skipped with a warning in the log. A manifest that exists and cannot be read
     (for example, for lack of permission) raises a CheckpointError.
     """
-    if not Path(path).is_dir():
+    if not storage.is_folder(Path(path)):
         return None
     for _, folder in published(Path(path)):
         problem = _problem_of(folder)

@@ -31,7 +31,7 @@ from ..errors import ArgumentError, CheckpointError, listed
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state, non_persistent_names
 from . import storage
-from .files import CheckpointFiles, copy_pieces, host_buffers, write_file
+from .files import CheckpointFiles, copy_pieces, host_pieces, write_file
 from .folders import resolve
 from .load import LoadedNames, fill, match
 from .manifest import UNCAST, Malformed, Manifest, TensorEntry, best_algorithm, without_duplicates
@@ -412,7 +412,7 @@ def _buffers(stored: CheckpointFiles, tensors: list[Exported], aliases: dict[str
     yield memoryview(header_bytes(entries, {**ties, "format": "pt"}))
     for each in tensors:
         for piece in stored.pieces(each.entry):
-            yield from host_buffers(piece, DTYPES[each.header.dtype])
+            yield from host_pieces(piece, DTYPES[each.header.dtype])
 
 
 def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: bool) -> None:

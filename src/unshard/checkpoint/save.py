@@ -21,7 +21,7 @@ from ..errors import CheckpointError, listed
 from ..state.boxes import Box, first_overlap, whole
 from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from . import storage
-from .files import host_buffers, write_file
+from .files import host_pieces, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only
 from .manifest import (
     BLOCK_BYTES,
@@ -234,7 +234,7 @@ class Saving:
     def buffers(self) -> Iterator[memoryview]:
         """The bytes of this rank's file, copied piece by piece."""
         for view, dtype in self.views():
-            yield from host_buffers(view, dtype)
+            yield from host_pieces(view, dtype)
             nbytes = view.numel() * dtype.itemsize
             yield memoryview(bytes(aligned(nbytes) - nbytes))
 

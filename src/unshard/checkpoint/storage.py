@@ -33,6 +33,10 @@ def make_folder(folder: Path, exist_ok: bool = False) -> None:
     os.makedirs(folder, exist_ok=exist_ok)
 
 
+def is_folder(path: Path) -> bool:
+    return path.is_dir()
+
+
 def names_in(folder: Path) -> list[str]:
     return os.listdir(folder)
 

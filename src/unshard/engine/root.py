@@ -107,7 +107,7 @@ class Root:
             expected = self._forward_order.visit(self._number[unit]) if self.in_forward else None
         if chosen is not None:
             self._prefetch_chosen(chosen, recomputing)
-        elif expected is not None and self._can_prefetch(other := self.units[expected], recomputing):
+        elif expected is not None and self._claim_prefetch(other := self.units[expected], recomputing):
             other.all_gather()
         if recomputing:
             self._reductions.finish_unit(unit)
@@ -260,7 +260,7 @@ class Root:
         expected = self.backward_order.visit(self._number[unit])
         if options.backward_prefetch is not None:
             self._prefetch_chosen(options.backward_prefetch, backward=True)
-        elif expected is not None and self._can_prefetch(other := self.units[expected], backward=True):
+        elif expected is not None and self._claim_prefetch(other := self.units[expected], backward=True):
             other.all_gather()
         if gathers:
             self._reductions.finish_unit(unit)
@@ -387,7 +387,7 @@ class Root:
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
-    def _can_prefetch(self, unit: Unit, backward: bool) -> bool:
+    def _claim_prefetch(self, unit: Unit, backward: bool) -> bool:
         """Return True if `unit` is still sharded and will be used, and note that it is prefetched."""
         if unit.param_state is ParamState.SLICED:
             if not backward and unit.stale:
@@ -403,7 +403,7 @@ class Root:
         """All-gather the units that the user chose, instead of the one that the recorded order expects next."""
         for ref in chosen:
             unit = ref()
-            if unit is not None and self._can_prefetch(unit, backward):
+            if unit is not None and self._claim_prefetch(unit, backward):
                 unit.all_gather()
 
     def upload_first_units(self, stepped: Set[int], news: Set[int] | None = None) -> None:

@@ -50,7 +50,8 @@ from ..torch_private import (
     spec_of,
     stack_level_of_program,
 )
-from .api import BackwardPrefetch, CPUOffload, Groups, MixedPrecision, WrapperPolicy, check_tensor_parallel
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, WrapperPolicy
+from .groups import Groups, check_tensor_parallel
 from .state import FLAT_PARAM, Handle, WrapperState, flat_sharded_of
 
 Places = list[tuple[str, nn.Module, str]]

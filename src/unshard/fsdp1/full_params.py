@@ -30,7 +30,7 @@ from ..torch_private import (
     own_parameters,
     read_sharded_tensor,
 )
-from .api import Groups, tensor_parallel_groups
+from .groups import Groups, tensor_parallel_groups
 from .state import (
     FLAT_PARAM,
     WrapperState,

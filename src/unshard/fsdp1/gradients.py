@@ -21,7 +21,7 @@ from ..engine.api import FlatShardedParams
 from ..errors import ArgumentError, ConflictError
 from ..optim.clip import CLIP, checked_limit, checked_order, clip
 from ..torch_private import foreach_norm, low_precision_of, stack_level_of_program
-from .api import Groups
+from .groups import Groups
 from .state import WrapperState, flat_sharded_of, shard_begins, states_below_root
 
 Params = dict[nn.Parameter, None]

@@ -17,8 +17,9 @@ from ..errors import ArgumentError, StateError, UnsupportedError, listed
 from ..names import clean_tensor_name, optimizer_parameters
 from ..state.model import OptimizedParam, optimized_param, refuse_unknown_parameters
 from ..torch_private import HELPERS, as_dtensor, helper_call, step_without_hooks
-from .api import StateDictSettings, StateDictType, tensor_parallel_groups
+from .api import StateDictSettings, StateDictType
 from .full_params import all_gathered, full_value, shard_tensor
+from .groups import tensor_parallel_groups
 from .state import WrapperState, flat_sharded_of, in_memory_order, in_shape, shard_begins, wrapper_states
 from .state_dict import get_state_dict_type
 

@@ -29,7 +29,8 @@ from ..engine.api import (
 from ..errors import ArgumentError, StateError, UnshardError, UnsupportedError
 from ..layout.shardings import FlatOffsets
 from ..torch_private import dtensor_extensions, never_compiled, own_buffers, root_mesh
-from .api import CPUOffload, Groups, MixedPrecision, ShardingStrategy, default_settings
+from .api import CPUOffload, MixedPrecision, ShardingStrategy, default_settings
+from .groups import Groups
 
 
 class TrainingState(Enum):

@@ -25,13 +25,12 @@ from .api import (
     checked_cpu_offload,
     checked_mixed_precision,
     checked_prefetch,
-    data_parallel_mesh,
-    resolve_groups,
 )
 from .auto_wrap import Policy, auto_wrap
 from .build import build_state, resolve_ignored
 from .full_params import summon_full_params
 from .gradients import clip_grad_norm_, no_sync, register_comm_hook
+from .groups import data_parallel_mesh, resolve_groups
 from .optim_state import refuse_helpers
 from .state import (
     TrainingState,

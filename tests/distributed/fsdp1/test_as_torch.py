@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import unshard
 import unshard.wrap
 from unshard import ShardingStrategy
-from unshard.fsdp1.api import Groups
 from unshard.fsdp1.build import _compute_device
+from unshard.fsdp1.groups import Groups
 
 S = ShardingStrategy
 flat_or_originals = pytest.mark.parametrize("originals", [False, True], ids=["flat", "originals"])

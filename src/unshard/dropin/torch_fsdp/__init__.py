@@ -3,7 +3,7 @@
 from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
 from ...fsdp1.api import *
-from ...fsdp1.api import HYBRID_SHARDING_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from ...fsdp1.groups import HYBRID_SHARDING_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from ...fsdp1.optim_load import OptimStateKeyType
 from ...fsdp1.state import (
     FLAT_PARAM,
