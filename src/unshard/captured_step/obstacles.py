@@ -33,7 +33,7 @@ class HostEffects:
         self._counters, self._signature = self._host_state(), trained.signature(None, ())
         self._awaited = trained.awaited()
         self.strangers: dict[str, None] = {}
-        """Classes of optimizers that were not passed to `capture`, and stepped."""
+        """Classes of optimizers that stepped although they were not passed to `capture`."""
         self._generators = _generators()
         _watch_optimizers()
         _watching.append(self)
@@ -81,7 +81,7 @@ class HostEffects:
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
-        """Numbers and CPU tensors of optimizers, by the optimizer's name and the key or attribute."""
+        """Numbers in optimizers and version counters of their CPU tensors, by class name and state key or attribute."""
         found: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for optimizer in self.trained.optimizers:
             name, device = type(optimizer).__name__, self.trained.device
@@ -98,7 +98,7 @@ class HostEffects:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register the hook once and never remove it: other captured steps would see a change of hooks."""
+    """Register the hook once and never remove it, because removing it would invalidate other recordings."""
     register_optimizer_step_pre_hook(_note_step)
 
 
@@ -121,7 +121,7 @@ def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
 
 
 def _generators() -> dict[str, Any]:
-    """Comparable states of the generators of random numbers on the host. The program may not use numpy."""
+    """Comparable states of the host's random number generators. Skips numpy if the program has not imported it."""
     states = {"torch (a CPU generator)": torch.random.get_rng_state().tolist(), "random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -151,7 +151,7 @@ def refusing_seeds(trained: Trained) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the innermost line of the program that raised `error`, and its message."""
+    """Return the program's innermost line in the traceback of `error`, and the error's message."""
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -29,7 +29,7 @@ PATIENCE = 60.0  # seconds that a rank waits for the others: the step itself wou
 KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
 
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Numbers of captured steps, by default process group."""
+"""Counters that number captured steps, by default process group."""
 _numbers_without_group = count(-1, -1)
 
 
@@ -47,13 +47,13 @@ class Answer(Enum):
 
 
 def next_number() -> int:
-    """Number a captured step: the n-th step of one rank decides with the n-th step of the others."""
+    """Return the number of a new captured step. Steps with the same number on all ranks decide together."""
     grouped = dist.is_initialized()
     return next(_numbers.setdefault(dist.group.WORLD, count(1)) if grouped else _numbers_without_group)
 
 
 class Agreement:
-    """Decides, through the job's store, about the calls of one captured step. All ranks get the same answer."""
+    """Lets ranks agree, through the job's store, on calls of one captured step. All ranks get the same answer."""
 
     def __init__(self, ranks: Sequence[int], number: int):
         """`ranks` decide together; if there are none, this process decides alone."""
@@ -63,7 +63,7 @@ class Agreement:
             self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
 
     def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
-        """Decide about call number `call`; `patience` is the number of seconds to wait for other ranks."""
+        """Return the ranks' answer for call number `call`. Wait at most `patience` seconds for other ranks."""
         store, name = self._store, f"{call} {about}"
         if store is None:
             return Answer.YES if wanted else Answer.NO
@@ -81,7 +81,7 @@ class Agreement:
         return Answer(store.get(name).decode())
 
     def refuse(self, call: int, about: str) -> None:
-        """Answer the other ranks, so that they do not wait for this one."""
+        """Tell the other ranks that this one cannot record, so that they do not wait for it."""
         if self._store is not None:
             self._clean(self._store, call, about)
             self._settle(self._store, f"{call} {about}", Answer.REFUSED)
@@ -105,7 +105,7 @@ def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
     """One stream for all captured steps: cuBLAS keeps 32 MiB for each stream and thread that multiplies matrices."""
     # High priority: casts and copies on side streams run in the gaps of compute.
     stream = torch.cuda.Stream(device, priority=-1)
-    # Let cuBLAS allocate now. In a step it would get a part of a larger block, which then is never given back.
+    # Let cuBLAS allocate now. In a step, it would get part of a larger block, which could then never be freed.
     with suppress(RuntimeError), torch.cuda.stream(stream), torch.inference_mode(False), torch.enable_grad():
         matrix = torch.ones(16, 16, device=device, requires_grad=True)
         (matrix @ matrix).sum().backward()
@@ -116,20 +116,20 @@ class Recorder:
     """The stream that steps run on, and the memory pool that their recordings share."""
 
     def __init__(self, device: torch.device):
-        torch.cuda.empty_cache()  # of other streams: the first steps allocate as much again on this one
+        torch.cuda.empty_cache()  # free what other streams cached: the first steps allocate as much again on this one
         self._device, self._stream = device, _stream_of_steps(device)
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """According to torch's sources, a pool cannot be used after a failed recording, or once all were dropped."""
+        """According to torch's sources, a failed recording makes a pool unusable, and so does dropping all recordings."""
         self._failed: list[torch.cuda.CUDAGraph] = []
-        """Kept alive: the allocator may still ask them whether a stream is theirs."""
+        """Graphs of failed recordings, kept alive: the allocator may still ask them whether a stream is theirs."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run on the stream of steps, ordered before and after the work of the current stream.
+        """Run on the stream of steps, after earlier and before later work of the current stream.
 
-        Eager steps also use the stream that steps are recorded on: autograd remembers the stream on which it has met a
+        Eager steps also use the stream that steps are recorded on: autograd remembers the stream that first used a
         parameter, and a recording must not depend on other streams.
         """
         current = torch.cuda.current_stream(self._device)
@@ -141,7 +141,7 @@ class Recorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
-        """Record `step` without running it. Raises its exceptions, and CUDA's if the step cannot be recorded."""
+        """Record `step` without running it. Raises the step's exceptions, and CUDA's if the step cannot be recorded."""
         is_new = self._pool_is_spent or not self._alive
         if is_new:
             self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
@@ -151,14 +151,14 @@ class Recorder:
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
-        # Torch has queued a seed and an offset for random numbers on this stream. A replay first writes its own.
+        # Torch has queued writes of a random seed and offset on that stream. Replays must write theirs later.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._alive += 1
         detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, returned)
         return Recording(static, collectives, graph, detached, self._dropped)
 
     def wait(self) -> None:
-        """Wait until replays have ended: the memory of a dropped recording may be freed while its last replay runs.
+        """Wait for replays to end. Otherwise, dropping a recording could free memory that its last replay still uses.
 
         With `expandable_segments`, torch waits only for the stream that allocated the memory, not for replays.
         """
@@ -168,12 +168,12 @@ class Recorder:
         self._alive -= 1
 
     def _give_back(self) -> int:
-        """Free the memory that eager steps used; return an upper bound of what a step needs at the same time."""
+        """Free the memory that eager steps left cached; return an upper bound of a step's peak memory."""
         torch.cuda.synchronize(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
         given_back = reserved - torch.cuda.memory_reserved(self._device)
-        # The peak may be an earlier one; no step has needed more than the memory that it left behind.
+        # The peak may be older than these steps, but they never used more memory than they left cached.
         peak = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
         return min(given_back, peak)
 
@@ -190,7 +190,7 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Like `torch.cuda.graph`, but cleans up if the recording fails: there, its stream stays the current one."""
+        """Like `torch.cuda.graph`, but cleans up after a failed recording; torch would leave its stream current."""
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads, such as data loaders, may use the device meanwhile.
@@ -213,7 +213,7 @@ class Recorder:
 
 @dataclass(eq=False)
 class Recording:
-    """A step that was recorded and not run: `replay` runs it."""
+    """A recorded step. Recording does not run the step; `replay` does."""
 
     _static: Arguments
     _collectives: Recorded
@@ -225,7 +225,7 @@ class Recording:
     written: list[ShardedGrad] = field(default_factory=list)
     """Gradients that a replay may write; the program must not hold any of them."""
     used: int = 0
-    """Number of the last call that replayed it."""
+    """Number of the last call that replayed this recording."""
 
     def __post_init__(self) -> None:
         self._returned, self._structure = tree_flatten(self._returned)
@@ -237,21 +237,21 @@ class Recording:
         return all(grad.attached or grad.idle for grad in self.written)
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the step with these arguments. The next replay overwrites the tensors that it returns."""
+        """Run the step with these arguments. The next replay overwrites the returned tensors."""
         check_replay(self._collectives)
         self._static.fill(tensors)
         self._graph.replay()
         return tree_unflatten(self._returned, self._structure)  # new containers: the program may change them
 
     def drop(self) -> None:
-        """Free the memory. Call this before the process group is destroyed, which waits for the graph."""
+        """Free the memory. Call this before destroying the process group, which waits for the graph when destroyed."""
         self._graph.reset()
         self._returned = []
         self._on_drop()
 
 
 def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
-    """Remember the host's view of gradients and optimizer state. Call the result if a recording fails."""
+    """Return a function that restores the host's view of gradients and optimizer state after a failed recording."""
     state = [entry for each in trained.optimizers for entry in each.state.values() if type(entry) is dict]
     dicts: list[tuple[dict[Any, Any], dict[Any, Any]]]
     dicts = [(each, dict(each)) for each in (*trained.tensor_dicts(), *state)]
@@ -259,16 +259,16 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
     dicts += [(vars(each), dict(vars(each))) for each in trained.optimizers]
 
     def restore() -> None:
-        """Undo what the failed recording did on the host. Nothing of it ran on the device."""
+        """Undo the host's changes of the failed recording, which ran nothing on the device."""
         for root in trained.roots():
             root.abandon()
-        for each in trained.unmanaged:  # they had no gradients
+        for each in trained.unmanaged:  # they had no gradients before
             each.grad = None
         for changed, before in dicts:
             changed.clear()
             changed.update(before)
         if trained.enabled_scaler is not None:
-            forget_scaler_stages(trained.enabled_scaler)  # there were none
+            forget_scaler_stages(trained.enabled_scaler)  # there were none before
         if not trained.can_restore(gradients):
             raise StateError(
                 "Recording the step failed, and gradients that were accumulated before are lost. Call zero_grad() and "
@@ -282,7 +282,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
 
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
-    """Clear autocast's cache of weights: a recording must neither read earlier casts nor leave its own there."""
+    """Clear autocast's cache of casts: a recording must neither read earlier casts nor leave its own in the cache."""
     torch.clear_autocast_cache()
     try:
         yield

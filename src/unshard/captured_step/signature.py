@@ -37,7 +37,7 @@ _NO_SETTINGS = ("params", "param_names")
 class SameObjects:
     """A list of objects, equal to a list of the same objects in the same order. It holds them, so ids are not reused.
 
-    `==` of the objects is not used: tensors with equal values are different objects, and programs may override it.
+    Objects are compared with `is`: tensors with equal values are different objects, and programs may override `==`.
     Every call compares such lists with the previous call, so the loops run in C.
     """
 
@@ -73,7 +73,7 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._args, self._kwargs = args, kwargs
         self._structure: Any
-        """A `TreeSpec`; if there are no containers, which take time to flatten, the keys of `kwargs`."""
+        """A `TreeSpec`, or the keys of `kwargs` if there are no containers, because flattening takes time."""
         if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
             self.leaves, self._structure = [*args, *kwargs.values()], tuple(kwargs)
         else:
@@ -87,7 +87,7 @@ class Arguments:
     def obstacle(self, device: torch.device, is_part: Callable[[Any], bool]) -> str:
         """Return the reason why a recording on `device` cannot take these arguments, or an empty string.
 
-        `is_part` tells objects whose changes are noticed anyway: models and optimizers of the step.
+        `is_part` returns True for models and optimizers of the step, whose changes are noticed anyway.
         """
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not is_part(leaf):
@@ -120,7 +120,7 @@ class Arguments:
     def static(self) -> Arguments:
         """Copies of the arguments with tensors at fixed addresses, which replays read."""
         static = Arguments(*tree_map(_copied, (self._args, self._kwargs)))
-        # Not the copies themselves: the step may make them require gradients, and then they cannot be written.
+        # Detach: the step may make the copies require gradients, and then `fill` could not write them.
         static.tensors = [each.detach() for each in static.tensors]
         return static
 
@@ -156,7 +156,7 @@ class LearningRates:
         self._numbers: list[Any] = []
 
     def refresh(self) -> None:
-        """Take over new numbers, and new groups (for example, of a loaded state dict)."""
+        """Make optimizer groups capturable if possible, and copy new learning rates to the tensors."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for group in groups:
             if not group.get("capturable") and _can_be_capturable(self._optimizer, group):
@@ -173,7 +173,7 @@ class LearningRates:
     def _move_counters(self, parameters: list[Any]) -> None:
         """Move step counters to the device, where `capturable` optimizers expect them.
 
-        Parameters of a flat optimizer share some. NAdam has a second number besides the counter.
+        Parameters of a flat optimizer may share a counter. NAdam keeps a second number besides its counter.
         """
         moved: dict[int, torch.Tensor] = {}
         for parameter in parameters:
@@ -217,7 +217,7 @@ def _reads_on_device(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _can_be_capturable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return True for torch's own optimizers, which do nothing on the host with `capturable`."""
+    """Return True for torch's optimizers that do nothing on the host if `capturable` is set."""
     kind = type(optimizer).base if isinstance(optimizer, Flat) else type(optimizer)
     if kind is torch.optim.Rprop and group.get("foreach") and not isinstance(optimizer, Flat):
         return False  # torch then cannot copy lists of DTensors
@@ -237,7 +237,7 @@ class OptimizerSettings:
         """Names and values for each optimizer group: equal for calls that can share a recording."""
 
     def look(self) -> None:
-        """Follow assignments by the program."""
+        """Update the attributes below if the program has assigned a setting, or may have changed one in place."""
         groups = [(each, group) for each in self._optimizers for group in each.param_groups]
         before, self._all = self._all, self._all.followed_by(values_of([group for _, group in groups]))
         if before is self._all and not self._can_change_in_place:
@@ -249,13 +249,13 @@ class OptimizerSettings:
 
 
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Everything that a recording repeats; includes the learning rate only if it is read on the host."""
+    """Settings that a recording repeats, including the learning rate only if the optimizer reads it on the host."""
     left_out = (*_NO_SETTINGS, "lr") if _reads_on_device(optimizer, group) else _NO_SETTINGS
     return tuple([(name, _comparable(value)) for name, value in group.items() if name not in left_out])
 
 
 def _comparable(value: Any) -> Any:
-    """Compare numbers and flags by value, the rest by identity: a replay reads tensors on the device itself."""
+    """Compare numbers and flags by value, the rest by identity: a replay reads the values of tensors on the device."""
     if isinstance(value, int | float | str | NoneType | Number):
         return value
     if isinstance(value, tuple | list):
@@ -271,7 +271,7 @@ def _can_change_in_place(value: Any) -> bool:
 
 
 def _is_read_on_host(value: Any) -> bool:
-    """Return True for a tensor that is recorded as a number."""
+    """Return True for a tensor whose value a recording stores as a number."""
     return isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
 
 
@@ -313,7 +313,7 @@ class Signature:
 
 
 def changed_rates(one: Signature, other: Signature) -> list[int]:
-    """Indices of the optimizer groups whose learning rates differ; empty if anything else differs, too."""
+    """Indices of the optimizer groups whose learning rates differ; empty if anything else differs as well."""
     mine, theirs = one.settings_of_optimizer_groups, other.settings_of_optimizer_groups
     if replace(one, settings_of_optimizer_groups=theirs) != other or len(mine) != len(theirs):
         return []

@@ -31,9 +31,9 @@ R = TypeVar("R")
 RECORDING_SECONDS = 600.0  # to wait for other ranks to finish recording, which may run compilers
 SIGNATURES = 64  # signatures without a recording that are remembered
 UNUSED_CALLS = 100  # calls after which an unused recording may be dropped for another signature
-WARN_AFTER = 10  # warn if nothing was recorded after this many times `warmup` calls
-TRIES = 3  # attempts to record with ranks that are late or cannot record
-RATES = 3  # learning rates that change too often to be recorded, before a warning
+WARN_AFTER = 10  # warn if nothing was recorded in WARN_AFTER * `warmup` calls
+TRIES = 3  # attempts to record while other ranks are late or cannot record
+RATES = 3  # new signatures that differ only in learning rates, before a warning
 REFUSALS_TOLD = 64  # calls for which this rank tells the others that it does not record
 
 _PREVENTED = {
@@ -45,7 +45,7 @@ _PREVENTED = {
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Default process groups whose destruction drops recordings first."""
+"""Default process groups that drop recordings before they are destroyed."""
 
 
 def capture(
@@ -99,7 +99,7 @@ class CapturedStep(Generic[P, R]):
         self._warned: set[str] = set()
         self._identity: Identity | None = None
         self._last_signature: Signature | None = None
-        """Reused for an equal signature, because its hash is known."""
+        """Replaces an equal signature, because its hash is cached."""
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -176,7 +176,7 @@ class CapturedStep(Generic[P, R]):
             rates.refresh()
 
     def _signature(self, arguments: Arguments, device: torch.device) -> Signature | None:
-        """Return None if the call can be neither recorded nor replayed. Drops recordings that are out of date."""
+        """Return None if the call can be neither recorded nor replayed. Drops outdated recordings."""
         trained = self._trained
         trained.rest()
         gradients = trained.gradients()
@@ -244,7 +244,7 @@ class CapturedStep(Generic[P, R]):
                 "and settings on all ranks"
             )
         if answer in (Answer.LATE, Answer.REFUSED):
-            self._counts.pop(signature)  # the other rank may join, or accept its next signature
+            self._counts.pop(signature)  # count again: the other rank may join later
             if times >= TRIES:
                 self._refuse(signature, f"{times} times another rank {_PREVENTED[answer]}")
         return answer is Answer.YES
@@ -269,7 +269,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step and reshard units that it keeps for the next forward: a replay does not know of them."""
+        """Run the step, then reshard units kept for the next forward: replays start and end with sharded units."""
         awaited = self._trained.awaited()
         result = self._step(*args, **kwargs)
         if self._trained.awaited() <= awaited:
@@ -282,7 +282,7 @@ class CapturedStep(Generic[P, R]):
             return
         self._trained.keep_gradient_memory()
         if any(map(has_skipped_all, self._trained.optimizers)):
-            return  # a recording would create the optimizer's state, and every replay would
+            return  # no optimizer state yet: a recording would create it, and so would every replay
         if signature not in self._counts and self._new_rates < RATES:
             self._count_rates(signature)
         self._counts[signature] = self._counts.pop(signature, 0) + 1
@@ -319,7 +319,7 @@ class CapturedStep(Generic[P, R]):
     # -- recording ------------------------------------------------------------------------------------------
 
     def _record(self, signature: Signature, arguments: Arguments) -> Recording | None:
-        """Return None if any rank cannot record; then all of them run the step eagerly."""
+        """Record the call; return None if any rank cannot record. Then all ranks run the step eagerly."""
         assert self._recorder is not None and self._agreement is not None
         trained = self._trained
         while len(self._recorded) >= self._max_graphs:
@@ -361,14 +361,14 @@ class CapturedStep(Generic[P, R]):
         return None
 
     def _refuse(self, signature: Signature, reason: str) -> None:
-        """Do not try to record this signature again."""
+        """Warn, and do not try to record this signature again."""
         self._refused[signature] = None
         if len(self._refused) > SIGNATURES:
             del self._refused[next(iter(self._refused))]
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        """Warn once for each kind of reason, whatever shapes and names it contains."""
+        """Warn once for each kind of reason, ignoring the shapes and names that it contains."""
         kind = re.sub(r"[\d, ()]+|'[^']*'", "", reason)
         if kind not in self._warned:
             self._warned.add(kind)
@@ -377,12 +377,12 @@ class CapturedStep(Generic[P, R]):
 
 
 def can_record(device: torch.device) -> bool:
-    """Return False on a CPU, and inside another captured step, whose recording includes this one."""
+    """Return False on a CPU, and while another captured step is recorded, because its recording includes this step."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _drop_before_destruction() -> None:
-    """Drop recordings before process groups: NCCL would wait forever for graphs that hold its kernels."""
+    """Drop recordings before process groups are destroyed: NCCL would wait forever for graphs that hold its kernels."""
     if dist.is_initialized() and dist.group.WORLD not in _told:
         _told.add(dist.group.WORLD)
         call_before_destruction(forget_all)

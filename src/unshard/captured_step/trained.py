@@ -62,7 +62,7 @@ _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgette
 _reductions = attrgetter("gradients.reductions")
 _BY_IDENTITY = ("all_reduce_hook", "forward_prefetch", "backward_prefetch")
 _flags = attrgetter(*(each.name for each in fields(Options) if each.name not in (*_BY_IDENTITY, "post_optim_event")))
-"""All options, so that a new one is compared as well, except objects, and the event, which `obstacle` refuses."""
+"""All options (also future ones) except objects, compared by identity, and the event, which `obstacle` refuses."""
 _option_objects = attrgetter(*_BY_IDENTITY)
 _WITHOUT_PARTS = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose objects contain no tensors."""
@@ -74,17 +74,17 @@ class Identity(NamedTuple):
 
     model: list[Any]
     other: list[Any]
-    """Optimizer state, which a first step creates, and hooks."""
+    """Hooks, and optimizer state, which the first step creates."""
 
 
 class Trained:
-    """Every call compares everything with the previous call, so the loops run in C over lists built ahead of time."""
+    """Models, optimizers and scaler of a step. Calls compare them with the last call in C loops over prepared lists."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any):
         self._models, self.optimizers, self.scaler = models, optimizers, scaler
         self._modules: list[nn.Module] = []
         self._empty_dicts: list[dict[str, Any]] = []
-        """Dicts of modules without children, parameters or buffers; the next three lists omit them."""
+        """Dicts of children, parameters or buffers that are empty. The next three lists omit them."""
         self._child_dicts: list[dict[str, Any]] = []
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ class Trained:
         self._hooks_made = -1
 
     def _look_at_parameters(self, modules_changed: bool = False) -> None:
-        """Find units and parameters again if a parameter was replaced, or other modules may be units."""
+        """Find units and parameters again if a parameter was replaced or `modules_changed`."""
         held = self._held.followed_by(values_of(self._parameter_dicts))
         optimized = self._optimized.followed_by(list(chain.from_iterable(map(optimizer_parameters, self.optimizers))))
         same = held is self._held and optimized is self._optimized
@@ -165,8 +165,8 @@ class Trained:
     def ranks(self) -> list[int]:
         """The ranks that train these models together; empty if collectives are not compared.
 
-        Flat parameters do not record over which ranks they are replicated, unless these are the whole job. Otherwise
-        each set of ranks that shards them decides on its own.
+        If parameters are replicated over a part of the job, flat parameters do not record over which ranks. Then each
+        set of ranks that shards the parameters decides on its own.
         """
         found: set[int] = set()
         for group in self._groups:
@@ -249,8 +249,8 @@ class Trained:
     def follow_changes(self) -> None:
         """Let units and flat optimizers copy replaced parameters, parameters with new memory, and loaded state.
 
-        The next step would copy them, and if it is recorded, every replay would. Units without a root are left out:
-        the root resolves tied parameters in the first forward, and a first call is never recorded.
+        Otherwise, the next step would copy them, and if it is recorded, so would every replay. Units without a root are
+        skipped: the root resolves tied parameters in the first forward, and a first call is never recorded.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
@@ -264,8 +264,8 @@ class Trained:
     def release_memory(self) -> None:
         """Free the memory of cleared gradients and of all-gathers that did not end.
 
-        The next forward would free it, but too late: a recording would go on writing there after others got the
-        memory. It also fragments the memory of earlier steps, which then cannot be given back.
+        The next forward would free it, but too late: a recording would keep writing to memory that has new owners. The
+        memory also fragments the blocks of earlier steps, which then cannot be freed.
         """
         for unit in self.units:
             for group in unit.param_groups:
@@ -274,14 +274,14 @@ class Trained:
                     group.release_gathered()
 
     def forget_casts(self) -> None:
-        """Drop casts of buffers: a recording makes its own, and a replay does not update the originals' versions."""
+        """Drop casts of buffers: a recording needs its own, and replays may write buffers without raising versions."""
         for buffers in self._cast_buffers:
             buffers.forget_casts()
 
     # -- what recordings depend on ------------------------------------------------------------------------
 
     def identity(self) -> Identity:
-        """Unchanged entries are the same objects as in the previous call, so comparing them is quick."""
+        """Return what all recordings rely on. Unchanged entries stay the same objects, so comparing them is quick."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
         self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)
@@ -308,7 +308,7 @@ class Trained:
         )
 
     def _look_at_memory(self) -> None:
-        """Sort tensors by how their memory changes: `.data = tensor`, or another local tensor (DTensors)."""
+        """Sort tensors by how programs replace their memory: `.data = tensor`, or a new local tensor (DTensors)."""
         tensors = [*self.parameters, *self._buffers.tensors()]
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
         self._plain = [each for each in tensors if not isinstance(each, DTensor)]
@@ -329,7 +329,7 @@ class Trained:
         )
 
     def _hooks(self) -> list[tuple[int, ...]]:
-        """Ids of all hooks. They are searched for only if a hook was registered anywhere since the last call."""
+        """Ids of all hooks. Searches for hooks only if one was registered anywhere since the last call."""
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
@@ -404,13 +404,13 @@ class Trained:
         return list(chain.from_iterable(map(kept_grads, self._groups)))
 
     def keep_gradient_memory(self) -> None:
-        """Keep the memory of the gradients that exist now where it is, for good."""
+        """Keep the memory of the current gradients allocated, at the same address, for good."""
         for group in self._groups:
             if GradientSnapshot.of(group) != NO_GRADIENTS:
                 keep_gradient_memory(group)
 
     def obstacle_after(self) -> str:
-        """Return the reason why a replay cannot leave the state that the step left, or an empty string."""
+        """Return the reason why a replay cannot reproduce the state after the step, or an empty string."""
         return self.unit_left_unsharded() or self.obstacle_in(self.gradients())
 
     def unit_left_unsharded(self) -> str:
@@ -424,7 +424,7 @@ class Trained:
         return ""
 
     def stages(self) -> tuple[Any, ...]:
-        """Stages of all optimizers that the scaler knows, since its last update."""
+        """The scaler's stage for each optimizer since the last update."""
         return () if self.enabled_scaler is None else scaler_stages(self.scaler)
 
 

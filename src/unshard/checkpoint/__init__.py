@@ -1,9 +1,9 @@
-"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, with any number of ranks.
+"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, for any number of ranks.
 
 values                         state as JSON
 storage manifest files         the file system; the format; data files
 folders                        published checkpoints, saves in progress, leftovers
-ranks                          work that all ranks do together, and what does not match on any of them
+ranks                          work that all ranks do together; mismatches that any rank finds
 save                           the plan (which rank writes which box), writing and publishing
 host_buffers saver             saving in the background
 load                           comparing tensors with a model; loading

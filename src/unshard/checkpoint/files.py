@@ -41,7 +41,7 @@ def _rows(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy some rows at a time: copying strided elements to a device takes as much host memory as they have bytes."""
+    """Copy some rows at a time, because copying strided elements to a device first copies them on the host."""
     for rows in _rows(target):
         target[rows].copy_(source[rows])
 
@@ -58,7 +58,7 @@ def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
     """Write the buffers to a new file, and wait until they are on the disk.
 
-    `expected`: the size that the file must have. Uses neither model nor process group, so any thread may call it.
+    `expected`: the size that the file must have. Any thread may call this: it uses neither model nor process group.
     """
     checksums = BlockChecksums(algorithm, path)
 
@@ -76,14 +76,14 @@ def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expect
 
 
 class CheckpointFiles:
-    """The manifest and the data files of one checkpoint; files are opened on first use. Use it as a context."""
+    """The manifest and data files of one checkpoint, as a context manager. Files are opened on first use."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
         self._files: dict[int, BinaryIO] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._verified: set[tuple[int, int]] = set()
-        """File and block numbers that `pieces` has verified: small tensors share blocks."""
+        """File and block numbers that `pieces` has verified, because small tensors share blocks."""
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -92,7 +92,7 @@ class CheckpointFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        # Not closed: tensors may still view the maps, which are unmapped with the last of these tensors.
+        # Do not close the maps: tensors may still view them. A file is unmapped with the last tensor that views it.
         self._maps.clear()
 
     def _open(self, number: int) -> BinaryIO:
@@ -114,7 +114,7 @@ class CheckpointFiles:
         return file
 
     def verify(self, file: int, blocks: Iterable[int]) -> None:
-        """Compare the checksums of these blocks of a file, in several threads; raises for the first that differs."""
+        """Verify the checksums of these blocks of a file in several threads; raise for the first one that differs."""
         self._open(file)  # once, before the threads need it
         ordered = sorted(blocks)
         strips = [ordered[first : first + STRIP_BLOCKS] for first in range(0, len(ordered), STRIP_BLOCKS)]
@@ -146,7 +146,7 @@ class CheckpointFiles:
                 )
 
     def blocks_of(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, range]]:
-        """The files, and the blocks of each, that hold elements of a box."""
+        """Yield each file that holds elements of a box, and the blocks of that file with these elements."""
         size = self.manifest.block_bytes
         for stored in entry.boxes:
             common = box.intersection(stored.box)

@@ -1,12 +1,12 @@
 """The folders under a checkpoint path: published checkpoints, saves in progress, and leftovers of dead saves.
 
     step_00000012                         a published checkpoint
-    .saving_step_00000012_<random>        a save that is not published yet; its process holds a lock on `lock` in it
+    .saving_step_00000012_<random>        a save that is not published yet; rank 0 holds a lock on its file `lock`
     .deleting_step_00000008_<random>      a checkpoint that is being deleted
     damaged_step_00000012_<random>        an incomplete checkpoint that a save of the same step has renamed
 
-One rename gives a folder its public name, after everything in it is on the disk. Another one takes the name away before
-anything in it is deleted. So a folder with a public name is always complete.
+A rename publishes a folder after everything in it is on the disk. Another rename hides a folder before anything in it
+is deleted. So an interrupted save or deletion never leaves an incomplete folder with a public name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DAMAGED = "damaged_"
 _LOCK = "lock"
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNLOCKED_SECONDS = 3600.0
-"""A save without a lock file counts as dead after this time: the folder is created before its lock file."""
+"""A save without a lock file counts as dead after this time: a save creates its folder before its lock file."""
 
 
 def folder_name(step: int) -> str:
@@ -38,7 +38,7 @@ def folder_name(step: int) -> str:
 
 
 def published(path: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all public names, newest first, without reading manifests."""
+    """Steps and folders of all public names, highest step first, without reading manifests."""
     try:
         names = storage.names_in(path)
     except OSError as error:
@@ -82,7 +82,7 @@ def later_than(step: int, path: Path) -> Path | None:
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """`path` if it is a checkpoint, else the latest one under it."""
+    """Return `path` if it names a checkpoint, else the latest checkpoint under it."""
     given = Path(path)
     if _PUBLIC.fullmatch(given.absolute().name) or storage.exists(given / MANIFEST):
         return given
@@ -95,7 +95,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 class Unpublished:
-    """The folder of a save in progress, and its lock. Rank 0 only."""
+    """The folder of a save in progress, and its lock. Only rank 0 has one."""
 
     def __init__(self, path: Path, step: int):
         self.target = path / folder_name(step)
@@ -123,7 +123,7 @@ class Unpublished:
         return CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
 
     def publish(self) -> None:
-        """Give the folder its public name. Everything in it must be on the disk."""
+        """Give the folder its public name. Call this when all files in it are on the disk."""
         storage.sync_folder(self.folder)
         try:
             storage.rename(self.folder, self.target)
@@ -148,8 +148,8 @@ class Unpublished:
 def remove_leftovers(path: Path) -> None:
     """Delete the folders of dead saves and of interrupted deletions under `path`.
 
-    Rank 0 of a save holds the lock of its folder as long as it lives. If the lock is free, the save is dead. If it
-    is taken, another job is saving, or the file system has no locks, and the folder stays.
+    Rank 0 holds the lock of its folder until the save ends or the process dies, so a free lock means a dead save.
+    If the lock is taken, or the file system does not support locks, the folder stays.
     """
     for name in storage.names_in(path):
         folder = path / name
@@ -163,7 +163,7 @@ def _remove_if_dead(folder: Path) -> None:
     try:
         lock = storage.lock(folder / _LOCK)
     except FileNotFoundError:
-        with suppress(OSError):  # its save has just published or removed it
+        with suppress(OSError):  # the save has just published or removed the folder
             if storage.age_of(folder) > _UNLOCKED_SECONDS:
                 storage.delete(folder)
         return

@@ -1,4 +1,4 @@
-"""Full optimizer state dicts by parameter name, of and for sharded models.
+"""Full optimizer state dicts by parameter name, gathered from or loaded into sharded models.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": tensor([...])}, ...},
      "param_groups": [{"params": ["head.weight", ...], "lr": 0.1, ...}]}
@@ -31,7 +31,7 @@ OWN_VALUES = ("step",)
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
-    """The optimizer's state in full tensors, and its groups, by the names of the model's parameters.
+    """Return the optimizer's state in full tensors, and its groups, by the names of the model's parameters.
 
     All ranks must call this. Tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
     dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state. A tied parameter appears under
@@ -61,7 +61,7 @@ def full_optimizer_state_dict(
 
 
 def _first_names(ranks: list[RankPart]) -> dict[str, str]:
-    """The first name of each tied parameter in module order, by the name that it is stored under."""
+    """The first name of each tied parameter in module order, by the name that the parameter is stored under."""
     found: dict[str, str] = {}
     for part in ranks:
         held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
@@ -86,12 +86,12 @@ def load_full_optimizer_state_dict(
     values: dict[str, torch.Tensor] = {}
     """Rank 0's tensors."""
     names: dict[str, str] = {}
-    """Names of tensors in the state dict, by their names here."""
+    """Names of tensors in the state dict, by the names that this rank stores them under."""
     targets: dict[str, HeldTensor] = {}
     load: OptimizerLoad
 
     def compare() -> tuple[Differences, list[str], list[str]]:
-        """Returns the differences, the tensors that are sharded here, and those that this rank needs in full."""
+        """Return the differences, and the names of the tensors that this rank needs sharded and in full."""
         nonlocal load
         differences, state = Differences(), model_state(model)
         own_entry, own_tensors = _by_own_names(entry, tensors, state, names)
@@ -123,7 +123,7 @@ def load_full_optimizer_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, optimizer: Optimizer, values: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry], str]:
-    """Rank 0's state dict for the other ranks: an entry as in a checkpoint, tensors, and the device type to send from.
+    """Describe rank 0's state dict for the other ranks: a checkpoint entry, tensors, and the device type to send from.
 
     Adds the tensors themselves to `values`.
     """
@@ -146,8 +146,8 @@ def _described(
             others[key] = value
     options = {key for group in groups for key in group["options"]}
     entry = {
-        # The state dict does not name its optimizer. Another one has options that this one lacks, and lacks some of
-        # this one's. Added options alone come from schedulers, missing ones alone from an older torch.
+        # The state dict does not name its optimizer. It is another one if options are both added and missing, because
+        # schedulers only add options, and older versions of torch only lack some.
         "defaults": sorted(options - {"initial_lr"}) if set(optimizer.defaults) - options else [],
         "groups": groups,
         "state": state,
@@ -172,7 +172,7 @@ def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor
 
 
 def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> Any:
-    """Encode a state of a parameter as JSON. Tensors are marked as sharded, and added to `values`."""
+    """Encode one entry of a parameter's state as JSON. Sharded tensors are marked, and added to `values`."""
     where = tensor_name(key, name)
     if isinstance(value, torch.Tensor) and (value.ndim or key not in OWN_VALUES):
         values[where] = value.detach()
@@ -183,7 +183,7 @@ def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> 
 def _by_own_names(
     entry: dict[str, Any], tensors: dict[str, TensorEntry], model: ModelState, names: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Return both by the names that parameters are stored under here. Adds the names in the state dict to `names`."""
+    """Rename `entry` and `tensors` to this rank's stored names. Adds the names in the state dict to `names`."""
     aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
     plain = {each.name: each.box_map.shape for inside in model.optimized.values() for each in inside if each.plain}
     found, state = dict(tensors), {}
@@ -197,6 +197,6 @@ def _by_own_names(
             names[here] = tensor_name(key, name)
             found[here] = tensors[names[here]]
             if held_as in plain and found[here].shape != plain[held_as]:
-                own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank has all of it
+                own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank loads all of it
     groups = [{**group, "params": [aliases.get(name, name) for name in group["params"]]} for group in entry["groups"]]
     return {**entry, "state": state, "groups": groups}, found

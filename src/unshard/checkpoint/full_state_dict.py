@@ -39,7 +39,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
     """Return the state dict of the unsharded model: full tensors, by names without the prefixes of wrappers.
 
     All ranks must call it. The tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
-    dict. Without `cpu_offload`, tensors are on the devices of the sharded ones.
+    dict. Without `cpu_offload`, tensors are on the devices of the sharded tensors.
     """
     state, ranks, tensors = gather("the full state dict", model, None, rank0_only, cpu_offload)
     found: dict[str, Any] = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -74,7 +74,7 @@ class RankPart(NamedTuple):
     tensors: dict[str, Described]
     aliases: dict[str, str]
     names: list[str]
-    """All names of the model's state dict on this rank, in its order."""
+    """All names of the model's state dict on this rank, in the order of that state dict."""
     device_type: str
     optimizer: dict[str, Any] | None
 
@@ -195,17 +195,17 @@ def load_full_state_dict(
 ) -> LoadedNames:
     """Load rank 0's full state dict into a model that may be sharded.
 
-    All ranks must call it; the argument of other ranks is ignored. Tensors are broadcast one at a time. Allocate a
-    model on the meta device first, with `model.to_empty(device=...)`. Floating-point tensors are converted to the
-    dtypes of the model. If names are missing or unexpected, or shapes or dtypes do not match, all ranks raise a
-    CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
+    All ranks must call it; the argument of other ranks is ignored. Tensors are broadcast one at a time. If the model is
+    on the meta device, first call `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of
+    the model. If names are missing or unexpected, or shapes or dtypes do not match, all ranks raise a CheckpointError
+    and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
     """
     what, state = "Loading a full state dict", ModelState()
     rank, _ = rank_and_size()
     targets: dict[str, HeldTensor] = {}
 
     def compare() -> tuple[Differences, list[tuple[str, ...]]]:
-        """Returns the differences, and for each tensor the names in the state dict that are tied here."""
+        """Return the differences, and for each tensor of this model its names in the state dict."""
         nonlocal state
         differences, state = Differences(), model_state(model)
         found = match(state, entries, differences)
@@ -279,7 +279,7 @@ def entry_of(value: Any, where: str) -> TensorEntry:
 
 @torch.no_grad()
 def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str) -> torch.Tensor:
-    """Return rank 0's tensor on all ranks; on rank 0 possibly the tensor itself."""
+    """Return rank 0's tensor on all ranks; on rank 0, this may be the argument itself."""
     rank, size = rank_and_size()
     if size == 1:
         assert tensor is not None
@@ -296,7 +296,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
 
 
 def fill_full(held: HeldTensor | None, full: torch.Tensor) -> None:
-    """Copy this rank's boxes of `full`. Callers keep no reference to it, so it is freed before the next broadcast."""
+    """Copy this rank's boxes of `full`. Callers must not keep `full`, so that it is freed before the next broadcast."""
     if held is not None:
         outer = full_box(held.box_map.shape)
         fill(held, lambda box, view: copy_pieces(view, full[box.slices_in(outer)]))

@@ -51,15 +51,15 @@ class HostBuffer:
             )
             return
         self.pinned = True
-        # Not at exit: CUDA may be gone by then.
+        # Do not unregister at exit: CUDA may be gone by then.
         weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
 
 
 class HostBuffers:
     """The buffers of one saver.
 
-    One buffer holds the whole file, unless `host_bytes` is smaller. Then there are two of half that size: one is filled
-    while the other is written.
+    One buffer holds the whole file. If `host_bytes` is less than the file's size, there are two buffers of half of
+    `host_bytes`: one is filled while the other is written.
     """
 
     def __init__(self, host_bytes: int | None):
@@ -80,10 +80,10 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Like `reserve`, and touch and pin the memory in a thread: that takes longer than copying to it."""
+        """Like `reserve`, but also touch and pin the memory in a thread, because both take longer than the copies."""
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
-        # Not a daemon: at exit, Python must wait for it before it frees the memory.
+        # Not a daemon: at exit, Python must wait for the thread before it frees the memory.
         self._preparing = threading.Thread(
             target=_prepare, args=(list(self.buffers), device), name="unshard prepare", daemon=False
         )
@@ -102,7 +102,7 @@ class HostBuffers:
             sizes = [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2
         have = [each.nbytes for each in self.buffers]
         if len(have) < len(sizes) or any(a < b for a, b in zip(have, sizes, strict=False)):
-            self.buffers.clear()  # first: old and new buffers together would exceed `host_bytes`
+            self.buffers.clear()  # free them first: old and new buffers together would exceed `host_bytes`
             self.buffers = [HostBuffer(size) for size in sizes]
 
 
@@ -117,7 +117,7 @@ def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
 class Staging:
     """Copies tensors into one buffer after the other, in the order and at the offsets that they have in the file.
 
-    `next_buffer` returns an empty buffer, `hand_over` takes a full one with the number of bytes in it.
+    `next_buffer` returns an empty buffer. `hand_over` takes a full one and the number of bytes in it.
     """
 
     def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[tuple[HostBuffer, int]], None]):
@@ -128,7 +128,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, views: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Copy everything; training may change the tensors when it returns."""
+        """Copy all views. When this returns, training may change the tensors."""
         for view, dtype in views:
             self._put(view.detach(), dtype)
             nbytes = view.numel() * dtype.itemsize
@@ -139,7 +139,7 @@ class Staging:
         self._finish_buffer()
 
     def _room(self) -> int:
-        """Return how many bytes are left in the current buffer; hands over a full one first."""
+        """Return the free bytes of the current buffer. If it is full, hand it over and take the next one first."""
         if self._buffer is not None and self._used == self._buffer.nbytes:
             self._finish_buffer()
         if self._buffer is None:
@@ -154,7 +154,7 @@ class Staging:
             self._hand_over((full, self._used))
 
     def _put(self, view: torch.Tensor, dtype: torch.dtype) -> None:
-        """Copy the elements in row-major order, split if the buffer has no room for all of them."""
+        """Copy the elements in row-major order, to several buffers if one has no room for all of them."""
         if not view.numel():
             return
         if view.numel() * dtype.itemsize <= self._room():
@@ -180,7 +180,7 @@ class Staging:
         if not view.is_cuda:
             target.copy_(view)
             return
-        if view.device not in self._streams:  # a side stream that waits for the work already queued for computation
+        if view.device not in self._streams:  # a side stream that waits for the work queued on the compute stream
             self._streams[view.device] = torch.cuda.Stream(view.device)
             self._streams[view.device].wait_stream(torch.cuda.current_stream(view.device))
         with torch.cuda.stream(self._streams[view.device]):

@@ -1,7 +1,7 @@
 """Loading a run: all ranks compare and verify everything before any of them changes anything.
 
-`match` compares any tensors by name (a checkpoint, safetensors files, a full state dict) with a model, and `fill`
-copies the boxes that this rank holds.
+`match` compares named tensors (of a checkpoint, safetensors files or a full state dict) with a model. `fill` copies the
+boxes that this rank holds.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def load(
     damaged, or has another shape or dtype, all ranks raise a CheckpointError and nothing changes. `strict=False` allows
     missing and unexpected names and loads the rest.
 
-    With another number of ranks, rank r gets the random number generators of rank r, and new ranks are seeded from the
-    step and their rank. All saved states of `data` must then be equal, or `data` must have a method `load_state_dicts`,
-    which gets the list of all ranks' states.
+    If the number of ranks has changed, rank r gets the generators of the saved rank r, and new ranks are seeded from
+    the step and their rank. All saved states of `data` must then be equal, or `data` must have a method
+    `load_state_dicts`, which gets the list of all ranks' states.
     """
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     check_optimizer(optimizer)
@@ -111,10 +111,10 @@ def match(
 ) -> list[tuple[HeldTensor, list[str]]]:
     """Find the tensors of a model among `entries`, and add what does not fit to `differences`.
 
-    Returns the tensors that fit, each with the names that it is stored under. A tied tensor may have any of its names
-    there. If it is stored under several of them, callers must make sure that these are equal. `aliases`: entries that
-    are other names of a tied tensor, and the name that it is stored under. `prefix` precedes names in reports. With
-    `casts`, floating-point tensors are converted to the dtypes of the model.
+    Returns the tensors that fit, each with the names that it is stored under. `entries` may hold a tied tensor under
+    any of its names; if it holds several, callers must make sure that these are equal. `aliases` maps other names of a
+    tied tensor in `entries` to the name that it is stored under. `prefix` precedes names in reports. With `casts`,
+    floating-point tensors are converted to the dtypes of the model.
     """
     aliases = aliases or {}
     names_of = {held.name: [held.name] for held in model.tensors}
@@ -319,7 +319,7 @@ class Loading:
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self, extra: bool = False) -> None:
-        """Call the `load_state_dict` methods of the program, first, because they may raise; or `set_extra_state`."""
+        """Call the program's `load_state_dict` methods first, because they may raise; with `extra`, call `set_extra_state`."""
         then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
             if path.startswith(_EXTRA) == extra:
@@ -338,7 +338,7 @@ class Loading:
             for held in self._optimizer.targets():
                 fill(held, partial(self.files.copy, self._entry(held.name)))
             self._optimizer.finish()
-        self.apply_values(extra=True)  # after the tensors, on which they may depend
+        self.apply_values(extra=True)  # after the tensors: extra states may depend on them
         rank, _ = rank_and_size()
         if self._rng is not None:
             set_rng_state(self._rng)

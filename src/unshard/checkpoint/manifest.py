@@ -90,7 +90,7 @@ class BlockChecksums:
         self._make = maker_of(algorithm, where)
         self._blocks: list[Any] = []
         self._left = 0
-        """Bytes that the last block still takes."""
+        """Number of bytes until the last block is full."""
 
     def update(self, data: memoryview) -> None:
         while data:

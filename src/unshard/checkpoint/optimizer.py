@@ -7,8 +7,8 @@ In the checkpoint's values, the entry of the optimizer is:
      "state": {"head.weight": {"step": <value>, "exp_avg": {"$": "sharded"}}, ...},
      "others": {...}}
 
-State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. A
-parameter without state when it was saved, because it never had a gradient, has none after loading either.
+State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. If a
+parameter had no state when it was saved (it never had a gradient), it has none after loading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensor_name(key: str, name: str) -> str:
 
 @torch.no_grad()
 def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldTensor], dict[str, Any]]:
-    """Return this rank's tensors, and its entry in the values."""
+    """Return this rank's tensors of optimizer state, and its optimizer entry for the checkpoint's values."""
     finish_steps()
     tensors: list[HeldTensor] = []
     states: dict[str, dict[str, Any]] = {}
@@ -66,7 +66,7 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
         values["groups"].append({"params": names, "options": encode(own, f"optimizer/param_groups[{number}]", store)})
         for parameter, inside in group:
             for param in inside if parameter in optimizer.state else ():
-                # Skip ranks without elements: they may have a counter that no step has advanced since it was loaded.
+                # Skip ranks without elements: their counters may not have advanced since they were loaded.
                 if param.box_map.boxes or 0 in param.box_map.shape:
                     state = optimizer.state[parameter].items()
                     states[param.name] = {key: add(parameter, param, key, value) for key, value in state}
@@ -77,7 +77,7 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
 
 
 def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Merge the entries of all ranks: each may have parameters that others lack."""
+    """Merge the entries of all ranks, because a rank may have parameters that other ranks lack."""
     given = [entry for entry in entries if entry is not None]
     if not given:
         return None
@@ -112,7 +112,7 @@ class OptimizerLoad:
         self._groups = params_of(optimizer, model)
         self._params = [pair for group in self._groups for pair in group]
         self._state: dict[int, dict[str, Any]] = {}
-        """State by number of the parameter, in JSON until it is decoded."""
+        """Saved state by parameter number; JSON until `decode`."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
         """Like `_state`, with memory for sharded state."""
@@ -146,7 +146,7 @@ class OptimizerLoad:
             }
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
-        """The options, in JSON, of the saved optimizer group with the same parameters."""
+        """Return the options, in JSON, of the saved optimizer group that has these parameters."""
         names = [each.name for _, inside in group for each in inside]
         saved = self._saved["groups"]
         found = [number for number, each in enumerate(saved) if not set(names).isdisjoint(each["params"])]
@@ -195,7 +195,7 @@ class OptimizerLoad:
         ]
 
     def decode(self, stored: Stored) -> None:
-        """Decode all JSON, so that errors come before anything changes."""
+        """Decode all JSON, so that errors are raised before anything changes."""
         for number, saved in self._state.items():
             path = tensor_name("state", self._params[number][1][0].name)
             kept = _sharded(saved)
@@ -205,7 +205,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def targets(self) -> list[HeldTensor]:
-        """The tensors to fill before `finish`: the optimizer's own memory, or new memory."""
+        """Return the tensors to fill before `finish`: in the optimizer's memory if it fits, else in new memory."""
         finish_steps()
         found: list[HeldTensor] = []
         ranges = shard_ranges_of(parameter for parameter, _ in self._params)
@@ -225,7 +225,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give the optimizer its state."""
+        """Load the filled state into the optimizer."""
         optimizer, numbers, groups = self._optimizer, iter(range(len(self._params))), []
         for options, own_group, group in zip(self._options, optimizer.param_groups, self._groups, strict=True):
             kept = {key: value for key, value in own_group.items() if key != "params"}
@@ -245,7 +245,7 @@ def _sharded(state: dict[str, Any]) -> list[str]:
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """The optimizer's own memory of a state, or new memory: zeros, because flat parameters have padding."""
+    """Return the optimizer's memory of a state if it fits, else zeros: flat parameters have padding."""
     if isinstance(before, torch.Tensor) and before.dtype == dtype and before.shape == parameter.shape:
         if not isinstance(before, DTensor) and not isinstance(parameter, DTensor):
             return before

@@ -1,7 +1,7 @@
 """`prove_resume`: save a run, continue it, load it into fresh objects, and compare the repeated steps bitwise.
 
-State is compared by name: what a checkpoint holds (`model/head.weight`, `data.position`), and what it does not hold, by
-its place in the program (`model.blocks.0.calls`): attributes, non-persistent buffers, gradients.
+State is compared by name. Saved state has its name in the checkpoint (`model/head.weight`, `data.position`). Unsaved
+state (attributes, non-persistent buffers, gradients) is named by its place in the run (`model.blocks.0.calls`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype,
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, tuple, deque)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
-"""Attributes of all optimizers: saved ones, and a flag of torch's schedulers."""
+"""Attributes of all optimizers that are not unsaved state: saved ones, and a flag of torch's schedulers."""
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _LONG = 100
-"""Longer lists are one tensor (of numbers) or one value, instead of one name for each element."""
+"""Longer lists are compared as one tensor or value under one name, not element by element."""
 
 
 def prove_resume(
@@ -68,9 +68,9 @@ def prove_resume(
     trains one step and returns its loss, which may differ between ranks. `before`: number of steps before the save.
 
     Each rank compares the loss and everything that a checkpoint holds after each step. All ranks stop after the first
-    step that differs on any of them. `path`: a folder that all ranks see, where the checkpoint is written and kept. By
-    default, rank 0 creates a temporary folder and deletes it at the end. It takes up to `steps` + 3 times the size of a
-    checkpoint.
+    step that differs on any rank. `path`: a folder that all ranks see, where the checkpoint is written and kept. By
+    default, rank 0 creates a temporary folder and deletes it at the end. The files take up to `steps` + 3 times the
+    size of a checkpoint.
     """
     for name, value, least in (("steps", steps, 1), ("before", before, 0)):
         if type(value) is not int or value < least:
@@ -94,8 +94,8 @@ def prove_resume(
 class _Proof:
     """One proof on one rank.
 
-    Each rank compares its own state. Comparing checkpoints instead would miss buffers that differ between ranks, of
-    which a checkpoint holds rank 0's copy.
+    Each rank compares its own state. Comparing checkpoints instead would miss buffers that differ between ranks,
+    because a checkpoint holds only rank 0's copy.
     """
 
     def __init__(self, make: Callable[[], Any], train_step: Callable[[Any], Any], folder: Path):
@@ -103,10 +103,10 @@ class _Proof:
         self._rank, self._size = rank_and_size()
         self._checkpoint = Path()
         self._kept: dict[object, dict[str, Any]] = {}
-        """State by moment (a step, or a word) and name. Tensors are in a file of this rank, and None here."""
+        """State by moment (a step or a word), then by name. Tensors are None here; a file of this rank holds them."""
 
     def go_on(self, before: int, steps: int, target: Path) -> None:
-        """Train the run that is not interrupted."""
+        """Train the uninterrupted run, and save it after `before` steps."""
         run = self._made()
         for _ in range(before):
             self._train_step(run)
@@ -117,7 +117,7 @@ class _Proof:
             self._keep(step, partial(saved_state, run, loss=self._train_step(run)))
 
     def resume(self, before: int, steps: int) -> ResumeReport:
-        """Load the run and repeat the steps."""
+        """Load the run, repeat the steps, and compare."""
         run, step, loss = self._loaded(), before, None
         unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
         differences = self._compare(step, partial(saved_state, run), step)
@@ -133,7 +133,7 @@ class _Proof:
             for _ in range(step - before):
                 loss = self._train_step(run)
             repeatable = not self._compare("resumed", partial(saved_state, run, loss=loss), 0)
-        if not differences:  # without effect: most programs clear gradients first
+        if not differences:  # gradients had no effect: most programs clear them first
             unsaved = [each for each in unsaved if each.name != "gradients"]
         compared = on_first_rank(_WHAT, lambda: len(self._kept[before]))
         return ResumeReport(before, steps, self._size, compared, differences, unsaved, repeatable)
@@ -163,7 +163,7 @@ class _Proof:
         together(_WHAT, work)
 
     def _compare(self, moment: object, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
-        """Differences from the state that `_keep` kept, on any rank; the same list on all ranks."""
+        """Return the differences of all ranks from the state that `_keep` kept; the same list on every rank."""
 
         def work() -> list[ResumeDifference]:
             tensors = torch.load(self._file(moment), mmap=True, map_location="cpu", weights_only=True)
@@ -219,7 +219,7 @@ def _shown(value: Any) -> str:
 
 @torch.no_grad()
 def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    """Everything that `save` saves, the plain tensors of all ranks, and `others`; tensors are not copied."""
+    """Everything that `save` saves, this rank's plain tensors, and `others`. Does not copy tensors."""
     found: dict[str, Any] = {}
     for name, value in others.items():
         found.update(leaves(value, name))
@@ -310,7 +310,7 @@ def leaves(
     if id(value) in seen or isinstance(value, _CODE):
         return
     if not inside_objects:
-        seen = {**seen}  # only cycles stop here: after loading, a list with two names is two lists
+        seen = {**seen}  # skip only cycles: loading turns a list with two names into two lists
     seen[id(value)] = value  # keeps the object alive, so that its id is not reused
     inner: dict[str, Any] = {}
     if type(value) in _MAPPINGS:

@@ -1,6 +1,6 @@
 """Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error.
 
-`Differences` is the report of all ranks on what does not match when they load.
+`Differences` collects what does not match when ranks load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """(0, 1) in a program without a process group."""
+    """Return the rank and the number of ranks: (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -36,7 +36,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank; returns the results of all ranks. All ranks must call it.
 
     If any rank raises, all ranks raise a CheckpointError that names the failed ranks. If a rank dies, the others raise
-    a CheckpointError that names it.
+    a CheckpointError, which names the dead rank if it is known.
     """
     _, size = rank_and_size()
     result, error = None, None
@@ -58,7 +58,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def exchanging(what: str, error: str | None = None) -> Iterator[None]:
-    """Raise a CheckpointError if a collective inside fails. It names the ranks that are gone if they are known.
+    """Raise a CheckpointError if a collective in this context fails. The error names dead ranks if they are known.
 
     `error`: this rank's own error before the exchange.
     """
@@ -98,7 +98,7 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:
-    """`given`: names of what each rank passed."""
+    """Raise if ranks passed different arguments besides the model. `given`: the names that each rank passed."""
     for rank, names in enumerate(given):
         if names != given[0]:
             raise CheckpointError(

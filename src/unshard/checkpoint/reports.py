@@ -62,14 +62,14 @@ _MOST = 5
 
 @dataclass
 class TensorDifference:
-    """A tensor with the same shape and dtype in both checkpoints, and different bytes."""
+    """A tensor with the same shape and dtype in both checkpoints, but different bytes."""
 
     name: str
     elements: int
     differing: int = 0
-    """Number of elements whose bytes differ: 0.0 and -0.0 differ, two equal NaNs do not."""
+    """Number of elements whose bytes differ: 0.0 and -0.0 differ, NaNs with the same bytes do not."""
     absolute: float = 0.0
-    """The largest |a - b|; infinite if one of them is NaN."""
+    """The largest |a - b|; infinite if a or b is NaN."""
     relative: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
 
@@ -140,7 +140,7 @@ def _tensors(count: int) -> str:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff:
-    """Compare two checkpoints, in memory that does not depend on their size.
+    """Compare two checkpoints. The memory that this takes does not depend on their size.
 
     `a`, `b`: a checkpoint each, or a folder of checkpoints, of which the latest is used. Tensors are compared
     unsharded, so checkpoints from different numbers of ranks can be equal. Needs no process group.
@@ -166,7 +166,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
         found.other.append(f"{name}: {' in a, '.join(texts)} in b")
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         found.other.append(f"{name}: {a.dtype} of shape {a.shape} in a, {b.dtype} of shape {b.shape} in b")
-    elif None in ties:  # tied in both: compared under the name that it is stored under
+    elif None in ties:  # if tied in both, the tensor is compared under its stored name
         difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
         for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
             difference.add(mine, theirs)
@@ -177,7 +177,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
 
 
 def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
-    """Compare JSON. A tensor in it is one value."""
+    """Compare two JSON values. A tensor counts as one value."""
     if type(a) is dict and type(b) is dict and "$" not in a and "$" not in b:
         for key in sorted(a.keys() | b.keys()):
             where = f"{path}.{key}" if path != "values" else key
@@ -228,9 +228,9 @@ class ResumeReport:
     compared: int
     """Number of tensors and values compared after each step on rank 0."""
     differences: list[ResumeDifference] = field(default_factory=list)
-    """All differences after the first step after which any rank has one."""
+    """Up to 20 differences per rank, after the first step that differs on any rank."""
     unsaved: list[ResumeDifference] = field(default_factory=list)
-    """State that a checkpoint does not hold and that differs after loading: a possible cause, or without effect."""
+    """Unsaved state that differs after loading. It may be the cause, or have no effect."""
     repeatable: bool = True
     """False if a second resumed run differs from the first one."""
 
@@ -266,7 +266,7 @@ class ResumeReport:
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """One line per name, with the first rank that has it."""
+    """One line per name, with the first rank that differs."""
     by_name: dict[str, list[ResumeDifference]] = {}
     for each in differences:
         by_name.setdefault(each.name, []).append(each)

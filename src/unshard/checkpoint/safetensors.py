@@ -56,7 +56,7 @@ _MAX = 2**60
 
 
 def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """The start of a file. The tensors must follow in this order."""
+    """Return the start of a file. The tensors must follow in the order of `tensors`."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for name, entry in tensors.items():
@@ -139,7 +139,7 @@ def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index; returns the file of each tensor."""
+    """Read an index; return the file name of each tensor."""
     try:
         with storage.open_file(path, links=True) as file:
             data = file.read(MAX_HEADER_BYTES + 1)
@@ -150,7 +150,7 @@ def read_index(path: Path) -> dict[str, str]:
         if type(files) is not dict or not files:
             raise Malformed("it has no object weight_map")
         for name in files.values():
-            # Without separators, so that a name cannot lead out of the folder.
+            # Refuse separators, so that a name cannot lead out of the folder.
             if type(name) is not str or not name.endswith(".safetensors") or {"/", "\\", "\0"} & set(name):
                 raise Malformed(f"{str(name)[:100]!r} is not the name of a safetensors file in its folder")
         return files
@@ -164,7 +164,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 UNMAP_BYTES = 64 * 2**20
-"""A file is reopened after this many bytes: pages that were read stay in memory as long as it is open."""
+"""Reopen a file after reading this many bytes: pages that were read stay in memory as long as it is open."""
 
 
 def load_safetensors(
@@ -172,11 +172,11 @@ def load_safetensors(
 ) -> LoadedNames:
     """Load a safetensors file, or a folder with `model.safetensors` or an index, into a model that may be sharded.
 
-    All ranks must call it, and each rank reads only what it holds. Allocate a model on the meta device first, with
+    All ranks must call it, and each rank reads only what it holds. If the model is on the meta device, first call
     `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of the model. `prefix`: load only
-    names with this prefix, which the names of the model lack. If names are missing or unexpected, or shapes or dtypes
-    do not match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected
-    names and loads the rest.
+    names that start with it, and remove it from them. If names are missing or unexpected, or shapes or dtypes do not
+    match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and
+    loads the rest.
     """
     what, state = f"Loading {path}", ModelState()
     targets: list[tuple[HeldTensor, str]] = []
@@ -189,7 +189,7 @@ def load_safetensors(
         for held, names in match(state, source.entries, differences):
             for name in names:
                 for box in held.box_map.boxes:
-                    source.read(name, box)  # only maps: what the package rejects fails before any change
+                    source.read(name, box)  # only maps: files that the package rejects fail before any change
             differences.wrong += [
                 f"{names[0]} and {other} are tied here, and are two different tensors in the files"
                 for other in names[1:]
@@ -216,7 +216,7 @@ def load_safetensors(
 
 
 class SafetensorsSource:
-    """The tensors of safetensors files, which the package safetensors reads."""
+    """The tensors of safetensors files, read with the package safetensors."""
 
     def __init__(self, path: Path, prefix: str):
         try:
@@ -230,7 +230,7 @@ class SafetensorsSource:
         self.entries: dict[str, TensorEntry] = {}
         self._paths: dict[str, Path] = {}
         self.ties: dict[str, str] = {}
-        """Names that the files do not hold, and the names of the tensors that they are tied to, by the metadata."""
+        """From the metadata: tied names that the files do not hold, and the stored names that they are tied to."""
         self.hash = hashlib.sha256()
         """Covers all headers."""
         for file, expected in _files(path).items():
@@ -276,7 +276,7 @@ class SafetensorsSource:
 
 
 def _files(path: Path) -> Mapping[Path, set[str] | None]:
-    """The files to read, and the names that the index says each of them holds."""
+    """The files to read, and for each file the names that it holds according to the index."""
     given = path
     if path.is_dir():
         single = path / "model.safetensors"
@@ -374,7 +374,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: Iterable[str]) -> dict[str, str]:
-    """Names in the files, by names in the checkpoint. `tied`: names in the checkpoint, by all names of tied tensors."""
+    """Names in the files, by names in the checkpoint. `tied` maps each name of a tied tensor to its stored name."""
     found = {key: prefix + key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     chosen: dict[str, str] = {}
     for name in tied_names:

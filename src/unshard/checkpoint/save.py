@@ -54,7 +54,7 @@ def save(
     data: Any = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Save a run in the new folder `step_<step>` under `path`, which all ranks share; returns the folder.
+    """Save a run in the new folder `step_<step>` under `path`, a folder that all ranks share; return the new folder.
 
     All ranks must call it, between steps. It saves rank 0's `scheduler` and `scaler`, and every rank's `data` (anything
     with `state_dict`) and random number generators. It returns when the checkpoint is published. If saving fails on any
@@ -78,7 +78,7 @@ def save(
 
 
 class Described(NamedTuple):
-    """The boxes of a tensor that a rank holds, for the other ranks."""
+    """A tensor that a rank holds, described for the other ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
 
 
 def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
-    """Assign each element to one rank; returns the tensors, whose file numbers are ranks, and the size of each file.
+    """Assign each element to one rank; return the tensors (their file numbers are ranks) and the size of each file.
 
     If several ranks hold a box, the one with the fewest bytes so far writes it; without `spread`, the lowest one does.
     The lowest rank always writes plain tensors.
@@ -146,9 +146,9 @@ class RankEntry:
     tensors: dict[str, Described] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
-    """Values of which rank 0's copy is saved."""
+    """Values that rank 0 saves for all ranks."""
     own: dict[str, Any] = field(default_factory=dict)
-    """Values of this rank."""
+    """Values that each rank saves."""
     optimizer: dict[str, Any] | None = None
     uncast: list[str] = field(default_factory=list)
     """Tensors of quantized layers."""
@@ -175,7 +175,7 @@ class Saving:
         self._unpublished: Unpublished | None = None
 
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
-        """List what each rank saves, and decide which rank writes what."""
+        """Collect what each rank saves, and decide which rank writes which box."""
         given = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
         self._entries = together(self.what, lambda: self.collect(model, optimizer, given, data))
         steps = sorted({entry.step for entry in self._entries})
@@ -224,7 +224,7 @@ class Saving:
         self.folder, self.algorithm = on_first_rank(self.what, make)
 
     def write(self, buffers: Iterator[memoryview]) -> FileEntry | None:
-        """Write this rank's boxes; returns None if it has none."""
+        """Write this rank's boxes; return None if there are none."""
         if not self.nbytes:
             return None
         entry = write_file(self.folder / f"rank_{self.rank:05d}.bin", buffers, self.algorithm, self.nbytes)
@@ -249,7 +249,7 @@ class Saving:
                     yield views[box], held.dtype
 
     def publish(self, files: list[FileEntry | None]) -> None:
-        """Write the manifest and publish. On rank 0, after all ranks have written their files."""
+        """Write the manifest and publish. Call this on rank 0 after all ranks have written their files."""
         assert self._unpublished is not None
         content = memoryview(manifest_bytes(self._manifest(files)))
         write_file(self.folder / MANIFEST, [content], self.algorithm, len(content))
@@ -276,7 +276,7 @@ class Saving:
         return Manifest(self._step, self.size, self.algorithm, BLOCK_BYTES, entries, tensors, aliases, values)
 
     def clean_up(self) -> None:
-        """Delete what was written unless it is published."""
+        """Delete the folder unless it is published."""
         if self._unpublished is not None:
             self._unpublished.remove()
 
@@ -296,7 +296,7 @@ def nonfinite_parameters(state: ModelState) -> list[str]:
         local = held.local
         if held.name in parameters and local.dtype in _DTYPES and local.numel() and not held.packed:
             numbers = torch.view_as_real(local) if local.is_complex() else local
-            # Far faster than isfinite() on the CPU. aminmax() returns NaN if there is one.
+            # aminmax() returns NaN if any element is NaN, and is far faster than isfinite() on the CPU.
             extremes = torch.stack(numbers.aminmax()).double()
             by_device.setdefault(local.device, []).append((held.name.removeprefix("model/"), extremes))
     found: list[str] = []
@@ -308,7 +308,7 @@ def nonfinite_parameters(state: ModelState) -> list[str]:
 
 
 def warn_of_nonfinite(what: str, ranks: list[RankEntry]) -> None:
-    """Log one warning for the parameters that are not finite on any rank."""
+    """Log one warning for the parameters that are NaN or infinite on at least one rank."""
     where: dict[str, list[int]] = {}
     for rank, entry in enumerate(ranks):
         for name in entry.nonfinite:

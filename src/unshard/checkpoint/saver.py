@@ -90,7 +90,7 @@ class BackgroundSave:
         return buffer
 
     def finish_writing(self) -> None:
-        """Wait until this rank's file is on the disk; raises its error."""
+        """Wait until this rank's file is on the disk, or raise the error that writing it raised."""
         self._written.wait()
         if self._write_error is not None:
             raise self._write_error
@@ -102,7 +102,7 @@ class BackgroundSave:
             raise self._publish_error
 
     def end(self) -> None:
-        """End the thread and delete the folder unless it is published. No rank may still be writing."""
+        """End the thread, and delete the folder unless it is published. Call this when no rank is writing any more."""
         self._stopped.set()
         self._thread.join()
         self.saving.clean_up()
@@ -191,15 +191,15 @@ def _finish_all() -> None:
         each.finish_at_exit()
 
 
-# Threads do not survive a fork: a child process would wait for them forever, and delete what they write.
+# Threads do not survive a fork: a child process would wait for them forever, and delete the parent's files.
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class Saver:
     """Saves checkpoints under `path` in the background. All ranks must call all methods, on the training thread.
 
-    `keep_last`: as in `save`. `host_bytes`: the host memory that each rank may use; copies then wait for the disk, and
-    `save` returns after the last copy. By default, a rank uses as much as its file is large.
+    `keep_last`: as in `save`. `host_bytes`: limit of each rank's host memory; by default, the size of its file. With a
+    smaller limit, copies wait for the disk, so `save` returns later.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_last: int | None = None, host_bytes: int | None = None):
@@ -224,7 +224,7 @@ class Saver:
     ) -> None:
         """Allocate the host buffers in the background, so that the first `save` is as fast as later ones.
 
-        Call it after the first optimizer step, which creates its state. Returns at once; `wait` waits for it.
+        Call it after the first optimizer step, which creates optimizer state. `wait` waits for the allocation.
         """
         self.wait()
         saving = Saving(f"Preparing to save to {self._path}", self._path, 0, None)
@@ -244,8 +244,8 @@ class Saver:
     ) -> None:
         """Start saving a run in the new folder `step_<step>`. Arguments are those of `unshard.checkpoint.save`.
 
-        Returns when this rank's bytes are copied; training may then change everything. Waits first for the previous
-        save if it is in progress. If that failed, raises its error and starts nothing.
+        First waits for a previous save in progress; if that save failed, raises its error and starts nothing. Returns
+        when this rank's bytes are copied; training may then change everything.
         """
         check_step(step, None)
         self.wait()
@@ -261,9 +261,9 @@ class Saver:
         self._pending.fill(self._buffers)
 
     def wait(self) -> Path | None:
-        """Wait until the save in progress is published; returns its folder, or None if there is none.
+        """Wait until the save in progress is published; return its folder, or None if no save is in progress.
 
-        If it failed on any rank, all ranks raise a CheckpointError that names the rank. Existing checkpoints stay
+        If the save failed on any rank, all ranks raise a CheckpointError that names the rank. Existing checkpoints stay
         unchanged, and the saver can save again.
         """
         self._buffers.wait()
@@ -292,4 +292,4 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.wait()
-        # After an exception, other ranks may not come here, and a collective would hang. The save ends at exit.
+        # After an exception, other ranks may not get here, and a collective would hang. The save ends at program exit.

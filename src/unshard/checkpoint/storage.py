@@ -1,7 +1,7 @@
-"""Every call that checkpoints make to their storage: folders of a file system that all ranks share.
+"""File system calls of checkpoints. All ranks share the file system.
 
-No other file of `checkpoint/` opens, renames, syncs, locks, lists or deletes checkpoint files, so another kind of
-storage needs the same functions and nothing else. A save relies on these guarantees:
+Other files of `checkpoint/` open, rename, sync, lock, list and delete checkpoint files only with these functions.
+Another kind of storage must give the same guarantees, on which saves and `folders.py` rely:
 
 - `write` and `sync_folder` return when bytes and names survive a crash of the machine.
 - `rename` is atomic, and fails if the new name is a folder that is not empty.
@@ -24,7 +24,7 @@ from typing import BinaryIO
 from ..errors import CheckpointError
 
 WRITE_BACK_BYTES = 32 * 2**20
-"""`write` lets the system start writing to the disk after so many bytes."""
+"""`write` asks the system to start writing to the disk after every so many bytes."""
 
 # -- folders and names --------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Return True for a dangling link too: it takes up the name."""
+    """Return True if the name is taken, even by a dangling link."""
     return os.path.lexists(path)
 
 
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def delete(path: Path) -> bool:
-    """Delete a file or link, or a folder as far as permissions allow; returns whether it is gone."""
+    """Delete a file, a link, or as much of a folder as permissions allow; return True if the path is gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
@@ -78,7 +78,7 @@ def delete(path: Path) -> bool:
 
 
 def lock(path: Path, create: bool = False) -> int | None:
-    """Lock a file until `unlock`, or until this process ends; None if another process holds the lock."""
+    """Lock a file until `unlock` or the end of this process; return None if the lock is taken or not supported."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -97,7 +97,7 @@ def unlock(descriptor: int) -> None:
 
 
 def write(path: Path, pieces: Iterable[memoryview], expected: int | None = None) -> int:
-    """Write a new file, and wait until it is on the disk; returns its size. `expected`: the size, for errors."""
+    """Write a new file, wait until it is on the disk, and return its size. Errors mention the `expected` size."""
     nbytes = begun = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -150,8 +150,8 @@ def _not_written(path: Path, error: OSError, nbytes: int, expected: int | None) 
 
 
 def open_file(path: Path, links: bool = False) -> BinaryIO:
-    """Open a file to read. Without `links`, a link is refused: it could lead out of the checkpoint."""
-    # A pipe would block without O_NONBLOCK.
+    """Open a file to read. Refuse a link unless `links` is set, because it could lead out of the checkpoint."""
+    # Without O_NONBLOCK, opening a pipe would block.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     return open(os.open(path, flags), "rb")
 
@@ -163,7 +163,7 @@ def size_of(file: BinaryIO) -> int | None:
 
 
 def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
-    """Fill the buffer; returns the part that was filled, which is shorter at the end of the file."""
+    """Fill the buffer and return the filled part, which is shorter than the buffer at the end of the file."""
     found = 0
     while found < len(buffer):
         count = os.preadv(file.fileno(), [buffer[found:]], offset + found)
@@ -174,5 +174,5 @@ def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """Map a file into memory. Writes stay in this process; torch warns of read-only memory."""
+    """Map a file into memory, copy-on-write: torch warns if the memory is read-only."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

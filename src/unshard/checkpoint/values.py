@@ -78,7 +78,7 @@ def encode(value: Any, path: str, store: Store) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a string or number of a subclass, such as NumPy's float64, which is also a float."""
+    """Convert an instance of a subclass of str, float or int (for example, NumPy's float64) to that type."""
     if not isinstance(value, Enum | bool):
         for kind in (str, float, int):
             if isinstance(value, kind):
@@ -87,7 +87,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _is_scalar_of_numpy(value: Any) -> bool:
-    """Return True for NumPy scalars that have an exact Python type: not for complex and long double."""
+    """Return True for NumPy scalars that a Python int or float equals exactly: not for complex and long double."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), int | float)
 
@@ -121,7 +121,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """Convert JSON back. `stored` returns tensors stored next to it. The JSON is untrusted."""
+    """Convert JSON back. `stored` returns a tensor by its name. The JSON is untrusted."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
@@ -174,7 +174,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise if `set_rng_state` would fail."""
+    """Raise if the state of torch's CPU generator or of `random` is malformed."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
@@ -183,7 +183,7 @@ def check_rng_state(state: Any) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators that the checkpoint has. Others keep their state."""
+    """Restore the generators that `state` contains. Other generators keep their state."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -195,7 +195,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_new_rank(step: int, rank: int) -> None:
-    """Seed a rank that the saving job did not have: reproducible, and different for each rank."""
+    """Seed a rank that the saving job did not have. The seed is reproducible, and different for each rank."""
     seed = int.from_bytes(hashlib.sha256(f"unshard {step} {rank}".encode()).digest()[:8], "big")
     torch.manual_seed(seed)
     random.seed(seed)
