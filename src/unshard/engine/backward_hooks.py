@@ -32,8 +32,8 @@ _watched = WeakTensorKeyDictionary()  # unsharded parameters that have the hook
 def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Hook) -> tuple[Any, Any]:
     """Call `done` when the gradients of all inputs are computed; returns the inputs for forward.
 
-    Forward gets an alias of each input, whose graph node sees only this unit's share of the gradient: an input that
-    other modules use too must not delay the reduction.
+    Forward gets an alias of each input. The graph node of the alias sees only this unit's share of the gradient, so
+    other modules that use the input do not delay the reduction.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:
@@ -86,7 +86,7 @@ def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> 
                 # made its base stays.
                 base.grad_fn.register_prehook(begin)
     if -1 < last < next_sequence_nr() - 1:
-        # Autograd runs later nodes first, so what forward computed after the outputs would run before the hook. The
+        # Autograd runs later nodes first, so nodes that forward made after the outputs would run before the hook. The
         # node of an alias that is made now is later still.
 
         def alias_with_hook(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same tensor with its own graph node.
 
-    Prefers `tensor[...]`, whose backward passes the gradient through; the backward of a view reshapes it. Not every
+    Prefers `tensor[...]`, whose backward passes the gradient through; the backward of `view_as` reshapes it. Not every
     tensor subclass supports such indexing.
     """
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)

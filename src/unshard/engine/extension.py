@@ -6,8 +6,8 @@ A parameter uses the protocol if its shard has both methods:
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (unsharded tensor, tensors to free)
 
 `fsdp_pre_all_gather` may also take the mesh alone (the older form). The first call of `fsdp_post_all_gather` returns
-the unsharded tensor; later calls get it as `out` and fill it in place. It may have the padding of uneven shards behind
-the parameter's rows.
+the unsharded tensor; later calls get it as `out` and fill it in place. The unsharded tensor may have extra rows at the
+end, the padding of uneven shards.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ class Extension:
 
 
 class Extensions:
-    """All parameters of a param group with a gather protocol, gathered with the others if the transport can group."""
+    """The parameters of a param group that have a gather protocol, gathered with the others if the transport can."""
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
         self._kept: list[torch.Tensor] = []
-        """Inputs of the all-gather in flight, which nobody else may hold."""
+        """Inputs of the all-gather in flight. Often, nothing else keeps them alive."""
 
     def enter(self) -> None:
         """Let the params refer to these parameters. `Extension.finish` sets those that do not exist yet."""
@@ -195,7 +195,7 @@ class Extensions:
                 self._kept = own_inputs
                 return transport.all_gather(outputs + own_outputs, inputs + own_inputs, label=label)
             works = [transport.all_gather(outputs, inputs, label=label)] if outputs else []
-            # All of them in one tensor of bytes, which is copied out when it is waited for.
+            # Gather all of them in one tensor of bytes. The wait copies it out.
             piece = torch.cat([each.view(torch.uint8) for each in own_inputs])
             gathered = piece.new_empty(piece.numel() * transport.world)
             self._kept = [piece]

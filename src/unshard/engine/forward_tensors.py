@@ -62,7 +62,7 @@ def moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value`. Tensors in a set come in another order on each rank."""
+    """Yield every tensor in `value`. The order of tensors in a set differs between ranks."""
     if isinstance(value, torch.Tensor):
         yield value
     elif _is_container(value):
@@ -106,7 +106,7 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
-"""Only the last items of a longer container are searched."""
+"""The number of items, at the end of a container, that are searched."""
 
 
 def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
@@ -147,7 +147,7 @@ class SideOutputs:
         self.places: dict[tuple[weakref.ref[nn.Module], str], None] = {}
         """Attributes that had a tensor of the graph, or one that shares memory with unsharded parameters."""
         self.aliases: list[_LeftAlias] = []
-        """Tensors that share this memory. Copies replace them until the next forward."""
+        """Tensors that share memory with unsharded parameters. Copies replace them until the next forward."""
 
     def expected(self) -> bool:
         """Return True if `tensors` may find any. Call this after every forward."""
@@ -178,7 +178,7 @@ class SideOutputs:
             alias.copy()
 
     def restore_aliases(self) -> None:
-        """Show forward the tensors again: it may have made them only once, and expects the parameters' values."""
+        """Put the tensors back before a forward, which may make them only once and expects the parameters' values."""
         aliases, self.aliases = self.aliases, []
         for alias in aliases:
             alias.restore()
@@ -219,7 +219,7 @@ class _LeftAlias:
 
 
 def _aliases_in(container: Any, key: Any, value: Any, levels: int = 3) -> Iterator[_LeftAlias]:
-    """Yield what shares memory with unsharded parameters in `value`, which is at `key` of a module, list or dict.
+    """Yield aliases of unsharded parameters in `value`, which `container` (a module, list or dict) holds at `key`.
 
     Unsharded parameters themselves do not count: recurrent layers keep theirs in a list, and modules of a flat unit as
     attributes.

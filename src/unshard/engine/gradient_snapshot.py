@@ -1,7 +1,7 @@
 """The gradients of a param group between two steps, as the host knows them.
 
-A replayed step leaves the gradients that its recording left, but runs no Python, so the host has to be told. The
-memory of these gradients must stay where it was when the step was recorded.
+A replayed step leaves the same gradients as its recording but runs no Python, so `restore` tells the host about them.
+Their memory must stay where it was during the recording.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .sharded_grad import ShardedGrad
 from .states import GradState
 
 InMemory = tuple[Any, int, tuple[int, ...]]
-"""Gradients in one buffer: which one, its address, and the indices of the parameters, or grads of a `ShardedGrad`.
+"""Gradients in one buffer: the buffer's key, its address, and the indices of the parameters (`ShardedGrad`: of grads).
 
-Which: the number of a `ShardedGrad` or the key of a `Reduction`; None for unreduced gradients.
+The key: the number of a `ShardedGrad`, the key of a `Reduction`, or None for unreduced gradients.
 """
 
 
@@ -72,7 +72,7 @@ class GradientSnapshot:
         return not self.foreign and not self.shown
 
     def fits(self, group: ParamGroup) -> bool:
-        """Return True if the memory is still there, and the program holds no earlier gradients in it."""
+        """Return True if the memory has not moved, and the program holds no earlier gradients in it."""
         gradients = group.gradients
         grads = {grad.number: grad for grad in gradients.all_grads()}
         for number, address, _ in self.attached:
@@ -89,7 +89,7 @@ class GradientSnapshot:
         return True
 
     def restore(self, group: ParamGroup) -> None:
-        """Make the host know these gradients, which a replay has written, and no others."""
+        """Tell the host that exactly these gradients exist, after a replay has written them."""
         gradients = group.gradients
         deque(map(setattr, (param.sharded for param in group.sharded.params), repeat("grad"), repeat(None)), maxlen=0)
         grads = {grad.number: grad for grad in gradients.all_grads()}
@@ -107,7 +107,7 @@ NO_GRADIENTS = GradientSnapshot()
 
 
 def keep_gradient_memory(group: ParamGroup) -> None:
-    """Keep the memory of all gradients that exist now where it is, for good: recordings read and write it."""
+    """Never free the memory of the gradients that exist now: recordings read and write it at its address."""
     gradients = group.gradients
     if gradients.unreduced is not None and gradients.state is GradState.LOCAL:
         gradients.unreduced.buffer.stay()
@@ -119,7 +119,7 @@ def keep_gradient_memory(group: ParamGroup) -> None:
 
 
 def kept_grads(group: ParamGroup) -> list[ShardedGrad]:
-    """Sharded gradients whose memory stays. A recording may write it even if the step leaves no gradients."""
+    """Sharded gradients whose memory is never freed. A recording may write it even if its step leaves no gradients."""
     return [grad for grad in group.gradients.all_grads() if grad.buffer.stays]
 
 

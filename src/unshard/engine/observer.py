@@ -1,6 +1,6 @@
 """Watching a run: an observer of collectives (an audit), and loggers and profilers that see the stages of units.
 
-While nobody watches, an observer costs one comparison per collective and `traced` one call per hook.
+While nobody watches, this costs one comparison per collective and one call per hook.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Members = Sequence[tuple[int, ...]]
 current: Any = None
 """The observer (`tools/precision_audit.py`). It must change nothing, keep no tensor and issue no collective.
 
-Every unit of the process calls `all_gathering`, `reducing` and `all_reducing` when these collectives are issued;
+Every unit of the process calls `all_gathering`, `reducing` and `all_reducing` when it issues these collectives;
 `unsharded` and `delivered` when the unsharded parameters and the `.grad`s are complete; `keeping` when a backward
-without synchronization leaves sums. A global of the process, not of a thread: autograd has its own threads.
+without synchronization leaves sums. All threads share the observer, because autograd has its own threads.
 """
 
 log = logging.getLogger("unshard")

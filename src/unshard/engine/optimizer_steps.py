@@ -1,4 +1,4 @@
-"""Hooks on every optimizer's step: they count steps, let roots prepare for them, and check optimizers once."""
+"""Hooks on every optimizer's step: they count steps, prepare roots for them, and check new or changed optimizers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .unmanaged import all_modules
 
 
 class _Checked(NamedTuple):
-    """The result of the last check of an optimizer."""
+    """The last check of an optimizer. It is repeated if one of the first three fields has changed since."""
 
     parameters: int
     state: int
     """The id of `optimizer.state`, which loading replaces."""
     replacements: int
-    """The number of parameters, of any model, that had been replaced."""
+    """The value of `Replacements.seen`: how many parameters of all models were replaced."""
     groups: weakref.WeakSet[ParamGroup]
-    """The param groups of its parameters."""
+    """The param groups of the optimizer's parameters."""
     steps: set[Steps]
     """Step counters of these param groups and of this rank."""
     orders: list[Order]
-    """Compares the steps of the ranks, for each process group of these param groups."""
+    """The order checks of these param groups' process groups, which compare the steps of the ranks."""
 
 
 _shown = attrgetter("shown")
@@ -64,7 +64,7 @@ def watch_optimizers() -> None:
 
 @cache
 def _register() -> None:
-    """Once per process. Not compiled: a compiled step would trace the hooks and run them only once."""
+    """Register the hooks, once per process. Not compiled: a compiled step would run them only while it is traced."""
     register_optimizer_step_pre_hook(never_compiled(_before_step))
     register_optimizer_step_post_hook(never_compiled(_after_step))
 
@@ -77,7 +77,7 @@ def _before_step(optimizer: Any, *unused: Any) -> None:
         check_optimizer(optimizer, optimizer_parameters(optimizer))
         if optimizer not in _guarded:
             optimizer.register_state_dict_pre_hook(refuse_local_state)
-            # Python may reuse the id of the old state, which is gone, for the loaded one.
+            # Loading frees the old state, and Python may reuse its id for the new one.
             optimizer.register_load_state_dict_post_hook(_forget)
             _guarded.add(optimizer)
         checked = _checked[optimizer] = _look_at(optimizer)
@@ -85,7 +85,7 @@ def _before_step(optimizer: Any, *unused: Any) -> None:
         for root in roots_of_groups(checked.groups):
             if not root.in_backward and not root.in_forward:
                 _prepare(root, optimizer)
-            root.wait_for_uploads()  # of a forward since the backward
+            root.wait_for_uploads()  # a forward since the backward may have queued some
         for order in checked.orders:
             order.compare_step()
     if LISTENERS:
@@ -106,7 +106,7 @@ def _prepare(root: Root, optimizer: Any) -> None:
             root.reset()
             refuse_gradients_past_outputs(unit)
     # The step counts as a write to the unsharded parameters, so autograd refuses the backward of a graph that has saved
-    # them, as it does without sharding. All-gathers do not count: such a backward would silently use the new values.
+    # them, as it does without sharding. Otherwise such a backward would all-gather and silently use the new values.
     for group in root.param_groups if root.open_graphs else ():
         for param in group.params:
             if param.unsharded is not None and id(param.sharded) in stepped and group.sharded.is_stepped(param):
@@ -122,20 +122,20 @@ def _after_step(optimizer: Any, *unused: Any) -> None:
     if "unshard_step_in_backward" not in vars(optimizer):
         note_optimizer_step(optimizer)
         return
-    # An optimizer that steps in backward has noted it already. Shards that were uploaded since are up to date.
+    # An optimizer that steps in backward has already counted the step. Shards uploaded since then are up to date.
     mine = set(map(id, optimizer_parameters(optimizer)))
     for root in roots_of_groups(_last_checked(optimizer).groups):
         root.upload_first_units(mine)
 
 
 def note_optimizer_step(optimizer: Any) -> None:
-    """Count a step that writes parameters, or has written them."""
+    """Count a step of the optimizer, before or after it writes the parameters."""
     for steps in _last_checked(optimizer).steps:
         steps.taken += 1
 
 
 def _last_checked(optimizer: Any) -> _Checked:
-    """Return the last check; repeat it if another rank (in another thread) has built a unit since."""
+    """Return the last check. Look again if another rank, in another thread, has cleared it by building a unit."""
     return _checked.get(optimizer) or _look_at(optimizer)
 
 
@@ -192,7 +192,7 @@ def refuse_local_state(optimizer: Any) -> None:
 
 
 def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
-    """Unlike DTensors, plain tensors with this rank's elements do not know the rest of the parameter."""
+    """Warn if the step needs whole parameters, but plain tensors have only this rank's elements."""
     over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
     name = cut_flat(parameters)
     if name is not None and stepped_by_plain_scaler():  # not an error: a rank that skips this step would not raise
@@ -213,7 +213,7 @@ def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
 def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None:
     """Raise if one rank saved the state and all loaded it, so that this rank has moments of other elements.
 
-    DTensors know which rank made them. Plain tensors show it only if their sizes differ.
+    DTensors know which rank made them. Plain tensors reveal another rank only if their sizes differ.
     """
     _refuse_state_of_other_size(optimizer, parameters)
     for entry in optimizer.state.values():
@@ -229,7 +229,7 @@ def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None
 
 
 def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
-    """Only for torch's optimizers: their state has the parameter's shape, or no dimensions."""
+    """Raise if state and parameter differ in shape. Skips optimizers that may have such state."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind in _OVER_WHOLE:
         return
@@ -333,7 +333,7 @@ def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
         sharded = group.sharded
         for param in sharded.params if sharded.one_parameter_each else ():
             tensors, full = _tensors(entries.get(id(param.sharded))), torch.Size(param.sharding.shape)
-            # Some optimizers also keep other tensors of that shape, or local tensors, which are full on a single rank.
+            # All must be full: some optimizers keep full tensors besides sharded ones. On one rank, all are full.
             whole = all(each.shape == full and not isinstance(each, DTensor) for each in tensors.values())
             if not tensors or param.local.shape == full or not whole:
                 continue

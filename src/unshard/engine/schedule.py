@@ -41,7 +41,7 @@ class ForwardOrder:
 
 
 class BackwardOrder(deque[int]):
-    """The units, as numbers, whose forwards wait for their backward. Bounded (`maxlen`), because it may never come."""
+    """The units, as numbers, whose forwards wait for a backward. Bounded (`maxlen`): some backwards never come."""
 
     def drop_to(self, length: int) -> None:
         while len(self) > length:
@@ -66,10 +66,10 @@ class Reductions:
         self.scattering: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self.repeated: set[Unit] = set()
-        """Units that ran more than once since the last backward, so their gradients may come in several backwards."""
+        """Units that ran more than once since the last backward, so their gradients may come in several parts."""
 
     def make_room(self, unit: Unit) -> None:
-        """Wait until the reduction of `unit` can start. The previous one has overlapped with the unit's backward."""
+        """Wait until the reduction of `unit` can start. Earlier reductions have overlapped with its backward."""
         if self._all_reducing:
             self._finish(self._all_reducing)
         while len(self.scattering) >= self._most or unit in self.scattering:
@@ -107,7 +107,7 @@ class Reductions:
                 self._tell_listeners(unit)
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """Hand over the gradients of `unit`, complete unless it, or a unit that uses its parameters, ran twice."""
+        """Hand over the gradients of `unit` if they are complete: it ran once, and no other unit uses its params."""
         if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
             ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
             for listener in listeners():

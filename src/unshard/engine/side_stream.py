@@ -1,7 +1,7 @@
 """Side streams: queues of the device beside the compute stream, for copies from and to the host and for reductions.
 
-The only file that creates streams. It also knows whether a step is being recorded as a CUDA graph, because recorded
-steps use more streams.
+The only file of the engine that creates streams. It also knows whether a step is being recorded as a CUDA graph,
+because recorded steps use more streams.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamEvent:
         self.event.wait(self._stream())
 
     def _stream(self) -> torch.Stream | None:
-        """This thread's stream on the device. None means the current stream, and costs less than looking it up."""
+        """Return this thread's current stream on the device, or None, which means the same and costs less."""
         if current_device_index() == self._device.index:
             return None
         return torch.accelerator.current_stream(self._device)
@@ -81,7 +81,7 @@ class SideStream:
         return self._context()
 
     def _context(self) -> torch.Stream:
-        """The stream as a context manager, one for each thread: a stream object remembers the stream it came from."""
+        """The stream as a context manager, one object per thread, because it remembers the stream to return to."""
         try:
             return self._contexts.mine
         except AttributeError:
@@ -92,9 +92,9 @@ class SideStream:
             return self._contexts.mine
 
     def queue(self, do: Callable[[], object], first: Callable[[], object] | None = None) -> StreamEvent:
-        """Queue `do` here, after everything on the compute stream so far; return the event of its end.
+        """Queue `do` here, after everything on the compute stream so far; return an event at the end of `do`.
 
-        `first` is queued before `do` and does not wait for the compute stream. Memory that both allocate and free
+        `first` is queued before `do` and does not wait for the compute stream. Memory that either of them allocates
         belongs to this stream.
         """
         computed = StreamEvent(self._device).record()
@@ -116,7 +116,7 @@ class SideStream:
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """One for each direction, because a device copies in both at once."""
+    """Two streams, one per direction, because a device can copy in both directions at once."""
 
     up: SideStream
     """From the host."""

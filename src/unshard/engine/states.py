@@ -17,7 +17,7 @@ from ..policies import MixedPrecisionPolicy
 
 
 class State(Enum):
-    """Hashes by identity. `Enum.__hash__` is a Python function, and states are looked up often."""
+    """Hashes by identity, because states are looked up often and `Enum.__hash__` is a Python function."""
 
     __hash__ = object.__hash__
 
@@ -75,12 +75,12 @@ def checked_move(owner: object, now: _State, to: _State) -> _State:
 
 @dataclass
 class Options:
-    """Settings that users may change while the model trains. Nothing caches these: a change takes effect at once."""
+    """Settings that users may change while the model trains. All but `reduce_buffers` take effect at once."""
 
     reshard_after_forward: bool | None = None
     """`None` keeps the root's own unit unsharded for its backward and reshards the others."""
     slice_after_forward: bool = False
-    """Keep a slice between forward and backward: an integer `reshard_after_forward`."""
+    """Keep a slice between forward and backward, as an integer `reshard_after_forward` asks."""
     reshard_after_backward: bool = True
     show_sharded_after_forward: bool = False
     """Put the sharded parameters on the modules even if the unit stays unsharded for its backward."""
@@ -93,9 +93,9 @@ class Options:
     all_reduce: bool = True
     """False: gradients are not reduced over replicas, and kept as partial sums."""
     reduce_unused: bool = False
-    """Reduce zeros for trainable parameters without a gradient, so that ranks may use different ones."""
+    """Reduce zeros for trainable parameters without a gradient, so that ranks may use different parameters."""
     reduce_buffers: int = 1
-    """The number of reduce-scatter inputs of the model that may be alive at once."""
+    """Reduce-scatter inputs that may be alive at once. A new root reads the largest value of its units."""
     divide_factor: float | None = None
     """Divide the sum of gradients by this number instead of the number of ranks."""
     force_sum: bool = False
@@ -113,13 +113,13 @@ class Options:
     backward_prefetch: list[weakref.ref[Any]] | None = None
 
 
-# Collectives average in these dtypes. In any other one the sum could overflow, so it is divided before and after.
+# As in PyTorch, collectives average only these dtypes. Others (float16 could overflow) are divided before and after.
 AVERAGED = frozenset((torch.float32, torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class Division:
-    """Makes a mean of a sum over ranks: in the collectives, or by dividing before and after them."""
+    """How the sum over the ranks becomes a mean: in the collectives, or by dividing before or after them."""
 
     scatter_average: bool
     all_reduce_average: bool
@@ -138,9 +138,9 @@ def division(
 ) -> Division:
     """Return the division for gradients that are reduced over `shards` x `replicas` ranks.
 
-    `factor` replaces the number of ranks. `in_halves` divides before and after the sum in every dtype. The divisor is
-    then split in two factors near its square root, so that neither the summands vanish nor the sum overflows:
-    2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    `factor` replaces the number of ranks. Dtypes that collectives do not average (with `in_halves`, all dtypes) are
+    divided before and after the sum, by two factors near the square root of the divisor, so that neither the summands
+    vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
     """
     total = factor or shards * replicas
     if reduce_dtypes <= AVERAGED and not in_halves:
@@ -190,7 +190,7 @@ class Dtypes:
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors are sent: backends do not support complex numbers, which become pairs of reals."""
+    """The dtype in which `dtype` is sent. Backends do not support complex numbers, so these become pairs of reals."""
     return dtype.to_real()
 
 
@@ -209,7 +209,7 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 class Segments:
-    """The sets of dtypes in a unit (`kinds`), and the index of the one that each parameter has (`of`)."""
+    """The sets of dtypes in a param group (`kinds`), and the index of each parameter's set (`of`)."""
 
     def __init__(self, originals: list[torch.dtype], policies: Sequence[MixedPrecisionPolicy]):
         each = [dtypes_for(original, policy) for original, policy in zip(originals, policies, strict=True)]
@@ -225,7 +225,7 @@ class Segments:
         return [getattr(kind, role).itemsize for kind in self.kinds]
 
     def stored(self) -> Segments:
-        """The same segments for all-gathers in the stored dtypes."""
+        """The same segments if the unit computes in the stored dtypes."""
         same = copy.copy(self)
         same.kinds = [kind.stored for kind in self.kinds]
         return same
