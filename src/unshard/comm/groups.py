@@ -25,12 +25,12 @@ from ..torch_private import (
     symmetric_memory_pool,
 )
 
-# By default group, so that groups of a job that has ended are not found again.
+# Keyed by default group, so that groups of a job that has ended are not found again.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
 def is_group(value: Any) -> bool:
-    """Return True if `value` has ranks. It need not be of torch's class."""
+    """Return True if `value` has the methods of a process group. It need not be of torch's class."""
     return callable(getattr(value, "rank", None)) and callable(getattr(value, "size", None))
 
 
@@ -44,15 +44,15 @@ def group_of(ranks: Sequence[int], purpose: str) -> Any:
     return made[key]
 
 
-# By original group and backend: a group may have one backend for the host and one for devices.
+# Keyed by original group and backend: a group may have one backend for the host and one for devices.
 _LIKE: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[], None]) -> Any:
     """A second group of the same ranks, made once. Its collectives do not wait for those of `group`.
 
-    All ranks make it together: `meet` is called first, and raises if they do not come. It has the timeout of `group`
-    and, with NCCL, its options. If torch cannot make one, returns `group` itself.
+    All ranks make it together: `meet` is called first, and raises if a rank does not come. The second group has the
+    timeout of `group` and, with NCCL, its options. If torch cannot make one, returns `group` itself.
     """
     made = _LIKE.setdefault(group, {})
     if backend not in made:
@@ -116,7 +116,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def current_device(kind: str) -> torch.device:
-    """The host, or the current device of the accelerator, whose type is `kind`."""
+    """The device of type `kind`: the host, or the accelerator's current device."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -139,9 +139,9 @@ def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
-    """The process group of all ranks of these meshes, which all contain this rank.
+    """A process group that contains all ranks of these meshes. Every mesh contains this rank.
 
-    All its ranks have to call together, because it may have to be made.
+    All ranks of the group call this together, because the group may have to be made.
     """
     widest = widest_of(meshes)
     if len(meshes) == 1 or all(ranks_of(mesh) <= ranks_of(widest) for mesh in meshes):
@@ -167,7 +167,7 @@ def _world_or_group_of(ranks: frozenset[int]) -> Any:
 
 
 class Pool:
-    """CUDA memory that a transport sends from faster. Tensors that are allocated in it stay in it when resized."""
+    """CUDA memory that a transport sends from faster. Tensors allocated in the pool stay there when resized."""
 
     def __init__(self, pool: Any, device: torch.device):
         self._pool, self._device = pool, device

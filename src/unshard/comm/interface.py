@@ -22,7 +22,7 @@ class Work(Protocol):
     """A collective in flight. Do not read, write or free its tensors before `wait` has returned.
 
     Works of the transports here also have `wait(timeout)`, which raises RuntimeError after the timeout, and
-    `is_completed()`, which is True if the error was the collective's own.
+    `is_completed()`, which then is False; it is True if the error was the collective's own.
     """
 
     def wait(self) -> object: ...
@@ -98,7 +98,7 @@ class Transport(ABC):
         return [] if self.order is None else self.order.ranks
 
     def announce(self, what: str) -> None:
-        """Say what the next collective without a label does, for the error of a rank that waits for others."""
+        """Say what the next collective without a label does, for messages about ranks that wait."""
         if self.order is not None:
             self.order.progress.next_unlabelled = what
 
@@ -136,7 +136,7 @@ def joined(works: list[Any]) -> Work:
 
 
 class WorkThen:
-    """A collective in flight whose first `wait` also runs `then`: adds up received pieces, or copies the result.
+    """A collective in flight. Its first `wait` also runs `then`, which adds up received pieces or copies the result.
 
     `then` also keeps tensors alive until the wait. Works of a user's class get no timeout: they need not take one.
     """
@@ -193,7 +193,7 @@ class ReduceScatter(Comm):
     """A user's reduce-scatter.
 
     A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, which reduces several
-    tensors at once, as `AllGather.gather_many` does.
+    tensors at once, without allocations and copies: the counterpart of `AllGather.gather_many`.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Collectives of a `torch.distributed` process group.
 
-Calls the group's own methods instead of the functions of `torch.distributed`: they take several tensors at once and
-skip a layer of Python.
+Calls the group's own methods instead of the functions of `torch.distributed`: the methods take several tensors at once
+and skip a layer of Python.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ProcessGroupTransport(Transport):
         return WorkThen(work, partial(add_up, self._rows(received, output), output, average))
 
     def _rows(self, pieces: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """A row per rank, each as long as `output`: pieces are padded in bytes, so narrow ones may be longer."""
+        """A row per rank, each as long as `output`. Pieces of a narrow dtype may have more padding than `output`."""
         return pieces.view(self.world, -1)[:, : output.numel()]
 
     def _reduce_copy(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
@@ -227,7 +227,7 @@ def delay_exit() -> None:
 def _exchange_is_faster(backend: str, device: torch.device) -> bool:
     """Return True if an all-to-all and our own sums are faster than the backend's reduce-scatter.
 
-    Gloo's is an all-reduce of a copy: twice the bytes, about twice the time. Measured with tensors on the host.
+    Gloo's reduce-scatter is an all-reduce of a copy: twice the bytes, about twice the time (with tensors on the host).
     """
     return backend == "gloo" and device.type == "cpu"
 
@@ -236,14 +236,14 @@ def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
     """Two answers: can the backend all-gather, and reduce-scatter, several tensors in one collective?"""
     # Gloo's coalesced all-gather corrupts the heap if two are in flight, and numbers if dtypes differ (torch 2.13, seen
     # without this library). With CUDA tensors it crashes. Its coalesced reduce-scatter works, except for groups written
-    # in Python (see above).
+    # in Python (see below).
     return backend == "nccl", backend == "nccl" or (backend == "gloo" and not in_python)
 
 
 # -- methods of process groups ------------------------------------------------------------------------------
 #
-# Chosen once, when the transport is made. Torch's own groups have all methods. A group written in Python overrides some
-# of them. Inherited methods work only if a backend is registered with the group, and would bypass the overridden ones.
+# Chosen once per transport. Torch's own groups have all methods. A group written in Python overrides some of them. The
+# methods it inherits work only if a backend is registered with the group, and would bypass the overridden ones.
 #
 # Inherited methods are called on the backend (which has none for several tensors), because the group's own can
 # deadlock. Torch holds the GIL while it runs a method that a Python class inherits from `ProcessGroup`. Gloo's thread
@@ -299,7 +299,7 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    """A method that raises when it is called. But a class written in C++ has methods that Python does not see."""
+    """Return a method that raises, unless the inherited one works: C++ classes override methods unseen by Python."""
     inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
 
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Chooses the transport of a process group. Also: one rank, a second process group, the order check, plug-ins."""
+"""Transports for one rank, a second process group, the order check and plug-ins, and the choice among them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _checked(name: str) -> Any:
 class OrderCheckedTransport(Transport):
     """Compares labels between the ranks before another transport issues the collective.
 
-    If the ranks wait on the host, a wait is given up when another rank has an error.
+    If ranks wait on the host, they stop waiting when another rank has an error.
     """
 
     order: Order

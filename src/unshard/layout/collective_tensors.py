@@ -34,7 +34,7 @@ class PackingRule:
     """Parameters with fewer bytes (unsharded, in the compute dtype) are packed. For larger ones, the copy would cost
     more than another tensor in the collective."""
     least: int = 1
-    """Pack only if there are at least this many small parameters. For fewer, the call that copies costs more."""
+    """Pack only if there are at least this many small parameters. For fewer, the copy costs more than it saves."""
 
 
 PACK_SMALL = PackingRule()
@@ -47,7 +47,7 @@ def align(offset: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class DtypeRun:
-    """Adjacent parameters of one segment (one set of dtypes) in a region, with `numel` elements on every rank.
+    """Adjacent parameters of one segment (one set of dtypes) in a region: together `numel` elements on each rank.
 
     `starts`: the first element of each parameter, counted from the start of a rank's piece if the region is packed,
     else from the start of the region.
@@ -81,7 +81,7 @@ class Region:
 
 
 class Grouping(Enum):
-    """The tensors that a collective can send."""
+    """How parameters are divided into regions, depending on the tensors that a collective can send."""
 
     GROUPED = "a region per large parameter, one packed region per segment"
     BY_SEGMENT = "one packed region per segment"
@@ -159,7 +159,7 @@ class UnitLayout(NamedTuple):
     unsharded_regions: Callable[[Sequence[LayoutParam], Sequence[int]], tuple[Region, ...]]
     """Return the regions of an unsharded buffer. Every parameter is contiguous in it."""
     same_unsharded: bool
-    """On one rank, the shard has the layout of the unsharded buffer, so one can be used as the other."""
+    """True if, on one rank, the shard has the layout of the unsharded buffer and can be used as that buffer."""
 
 
 ROW_LAYOUT = UnitLayout(_row_regions, _unpacked_regions, same_unsharded=False)
@@ -206,7 +206,7 @@ def lay_out(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, pi
     """Lay out regions in a buffer. Elements of segment `s` have `itemsizes[s]` bytes.
 
     `copies` is 1 for a shard and the number of ranks for an unsharded buffer. Pieces of packed regions are padded to a
-    multiple of `piece_alignment` bytes. Other pieces are not, because padding would divide the parameter.
+    multiple of `piece_alignment` bytes. Other pieces are not, because padding would split the parameter.
     """
     ranges: list[RegionRange] = []
     for region in regions:

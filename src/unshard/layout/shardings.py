@@ -7,7 +7,7 @@ parameter:
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
     not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
-    aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank: each begins at a multiple of 16 bytes
+    aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank; parameters begin at multiples of 16 bytes
 
 The concatenated flat shards of all ranks are the unit: one collective and no copies. A rank has a contiguous range of
 each parameter, which is often empty.
@@ -112,7 +112,7 @@ class FlatSharding:
 
     @property
     def unsharded(self) -> FlatSharding:
-        """The parameter has the same offset in an unsharded buffer."""
+        """The same sharding, because the parameter has the same offset in an unsharded buffer."""
         return self
 
     @cached_property
@@ -126,7 +126,7 @@ class FlatSharding:
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard: one-dimensional, but the parameter's own on one rank."""
+        """Shape of the shard: one-dimensional, or the parameter's own shape if there is only one rank."""
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property
@@ -143,7 +143,7 @@ class FlatOffsets:
     numels: tuple[tuple[int, bool], ...]
     """Elements of each parameter and of each padding between them. The second value is True for padding."""
     length: int
-    """Elements of the unit, without padding that only makes it divisible by the number of ranks."""
+    """Elements of the unit. Padding at the end, which makes them divisible by the ranks, counts only if aligned."""
     shard_numel: int
     """Elements on each rank."""
 

@@ -248,11 +248,11 @@ _AROUND_OPTIMIZERS = ("unshard.", "torch.optim.", "torch._compile", "torch._dyna
 
 
 def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
-    """The helper that calls the method which calls this function: its name, `optimizers` and `full_state_dict`.
+    """The checkpoint helper that called our code: its name, its optimizers, and True if it wants a full state dict.
 
-    None if no helper does, or if it asks for our wrapper's class, which the drop-in puts into the helpers' module. The
-    helpers recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change
-    anything. Only the arguments on the stack tell which helper asks, and for which optimizers. Versions 2.5 and later.
+    None if there is none, or if its module has our wrapper's class, which the drop-in puts there. The helpers recognize
+    PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change anything. Only the
+    arguments on the stack tell which helper asks, and for which optimizers. All versions.
     """
     outermost = None
     for frame in _outside(("unshard.",)):

@@ -38,7 +38,7 @@ class OpenGradScaler(torch.amp.GradScaler):
         return scale.to(device, non_blocking=device.type != "cpu")
 
     def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
-        """Says if `optimizer` was unscaled or stepped since the last update."""
+        """Tells if `optimizer` was unscaled or stepped since the last update."""
         return self._per_optimizer_states[id(optimizer)]["stage"]
 
     def set_stage(self, optimizer: torch.optim.Optimizer, stage: OptState) -> None:
@@ -96,10 +96,10 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def rewrap_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap the step of the optimizer's new class as a scheduler does. The scheduler's wrapper calls the old class's.
+    """Wrap the step of the optimizer's new class, because the scheduler's wrapper calls the step of the old class.
 
-    The wrapper sets `_opt_called`, with which the scheduler checks that steps come before `scheduler.step()`. All
-    versions.
+    The new wrapper also sets `_opt_called`, with which the scheduler checks that steps come before `scheduler.step()`.
+    All versions.
     """
     del vars(optimizer)["step"]
     reference, step = weakref.ref(optimizer), type(optimizer).step

@@ -106,7 +106,7 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
 
 # Called for every parameter in every step, so not Python functions.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""The local tensor of a DTensor, itself. `to_local()` makes a new view under autograd. All versions."""
+"""The local tensor of a DTensor itself. `to_local()` returns a new view under autograd instead. All versions."""
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
 """Mesh and placements of a DTensor in one attribute. The public properties look it up twice. All versions."""
 
@@ -166,7 +166,7 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
-    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, so it is rebound again. All versions."""
+    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, so `local` is set again. All versions."""
     parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
     set_local_tensor(parameter, local)
     return parameter

@@ -68,7 +68,7 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
 
 
 def known_orders(groups: Iterable[Any]) -> list[Order]:
-    """The orders of those process groups that units are sharded over."""
+    """The orders of `groups`, without those that no unit is sharded over."""
     real = {group for group in groups if type(group) is dist.ProcessGroup}
     return [order for group in real for order in _orders.get(group, {}).values()]
 
@@ -100,8 +100,8 @@ class Order:
 
     Whether a collective is compared depends only on the sequence before it, so ranks that have agreed so far also agree
     on that. While labels are new, every collective is compared, and each rank knows that the others compare as well.
-    Later, only unexpected collectives are. Other ranks may have expected theirs and not compare, so the rank waits
-    until all have joined.
+    Later, only unexpected collectives are compared. Other ranks may have expected theirs and compare nothing, so a rank
+    that compares waits until all have joined.
     """
 
     def __init__(self, store: OrderStore, peers: Peers, progress: Progress, waits_on_host: bool, peer_seconds: float):
@@ -287,7 +287,7 @@ class Order:
             self.raise_failed(RuntimeError("Another rank has stopped waiting."), None)
 
     def raised(self, text: str) -> bool:
-        """Announce to the other ranks that an exception leaves forward or backward of this one."""
+        """Announce to the other ranks that an exception leaves forward or backward of this rank."""
         if not self._peers.failed:  # otherwise the others have better information already
             with suppress(RuntimeError):  # the store may be gone
                 self._peers.announcer.raised(text)

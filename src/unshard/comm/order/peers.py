@@ -75,7 +75,7 @@ class Announcement:
     """The value of `issued` when the last exception left forward or backward."""
     raised_at: float = 0.0
     waited_for: list[int] = field(default_factory=list)
-    """The ranks that did not take part in a collective, if that was the exception."""
+    """The ranks that did not take part in a collective, if that caused the exception."""
     ended: str = ""
 
 
@@ -103,7 +103,7 @@ def announcer_of_job(interval: float) -> Announcer:
 
 
 def keys_of_job() -> Any:
-    """Our keys in the job's store. Valid only if the order of collectives is checked."""
+    """Our keys in the job's store. Call this only if the order of collectives is checked."""
     return _jobs[dist.group.WORLD].job
 
 
@@ -232,7 +232,7 @@ class Peers:
         announcer.add(self)
 
     def position(self, now: float) -> tuple[int, str, float]:
-        """Return the number of announced collectives, the last one, and since when. Only for the announcer."""
+        """Return the number of announced collectives, the last one, and its time. Only the announcer calls this."""
         issued, text = self.progress.last_announced()
         if self._position[0] != issued:
             self._position = issued, now
@@ -311,7 +311,7 @@ class Peers:
             others = self.others()
 
     def _wait_for_readers(self, absent: Collection[int]) -> None:
-        """Give ranks that wait for the same ones time to read why, because this process may host the store."""
+        """Give ranks that also wait for the absent ones time to read why, because this process may host the store."""
         limit = time.monotonic() + 2 * self.announcer.interval
         while time.monotonic() < limit:
             others = [each for each in self.others() if each.rank not in absent]
@@ -322,7 +322,7 @@ class Peers:
     def warn_of_absent(self) -> None:
         """Log which ranks this one waits for. Called by the announcer's thread.
 
-        Logs after `warn_seconds`, or earlier if one of the ranks can no longer come, and then at twice the time.
+        Logs after `warn_seconds`, or earlier if one of the ranks can no longer come, and again when the wait doubles.
         """
         issued, since = self._position
         stalled = time.time() - since if issued == self.progress.last_announced()[0] else 0.0

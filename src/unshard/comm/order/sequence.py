@@ -201,7 +201,7 @@ class OrderStore:
         return self._store.get("error").decode() if self._store.check(["error"]) else ""
 
     def error_elsewhere(self) -> str:
-        """An error of a member in another process group, after which it issues nothing in this one."""
+        """An error that a member raised in another process group. That member issues nothing in this group any more."""
         for rank in self.ranks:
             if self.job.check([f"error of {rank}"]):
                 return self.job.get(f"error of {rank}").decode()

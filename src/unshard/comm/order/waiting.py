@@ -70,12 +70,12 @@ class SharedCall:
 
 
 class PollingWork:
-    """A collective of a backend that waits on the host. While nothing is wrong, `wait` is one call of the backend's."""
+    """A collective of a backend that waits on the host. While nothing is wrong, `wait` calls the backend's once."""
 
     __slots__ = ("_label", "_order", "_owner", "_work")
 
     def __init__(self, work: Any, order: Order, owner: object, label: Label | None):
-        """`owner`: must stay alive as long as the collective, also if the wait is given up."""
+        """`owner`: must stay alive as long as the collective, even if the wait is given up."""
         self._work, self._order, self._owner, self._label = work, order, owner, label
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ def leak(*objects: object) -> None:
 
 # -- works that ignore their timeout -----------------------------------------------------------------------
 
-# One thread per process group, because a collective that never completes blocks its thread. Ends with the order.
+# One thread per order, because a collective that never completes blocks its thread. The thread ends with the order.
 _threads: weakref.WeakKeyDictionary[Order, SimpleQueue[ThreadWaitedWork | None]] = weakref.WeakKeyDictionary()
 _given_up: list[ThreadWaitedWork] = []  # a thread may be blocked in each of these
 
@@ -193,7 +193,7 @@ class ThreadWaitedWork:
             raise self._error
 
     def give_up(self) -> None:
-        """Record that nobody waits for it. The collective may block the thread forever."""
+        """Record that nobody waits for this work any more. The collective may block the thread forever."""
         if not self.is_completed():
             _given_up.append(self)
 

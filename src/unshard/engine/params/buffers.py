@@ -16,7 +16,7 @@ from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..states import Segments, sent_dtype
 
 EMPTIED: set[int] = set()
-"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty one ends the process."""
+"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty storage ends the process."""
 
 
 def will_empty(owner: object, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -30,12 +30,12 @@ class Buffer:
     """A storage that is emptied and refilled while the tensors over it stay the same objects.
 
     Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing. Memory belongs to
-    the stream that is current at `take`. `release` does not wait: call it once the last use is queued on that stream,
-    or the stream waits for it.
+    the stream that is current at `take`. `release` does not wait: call it after that stream has queued the last use, or
+    a wait for it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None, memory: torch.Tensor | None = None):
-        """`memory`: bytes to use instead, which are never freed."""
+        """`memory`: bytes to use instead of allocating any. They are never freed."""
         self.nbytes = nbytes
         self.device = device
         self.stays = memory is not None
@@ -49,7 +49,7 @@ class Buffer:
         self._pool = pool
 
     def take(self) -> None:
-        """Allocate the memory unless it is held. Its contents are undefined then."""
+        """Allocate the memory, with undefined contents, unless it is held."""
         if not self.held:
             if self._pool is None:
                 self.storage.resize_(self.nbytes)
@@ -59,7 +59,7 @@ class Buffer:
             self.held = True
 
     def release(self) -> None:
-        """Free the memory. Only if no collective on it is in flight."""
+        """Free the memory, unless it stays. The caller makes sure that no collective uses it."""
         if self.held and not self.stays:
             self.storage.resize_(0)
             self.held = False
@@ -72,7 +72,7 @@ class Buffer:
     def tensor(
         self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return a tensor at a byte offset, contiguous by default. Only while memory is held.
+        """Return a tensor at a byte offset, contiguous by default. Call this only while memory is held.
 
         Made with `set_` instead of slicing, so it has its own version counter: an all-gather into the buffer must not
         look like a write to parameters that autograd saved.
@@ -101,11 +101,11 @@ _SPARE = 16  # bytes behind a shard on the host, so that its last parameter can 
 class ShardLayout:
     """The regions that an all-gather sends, and the place of each parameter in them.
 
-    `members` are the parameters in these regions; others take part in the numbering only.
+    `members` are the parameters in these regions. Other parameters only count in the numbering.
     """
 
     memory: torch.Tensor
-    """All bytes, which the owner of the layout allocates."""
+    """The bytes of all regions, allocated by the owner of the layout."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Shard(ShardLayout):
             local.set_(storage, 0, local.shape, local.stride())
 
     def stored(self) -> Shard:
-        """Return this shard for an all-gather without casts."""
+        """Return this shard for a unit that computes in the stored dtypes."""
         same = copy.copy(self)
         same.segments = self.segments.stored()
         return same
@@ -248,7 +248,7 @@ class UnshardedBuffer(Buffer):
         }
 
     def parameter(self, shard: ShardLayout, index: int) -> torch.Tensor:
-        """Return the place of a parameter. Only while memory is held."""
+        """Return the place of a parameter, as a tensor. Call this only while memory is held."""
         sharding, dtype = shard.shardings[index], shard.segments.dtypes(index).compute
         return self.tensor(dtype, self.offsets.get(index, 0), sharding.shape, sharding.stride)
 

@@ -88,14 +88,14 @@ class FlatParam:
     name: str = "_flat_param"
     unsharded: torch.Tensor | None = None
     padded: torch.Tensor | None = None
-    """The unsharded buffer, from the first all-gather on, without and with padding at the end."""
+    """`unsharded` and `padded`: the unsharded buffer without and with padding, from the first all-gather on."""
     _of: Any = None
     _shows_unsharded: bool = False
     _assigned: torch.Tensor | None = None
     """A tensor that a program assigned to `sharded.data`; the next forward adopts it."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
-        """Show the unsharded buffer, which holds memory now; `view` is the place of any parameter in it."""
+        """Let `sharded` show the unsharded buffer, which must hold memory. `view`: the place of any parameter in it."""
         if self._of is not view:
             with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
@@ -146,9 +146,9 @@ class FlatParamSwap(ParamSwap):
 
 
 class FlatShardedParams(ShardedParams):
-    """Plain tensors instead of DTensors: one flat parameter, or the original ones as 1-D tensors of their elements.
+    """Plain tensors instead of DTensors: one flat parameter, or the original ones with this rank's elements.
 
-    The params come with this rank's elements in `local`.
+    The caller has set `local` of each param to this rank's elements.
     """
 
     layout: ClassVar[UnitLayout] = FLAT_LAYOUT
@@ -235,10 +235,10 @@ class FlatShardedParams(ShardedParams):
             location.parameters.pop(location.name, None)
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Adopt parameters that a program gave other memory, in a new shard; return True if its layout changed.
+        """Copy parameters that a program gave other memory into a new shard; return True if the layout changed.
 
-        Not in the old shard: the program may have exchanged two parameters, or may keep the old memory, as code that
-        swaps averaged weights in and out with `.data = tensor` does.
+        The old shard is not reused: the program may have exchanged two parameters, or may still use the old memory,
+        like code that swaps averaged weights in and out with `.data = tensor`.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
@@ -268,7 +268,7 @@ class FlatShardedParams(ShardedParams):
         return False
 
     def reduce_in(self, dtype: torch.dtype) -> None:
-        """Reduce gradients in `dtype` from now on, whatever the policy says. The layout does not depend on it."""
+        """Reduce gradients in `dtype` from now on, whatever the policy says. The layout does not change."""
         for param in self.params:
             param.policy = replace(param.policy, reduce_dtype=dtype)
         with torch.no_grad(), torch.inference_mode(False):
@@ -301,7 +301,7 @@ class FlatShardedParams(ShardedParams):
         )
 
     def _bind(self, shard: Shard) -> None:
-        """Copy parameters outside the shard into it, except those on another device."""
+        """Copy parameters that are outside the shard into the shard, except those on another device."""
         kinds, shard_numel = shard.segments.kinds[0], self.params[0].sharding.shard_numel  # type: ignore[union-attr]
         piece = shard.flat(kinds.original, 0, shard_numel)
         if not self._bound:
@@ -352,7 +352,7 @@ class FlatShardedParams(ShardedParams):
         return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat=flat)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return all parameters: the unit is sharded as a whole, so ranks may even use different parameters."""
+        """Return all parameters if any has a gradient. Ranks may use different ones: the unit is reduced as a whole."""
         for index, gradient in gradients.items():
             if gradient.requires_grad:
                 raise StateError(
@@ -362,7 +362,7 @@ class FlatShardedParams(ShardedParams):
         return self._all if gradients else ()
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show them as `.grad`, in the shape of the unsharded parameters, so that users can read and clear them."""
+        """Show the sums as `.grad`, in the shape of the unsharded parameters, so that users can read or clear them."""
         shown: list[tuple[tuple[int, ...], ManagedParam | FlatParam, torch.Tensor, torch.Tensor | None]] = []
         if self.originals:
             shown = [
@@ -395,7 +395,7 @@ class FlatShardedParams(ShardedParams):
         return cleared
 
     def writes(self) -> tuple[int, int]:
-        # New addresses do not count: ranks without elements of the parameter would not notice, and others gather alone.
+        # New addresses do not count: ranks without elements of a parameter do not notice, so others would gather alone.
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:

@@ -58,7 +58,7 @@ class ModuleBuffers:
         self._shown: list[bool] = []
 
     def of_copies(self, copies: Callable[[nn.Module], nn.Module]) -> ModuleBuffers:
-        """Return the same for a copied model."""
+        """Return the `ModuleBuffers` of a copied model. `copies` maps a module to its copy."""
         alive = [(prefix, module) for prefix, ref in self._named if (module := ref()) is not None]
         return ModuleBuffers([(prefix, copies(module)) for prefix, module in alive], self._policy, self._title)
 
@@ -82,7 +82,7 @@ class ModuleBuffers:
                     self._restore(entry)
 
     def forget_casts(self) -> None:
-        """Cast again in the next forward: stored buffers may change unnoticed. Not during a forward."""
+        """Cast again in the next forward: stored buffers may change unnoticed. Do not call this during a forward."""
         for entry in self._entries:
             entry.stored = entry.cast = None
 
@@ -104,7 +104,7 @@ class ModuleBuffers:
         now = entry.buffers.get(entry.name)
         if stored is None or cast is None or now is None:
             return
-        if now is not cast or cast.shape != stored.shape:  # forward registered or resized it
+        if now is not cast or cast.shape != stored.shape:  # forward registered another buffer, or resized it
             entry.buffers[entry.name] = now.to(stored.dtype) if now.is_floating_point() else now
             entry.cast = None
             return
@@ -139,7 +139,7 @@ def _warn_once(message: str) -> None:
 
 
 def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str) -> None:
-    """Name the buffers that `buffer_dtype` rounds: a model with a rounded position table does not learn positions."""
+    """Warn of buffers that `buffer_dtype` rounds: a model with a rounded position table does not learn positions."""
     dtype, named = policy.buffer_dtype, list(named)
     rounded = [
         prefix + name
@@ -189,7 +189,7 @@ def cast_boundaries(
     if not policy.overrides or len({param.policy for param in params}) == 1:
         return []  # nothing is overridden, or everything: see `boundary_policy`
     surroundings = policy.param_dtype
-    if surroundings is None:  # the rest of the unit computes in its stored dtype, if that is one
+    if surroundings is None:  # the rest of the unit computes in its stored dtype, if it has only one
         stored = {each.sharded.dtype for each in params if each.policy is policy and each.sharded.is_floating_point()}
         surroundings = stored.pop() if len(stored) == 1 else None
     own = {(id(location.parameters), location.name): param.policy for param in params for location in param.locations}

@@ -18,7 +18,7 @@ from .buffers import Buffer, Shard
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The memory of shards and sharded gradients. If units compute elsewhere, `copy_streams` copy there and back."""
+    """The memory of shards and sharded gradients. If units compute on another device, `copy_streams` copy both ways."""
 
     device: torch.device
     pin: bool = False
@@ -72,13 +72,13 @@ class Upload:
     """Copies an offloaded shard to the device, in the stored dtypes, and casts it there; both on a side stream.
 
     The copy waits only for earlier work of the side stream, so it runs while an earlier unit computes. The cast waits
-    for the compute stream, which may still read what had the memory of the targets before.
+    for the compute stream, which may still read earlier contents of the targets' memory.
     """
 
     SAMPLES = 64
 
     def __init__(self, shard: Shard, device: torch.device, stream: SideStream, writes: Callable[[], tuple[int, int]]):
-        """`writes` changes when the shard is written, as far as writes are counted."""
+        """`writes`: its result changes when the shard is written, as far as writes are counted."""
         self._source, self._locals = shard.memory, shard.locals
         self._buffer = Buffer(self._source.numel(), device)
         self._target = self._buffer.tensor(torch.uint8, 0, (self._source.numel(),))
@@ -88,7 +88,7 @@ class Upload:
         """Writes and samples at the time of a copy that no all-gather has used yet."""
 
     def views(self, runs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the places of these tensors of the shard in the copy on the device."""
+        """Return, for each of `runs`, which are views of the shard, the same view of the copy on the device."""
         self._buffer.take()
         base = self._source.data_ptr()
         views = [self._buffer.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
@@ -96,7 +96,7 @@ class Upload:
         return views
 
     def start_early(self) -> None:
-        """Copy before the all-gather asks for it, which checks that the shard was not written since."""
+        """Copy ahead of the all-gather, which then checks that the shard was not written in between."""
         if not self._is_current():
             self._copy_early()
 
@@ -105,7 +105,7 @@ class Upload:
         self._stream.queue(lambda: None, first=self._copy)
 
     def forget(self) -> None:
-        """Discard an early copy, which is out of date."""
+        """Discard an early copy, because it is out of date."""
         self._early = None
 
     def start(self, targets: list[torch.Tensor], views: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
@@ -116,7 +116,7 @@ class Upload:
         def cast_and_issue() -> Work:
             if targets:  # else the shard is the unsharded buffer itself
                 foreach_copy(targets, views)
-            # Already here: the memory belongs to this stream, and whoever gets it next queues behind the cast.
+            # Freed already here: the memory belongs to this stream, and whoever gets it next queues behind the cast.
             self._buffer.release()
             return issue()
 
@@ -131,7 +131,7 @@ class Upload:
 
     @cached_property
     def _samples(self) -> list[torch.Tensor]:
-        """A few elements of every parameter, evenly spread. They reveal writes through `.data`, which nobody counts."""
+        """A few elements of every parameter, evenly spread. They reveal writes through `.data`, which do not count."""
         steps = [max(1, each.numel() // self.SAMPLES) for each in self._locals]
         return [
             each.detach().as_strided((-(-each.numel() // step),), (step,))

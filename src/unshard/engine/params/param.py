@@ -1,4 +1,4 @@
-"""Managed parameters: their locations on modules, the swap there, former and quantized ones, counts of writes."""
+"""Managed parameters: locations and swaps on modules, replaced and quantized parameters, and counts of writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ParamLocation:
     """`_parameters` of the module, or its `__dict__` if the parameter is not registered."""
     name: str
     registered: bool = True
-    """False if the module finds the parameter under the name without registering it: a piece of a flat one."""
+    """False if the parameter is an attribute that the module has not registered: a part of a flat parameter."""
 
     @property
     def plain(self) -> bool:
@@ -71,7 +71,7 @@ class ManagedParam:
     sharded: nn.Parameter
     """The parameter that modules hold at rest."""
     local: torch.Tensor
-    """The local tensor in the shard that `sharded` was given. If it holds another one, a program has replaced it."""
+    """The local tensor that `sharded` was given. If `sharded` holds another one now, a program has replaced it."""
     policy: MixedPrecisionPolicy
     tp_spec: DTensorSpec | None = None
     """Distribution of the unsharded parameter over other ranks (tensor parallelism), if any."""
@@ -127,12 +127,12 @@ class Replacements:
 def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
     """Remember a sharded parameter that a program has replaced: optimizers may still have it."""
     _former[parameter] = name
-    _former.pop(by, None)  # put back
+    _former.pop(by, None)  # a former parameter that was put back
     Replacements.seen += 1
 
 
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
-    """Remember an unsharded parameter: an optimizer must not be given it."""
+    """Remember an unsharded parameter, to refuse optimizers that hold it."""
     _unsharded[parameter] = name
 
 
@@ -142,13 +142,13 @@ def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
     Replacements.seen += 1
 
 
-# No Python functions: called for every parameter of a unit.
+# Not Python functions, because they are called for every parameter of a unit.
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
 class Steps:
-    """Counts the optimizer steps of one rank, for all units that were built there.
+    """Counts the optimizer steps of one rank, for all units that were built on that rank.
 
     Autograd counts writes through a DTensor and through its local tensor, but not the `_foreach` and fused operations
     of optimizers on DTensors. A hook on every optimizer's step counts those.
@@ -166,7 +166,7 @@ class Steps:
         return self.taken if stepped else -1, sum(map(version_of, tensors))
 
 
-# By default process group: ranks may be threads of this process, and each must gather again only after its own steps.
+# Keyed by default process group: ranks may be threads of this process, and each gathers again only after its own steps.
 _steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
 _steps_without_group = Steps()
 
@@ -177,7 +177,7 @@ def steps_of_this_rank() -> Steps:
 
 
 class ParamSwap:
-    """Assigns into the `_parameters` of modules, from lists that are made once."""
+    """Swaps parameters on modules: assigns to their `_parameters`, from lists that are made once."""
 
     def __init__(self, params: Iterable[ManagedParam]):
         self._params = list(params)
@@ -240,7 +240,7 @@ class CudnnWeights:
 
     Such a layer moves weights that it has not seen before into one allocation, in cuDNN's order. Later all-gathers
     would fill memory that nobody reads, and the layer would silently compute with the weights of the first step. So
-    `fill` copies the gathered values there, and `empty` frees that memory with the unsharded buffer.
+    `fill` copies the gathered values into that allocation, and `empty` frees it with the unsharded buffer.
     """
 
     def __init__(self, params: Iterable[ManagedParam]):
@@ -267,7 +267,7 @@ class CudnnWeights:
             storage.resize_(0)
 
     def _moved(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the unsharded parameters outside the unsharded buffer. Only while that holds memory."""
+        """Return the unsharded parameters outside the unsharded buffer. Call this only while the buffer has memory."""
         pairs = [(param.unsharded, param.unsharded_view) for param in self._params]
         return [(p, v) for p, v in pairs if p is not None and v is not None and p.data_ptr() != v.data_ptr()]
 

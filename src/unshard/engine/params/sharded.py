@@ -34,7 +34,7 @@ from .param import ManagedParam, ParamLocation, ParamSwap, give_attributes, mark
 
 
 class ShardedParams:
-    """Keeps every sharded parameter inside the shard."""
+    """Keeps the sharded parameters inside the shard, except those with a gather protocol."""
 
     layout: ClassVar[UnitLayout] = ROW_LAYOUT
     kind = "fully_shard"
@@ -46,7 +46,7 @@ class ShardedParams:
         self.params = params
         self.offload = offload
         self.placed = False
-        """True if every parameter is in the shard, so that it can be gathered."""
+        """True if every parameter is in its place, so that the shard can be gathered."""
         self._warned_of_hooks = False
         self.extended: set[int] = set()
         """Parameters with their own gather protocol, which keep their memory outside the shard."""
@@ -103,15 +103,15 @@ class ShardedParams:
         return param.sharded is parameter or param.origin() is parameter
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
-        """Forget params of `unit` that other units own from now on; `rebind` follows. `started`: it has run forward."""
+        """Forget `params`, which other units own now. Call `rebind` next. `started`: `unit` has run a forward."""
         self.params = [param for param in self.params if param not in params]
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Adopt parameters that a program gave other storage; return True if the layout changed.
+        """Copy parameters that a program moved or replaced into the shard; return True if the layout changed.
 
-        `.to()`, `to_empty` and a load with `assign=True` give a parameter storage outside the shard, and the next
-        all-gather would send the old weights. So the values are copied into the shard and the local tensors rebound;
-        the parameter objects stay. Another dtype needs another layout. `fewer`: some params were dropped.
+        After `.to()`, `to_empty` or a load with `assign=True`, a parameter has storage outside the shard, and the next
+        all-gather would send the old weights. So this copies the values into the shard and rebinds the local tensors.
+        The program's parameter objects stay. Another dtype needs another layout. `fewer`: some params were dropped.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for param in self.params:
@@ -128,7 +128,7 @@ class ShardedParams:
     def _merge_tied(self) -> bool:
         """Merge the params of parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
 
-        Two params would rebind the parameter in turns, and drop the gradients each time.
+        Otherwise two params would rebind one parameter in turns, and drop the gradients each time.
         """
         kept: dict[int, ManagedParam] = {}
         for param in self.params:
@@ -141,7 +141,7 @@ class ShardedParams:
         return merged
 
     def find_extended(self) -> bool:
-        """Look for gather protocols that were patched onto shards since; return True if the layout changed."""
+        """Look for gather protocols patched onto shards since the last layout; return True if the layout changed."""
         if self._find_extended() == self.extended:
             return False
         with torch.no_grad(), torch.inference_mode(False):
@@ -152,7 +152,7 @@ class ShardedParams:
         return {i for i, param in enumerate(self.params) if is_extended(local_of(param.sharded), param.name)}
 
     def _misplaced(self, shard: Shard) -> list[str]:
-        """Return the names and devices of parameters that cannot be in the shard."""
+        """Return the names and devices of parameters that are outside the shard, on another device or on meta."""
         wrong = []
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             here = param.local.device == self.offload.device if index in self.extended else param.local is inside
@@ -192,11 +192,11 @@ class ShardedParams:
         return ShardedGrad(shard, regions, self.params, transport, self.offload)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return the parameters to reduce if these have gradients."""
+        """Return the parameters to reduce, given the gradients by parameter."""
         return tuple(gradients)
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show users gradients that were not synchronized. Only flat units do."""
+        """Show users gradients that were not synchronized. A no-op except in flat units."""
 
     @property
     def shows_unreduced(self) -> bool:
@@ -228,7 +228,7 @@ class ShardedParams:
         return unsharded.narrow(sharding.dim, *sharding.rows(self._transport.rank))
 
     def copy_flat(self) -> bool:
-        """Do the same for the flat parameter, if programs see one."""
+        """`copy_unsharded` for the flat parameter, if programs see one."""
         return False
 
     def _lay_out(self) -> Shard:
@@ -244,17 +244,17 @@ class ShardedParams:
 
     @staticmethod
     def _move_out(local: torch.Tensor) -> None:
-        """Give a tensor that methods were patched onto memory outside the shard; the object stays."""
+        """Move the memory of a tensor with patched methods out of the shard; the tensor object stays the same."""
         if type(local) is torch.Tensor and not local.is_meta and local.numel():
             local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
-        """Return meta until parameters are materialized, so that a large model costs nothing before."""
+        """Return meta until parameters are materialized, so that a model on meta needs no memory."""
         on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
         return META if on_meta else self.offload.device
 
     def _bind(self, shard: Shard) -> None:
-        """Copy parameters outside the shard into it, except those on meta or another device."""
+        """Copy parameters that are outside the shard into the shard, except those on meta or another device."""
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             outside = local_of(param.sharded)
             if index not in self.extended and outside is not inside and outside.device == inside.device:
@@ -284,7 +284,7 @@ class ShardedParams:
     def undo_assigned_data(self) -> list[str]:
         """Undo `parameter.data = tensor`; return the names of these parameters.
 
-        A DTensor then has another storage, which it does not use, and the same local tensor.
+        After the assignment, a DTensor has another storage, which it does not use, and the same local tensor.
         """
         names = []
         for index, (param, storage) in enumerate(zip(self.params, self._storages, strict=True)):
@@ -308,7 +308,7 @@ class ShardedParams:
             )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
-        """Adopt the parameter that is registered now, in all locations."""
+        """Use the parameter that is registered now, and register it in all locations."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
         # `functional_call` restores an unsharded parameter, if modules held that when the call began.
         own = (param.sharded, param.unsharded)

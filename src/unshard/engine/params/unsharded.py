@@ -155,7 +155,7 @@ def _check(params: list[ManagedParam], extended: list[int], slicing: Slicing | N
         )
 
 
-# No Python functions: called for every parameter in evaluations that keep their units.
+# Not Python functions, because they are called for every parameter in evaluations that keep their units.
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
