@@ -88,8 +88,8 @@ class AllGatherPlan:
 
     def start(self, label: Label) -> Work:
         """Fill the inputs and issue the all-gather. Until `copy_out`, nobody may touch the buffers."""
-        # Memory is taken on the compute stream, which also frees it. Side streams wait for that stream before they
-        # write, because it may still be reading what had the memory before.
+        # Memory is taken on the compute stream, which also frees it. Side streams wait for the compute stream before
+        # they write, because the compute stream may still read earlier contents of the memory.
         if not self._takes_late:
             self.buffer.take()
         if self.copies:
@@ -162,7 +162,7 @@ class AllGatherPlan:
             self._upload.start_early()
 
     def forget_upload(self) -> None:
-        """Discard an early copy, which is out of date."""
+        """Discard an early copy, because it is out of date."""
         if self._upload is not None:
             self._upload.forget()
 
@@ -273,7 +273,7 @@ class Slices:
             assert param.unsharded_view is not None
             self._pieces.append(param.unsharded_view.narrow(0, *shardings[index].rows(layout.rank)))
             local = torch.empty(shardings[index].local_shape(layout.rank), dtype=dtypes[index], device=buffer.device)
-            # Made at offset 0 and moved to its place afterwards, as gradients are: see `ShardedGrad`.
+            # Made at offset 0 and moved afterwards: DTensors made with an offset can be neither copied nor saved.
             placements = (Replicate(), ShardPlacement(0))
             dtensor = make_dtensor(local, slicing.mesh, placements, torch.Size(shardings[index].shape))
             param.sliced = nn.Parameter(dtensor, requires_grad=False)

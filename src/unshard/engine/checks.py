@@ -96,7 +96,7 @@ def _left_a_unit(trace: TracebackType | None) -> bool:
 
 
 def _first_argument(frame: FrameType) -> Any:
-    """In a method of a module this is the module, whatever its name."""
+    """Return the first argument of a function: the module itself in a method of a module."""
     arguments = frame.f_code.co_varnames
     return frame.f_locals.get(arguments[0]) if arguments else None
 
@@ -115,7 +115,7 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, 
 
 
 def _parameters(module: nn.Module) -> NamedDtypes:
-    """The module's own; if these have one dtype, also unsharded ones of its children, which it may use directly."""
+    """Dtypes of the module's own parameters, or of all unsharded ones below it if only these have several dtypes."""
     own = _dtypes(own_parameters(module).items())
     if len(set(own.values())) > 1:
         return own
@@ -185,7 +185,7 @@ _REMEDY = (
 
 
 def refuse_shared_memory(unit: Unit, function: Any) -> None:
-    """`Module.share_memory` would replace the memory of each parameter, and the next step would crash the process."""
+    """Raise for `Module.share_memory`: it would move the memory of parameters, and the next step would crash."""
     if moves_to_shared_memory(function):
         raise UnsupportedError(
             f"share_memory() of {unit}: its parameters are views of a shard, whose memory cannot be moved to shared "
@@ -215,7 +215,7 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
 def refuse_split_backward(units: list[Unit]) -> None:
     """Raise if a pipeline schedule computes gradients of inputs and of parameters in two backwards.
 
-    It searches the graph for the parameters that the modules hold. If these are sharded, it silently finds none.
+    The schedule searches the graph for the parameters that modules hold. If these are sharded, it silently finds none.
     """
     for unit in units:
         kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronize
@@ -251,8 +251,8 @@ def refuse_second_root(name: str) -> None:
 def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> None:
     """Raise if `thread` is in the forward of `unit`, the root's, or in a backward.
 
-    Only the stack of the thread tells this from a forward that an interrupt left. `forward_only`: the caller is a
-    backward inside that forward.
+    Only the stack of the thread tells this from a forward that an interrupt left. `forward_only`: ignore a backward of
+    `thread`, because the caller runs in it.
     """
     for frame in frames(sys._current_frames().get(thread)):
         in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")

@@ -46,7 +46,7 @@ class GroupGradients:
         self._device = device
         self._number, self._unit_name = number, unit_name
         self.reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
-        """By set of parameters. Replaced, not cleared, when all are rebuilt: recorded steps refer to their memory."""
+        """By set of parameters. To rebuild them all, the dict is replaced, not cleared: recorded steps refer to it."""
         # Labels outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
         self.unreduced: UnreducedGradients | None = None
@@ -124,7 +124,7 @@ class GroupGradients:
             self._reduce_some(options, last)
 
     def _reduce_some(self, options: Options, last: bool) -> None:
-        """Do the same if gradients are missing, not synchronized, tensor-parallel, or in several precisions."""
+        """`reduce` if gradients are missing, not synchronized, tensor-parallel, or in several precisions."""
         gradients = self._take()
         if options.reduce_unused and options.synchronize:
             gradients = self._with_unused(gradients)
@@ -152,7 +152,7 @@ class GroupGradients:
             self._clear_unreduced()
 
     def _resume_partial(self, members: tuple[int, ...], options: Options) -> None:
-        """Reduce over the replicas what earlier backwards reduced only over the shards, for other parameters."""
+        """Start the all-reduce of partial sums that earlier backwards left for other sets of parameters."""
         mine = members, self.as_stored
         others = [each for key, each in self.reductions.items() if key != mine and each.has_partial]
         self._in_flight += [each.resume(options) for each in others]

@@ -62,7 +62,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 
 class FSDPState:
-    """The hooks of a unit on its modules, one or a list. They own the state, which refers to them weakly."""
+    """The hooks of a unit on its modules, one or a list. The modules own this state, which refers to them weakly."""
 
     full_state_dict: ClassVar[str] = "unshard.checkpoint.full_state_dict(model)"
     """The call that returns unsharded parameters, for messages."""
@@ -79,14 +79,14 @@ class FSDPState:
         self._root: Callable[[], Root | None] = lambda: None
         self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
-        """For each forward in progress, the id of the exception, not forward's, that was handled when it began."""
+        """For each forward in progress, the id of the exception that the program was handling when it began."""
         self._first_node = 0
         self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
         self._tensors_before = 0
         self.casts_inputs = unit.policy.cast_forward_inputs
-        """True if inputs of forward are cast; for some policies that depends on where the root is."""
+        """True if inputs of forward are cast. For some policies this depends on which unit is the root."""
         self.buffers: ModuleBuffers | None = None
         """Lets forward see the modules' buffers in another dtype."""
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
@@ -424,7 +424,7 @@ class UnshardHandle:
 
 @never_compiled
 def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
-    """`ref` is weak: parameters must not keep their modules' state alive."""
+    """Reduce when the backward ends. `ref` is weak: parameters must not keep their modules' state alive."""
     state = ref()
     root = None if state is None else state._root()
     if root is not None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class _Member:
     """Finds the group of a parameter. An attribute of the parameter would be copied and pickled with it.
 
-    The group owns this object. It refers to a sharded parameter strongly, as the group does, because torch does not
-    convert DTensors that have weak references, and to others (original and replaced parameters) weakly.
+    The group owns this object. It refers to original and replaced parameters weakly, but to sharded ones strongly, as
+    the group does: torch does not convert DTensors that have weak references.
     """
 
     __slots__ = ("__weakref__", "group", "tensor")
@@ -103,7 +103,7 @@ class ParamGroup:
         self._by_precision: dict[Precision, UnshardedParams] = {}
         """Unsharded parameters created so far, by precision; `_unsharded` is the active one."""
         self._forgotten_in_graph = False
-        """A graph that waits for its backward holds unsharded parameters that are no longer in use."""
+        """True if a graph that waits for its backward holds unsharded parameters that are no longer in use."""
         self._in_flight: tuple[AllGatherPlan, Work] | None = None
         self._labels = {
             Precision.POLICY: Label(lambda: f"all-gather unit {name()!r}", number),
@@ -160,7 +160,7 @@ class ParamGroup:
     # -- all-gather -----------------------------------------------------------------------------------------
 
     def all_gather(self, from_slices: bool) -> None:
-        """Issue the all-gather, from the shard or from the slices kept since forward. Only at rest, or sliced."""
+        """Issue the all-gather, from the shard or the slices kept since forward. Call this at rest or while sliced."""
         sharded = self.sharded
         if from_slices and self._unsharded is not None and self._unsharded.slices is not None:
             plan, label = self._unsharded.slices.plan, self._slices_label
@@ -242,22 +242,22 @@ class ParamGroup:
             plan.copy_out()
 
     def forget_in_flight(self) -> None:
-        """Forget collectives that were recorded and never ran, without waiting; `reshard` follows."""
+        """Forget collectives that were recorded and never ran, without waiting. Call `reshard` next."""
         if self._in_flight is not None:
             self._in_flight[0].forget()
             self._in_flight = None
         for unsharded in self._by_precision.values():
-            unsharded.plan.forget()  # if its wait has failed, it is no longer in flight
+            unsharded.plan.forget()  # an all-gather whose wait has failed is no longer in flight
         self.gradients.forget_in_flight()
 
     def release_gathered(self) -> None:
-        """Free the memory of an all-gather that failed, for example for lack of memory. Only at rest."""
+        """Free the memory of an all-gather that failed, for example for lack of memory. Call this only at rest."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget()
             unsharded.buffer.release()
 
     def upload_early(self) -> None:
-        """Copy an offloaded shard to the device ahead of the next all-gather. Only at rest."""
+        """Copy an offloaded shard to the device ahead of the next all-gather. Call this only at rest."""
         if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():
             self._unsharded.plan.upload_early()
 
@@ -338,7 +338,7 @@ class ParamGroup:
     # -- changes from outside -------------------------------------------------------------------------------
 
     def rebind_params(self) -> None:
-        """Copy parameters that a program replaced, or gave other memory, into the shard. Only at rest."""
+        """Copy parameters that a program replaced, or gave other memory, into the shard. Call this only at rest."""
         if LISTENERS:
             finish_steps()
         if self.sharded.is_bound():
@@ -374,7 +374,7 @@ class ParamGroup:
         return next((each for each in self.params if self.sharded.shows(each, parameter)), None)
 
     def drop(self, params: list[ManagedParam], started: bool) -> None:
-        """Forget `params`; `rebind` follows. `started`: the unit has run a forward."""
+        """Forget `params`. Call `rebind` next. `started`: the unit has run a forward."""
         self.sharded.drop(params, self.unit_name, started)
         for param in params:
             self._members.pop(id(param.sharded), None)
@@ -392,7 +392,7 @@ class ParamGroup:
             self._swap.show_sharded()
 
     def change_transport(self, transport: Transport) -> None:
-        """Send through another transport from now on; it may need another layout. Only at rest."""
+        """Send through another transport, which may need another layout, from now on. Call this only at rest."""
         self.rebind_params()
         self.gradients.forget_buffers()
         self.shards = transport

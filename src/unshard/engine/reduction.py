@@ -74,7 +74,7 @@ class Pack:
 
 
 class Packing:
-    """Copies gradients to their places in `tensors`, one per region. Made once, while these have memory."""
+    """Copies gradients to their places in `tensors`, one per region. Create this while `tensors` have memory."""
 
     def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
         self.tensors = tensors
@@ -169,8 +169,8 @@ class Reduction:
     all-reduce over the replicas.
 
     On a device, a side stream owns the reduce-scatter input. The host frees it as soon as the reduce-scatter is queued:
-    only the same stream can reuse the memory, and queues behind the collective. Memory of the compute stream would stay
-    allocated until that stream has waited, on top of the next unit's gradients.
+    only work of the same stream can reuse the memory, and is queued behind the collective. Memory of the compute stream
+    would stay allocated until that stream has waited, on top of the next unit's gradients.
     """
 
     def __init__(
@@ -331,13 +331,13 @@ class Reduction:
         return ReductionInFlight(self, grad, outputs, self._division, options, Done())
 
     def advance(self, flight: ReductionInFlight) -> Stage:
-        """Wait for the operation in flight and start the next one, which is returned, or the result."""
+        """Wait for the operation in flight and start the next one; return the next operation, or the result."""
         flight.work.wait()  # on a device only the compute stream waits
         flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
         if flight.stage is Stage.COPY_TO_HOST:
             assert flight.copied is not None
-            outputs.release()  # the compute stream, which owns it, has waited for the copy
+            outputs.release()  # the compute stream, which owns the memory, has waited for the copy
             # The host has not waited: whoever reads the gradients before the end of backward must.
             flight.grad.wait_for_copy = flight.copied.synchronize
             flight.grad.deliver(flight.absent)
@@ -403,7 +403,7 @@ class Reduction:
         return flight.stage
 
     def release(self) -> None:
-        """Free all memory except the sharded gradients. Only if nothing is in flight."""
+        """Free all memory except the sharded gradients. The caller makes sure that nothing is in flight."""
         for buffer in (self._input, self._reduced, self.partial):
             buffer.release()
         self.has_partial = False

@@ -57,26 +57,26 @@ class Root:
         self._awaited_before = 0
         self._prefetched: set[Unit] = set()
         self._in_this_backward: set[Unit] = set()
-        """Their pre-backward hooks have run in this backward."""
+        """Units whose pre-backward hooks have run in this backward."""
         self._reductions = Reductions(units)
         self._makes_graph = False
-        """This backward makes a graph (create_graph=True)."""
+        """True if this backward makes a graph (create_graph=True)."""
         self._made_graph = False
-        """The last backward made a graph. A second backward runs through it, and needs units in any order."""
+        """True if the last backward made a graph. A backward through that graph may need units in any order."""
         streams = {group.sharded.offload.copy_streams for group in self.param_groups}
         self._copy_streams = [each for each in streams if each is not None]
         self.unmanaged = Unmanaged()
         self._last_checked = 0
         self.in_forward = self.in_backward = False
         self.gave_up_units = False
-        """Another root has taken over units. The next forward rebuilds this root and reclaims its units."""
+        """True if another root has taken over units. The next forward rebuilds this root and reclaims its units."""
         self._thread = 0
         """The thread that ran the last forward. Backward may run in autograd's threads."""
         self._forwards = self._backwards = 0
         self.open_graphs = 0
         """Forwards with a graph minus backwards, since the last step of an optimizer."""
         self._evaluated = False
-        """The last forward or backward was a forward without a graph."""
+        """True if the last forward or backward was a forward without a graph."""
         self._recovering = RLock()  # autograd's thread may drop a failed backward while a forward recovers
         self._failed: tuple[int, Unit] = 0, self.unit
         warn_of_untied(units)
@@ -119,7 +119,7 @@ class Root:
             self._prefetched.add(unit)
 
     def recover(self) -> None:
-        """Reset if an exception left a backward, or the root's forward, which still looks active to a new forward."""
+        """Reset a backward, or a forward of the root, that an exception left and that still looks active."""
         if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
@@ -161,9 +161,9 @@ class Root:
     def after_forward(self, unit: Unit, graph: bool, returns: bool = True, unwatched: bool = False) -> None:
         """Reshard `unit`, unless it is kept, or was recomputed for the backward that follows at once.
 
-        `graph`: grad mode was on, so a backward may follow. `returns`: it may come through the outputs of this unit,
-        which do not require gradients if everything up to here is frozen. `unwatched`: it may come, but no hook tells
-        when it begins.
+        `graph`: grad mode was on, so a backward may follow. `returns`: backward may come through the outputs of this
+        unit; it cannot if everything up to here is frozen. `unwatched`: backward may come, but no hook tells when it
+        begins.
         """
         unit.phase = Phase.IDLE
         if current_graph_task() != -1:
@@ -218,7 +218,7 @@ class Root:
             self.wait_for_uploads()  # the program may write parameters next (with a graph: after backward)
 
     def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
-        """`error` left the forward of `unit`. Inside backward this may be a recomputation that ends early."""
+        """Clean up after `error` left the forward of `unit`. No-op in backward: a recomputation may end early."""
         if inside_backward() or isinstance(error, ThreadError):
             return
         if self._failed[0] != id(error):
@@ -306,7 +306,7 @@ class Root:
 
     @traced("root_post_backward")
     def end_backward(self) -> None:
-        # Units whose parameters others use come last: the others are resharded then, and their gradients complete.
+        # Units whose parameters others use come last: by then, the others are resharded and all gradients complete.
         ordered = self.units[::-1]
         ordered.sort(key=attrgetter("lends"))
         for unit in ordered:
@@ -330,13 +330,13 @@ class Root:
         self._evaluated = self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
-        """An exception left backward. Autograd does not always say which."""
+        """Clean up after an exception left backward. `error` is None if autograd does not tell which."""
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
         self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
 
     def drop_backward(self, number: int) -> None:
-        """An exception left the backward of this number. No-op if it has ended, or another one has begun.
+        """Clean up after an exception left backward `number`. No-op if it has ended, or another one has begun.
 
         After a backward on a GPU, autograd's thread may call this late: the program may be in its next forward, which
         has reset already.
@@ -388,7 +388,7 @@ class Root:
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
     def _claim_prefetch(self, unit: Unit, backward: bool) -> bool:
-        """Return True if `unit` is still sharded and will be used, and note that it is prefetched."""
+        """Return True if `unit` is sharded or sliced and will be used; note that it is prefetched."""
         if unit.param_state is ParamState.SLICED:
             if not backward and unit.stale:
                 unit.reshard()
@@ -425,7 +425,7 @@ class Root:
         self._prefetched.clear()
 
     def give_up_units(self) -> None:
-        """Let another root take over units. Only at rest; graphs that wait for their backward stay valid."""
+        """Let another root take over units. Call this only at rest. Graphs that wait for a backward stay valid."""
         self._reshard_prefetched()
         self.gave_up_units = True
 

@@ -36,7 +36,7 @@ class ShardRange:
     """Set if the optimizer state of the parameter is on the host and has to be uploaded for a step."""
 
     def precedes(self, other: ShardRange) -> bool:
-        """Return True if only padding is between the two."""
+        """Return True if `other` comes next in the shard, with at most padding in between."""
         return self.shard is other.shard and self.order + 1 == other.order
 
 
@@ -123,7 +123,7 @@ def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
 
 
 def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
-    """The name of a parameter of a flat unit with at least `ranks` ranks, if any: plain tensors do not show it."""
+    """The name of the first parameter in a flat unit of at least `ranks` ranks, or None. Plain tensors do not tell."""
     for each in parameters:
         group = param_group_of(each)
         if group is not None and isinstance(group.sharded, FlatShardedParams) and group.shards.world >= ranks:

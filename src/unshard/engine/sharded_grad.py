@@ -54,8 +54,8 @@ class FlatGradient:
 class ShardedGrad:
     """This rank's reduced gradients: a flat buffer, and one `.grad` object per parameter, made once.
 
-    The local tensors are at offsets of one storage, which can be emptied. The DTensors around them were made at offset
-    0, because DTensors over tensors with a storage offset can be neither saved nor copied.
+    The local tensors are at offsets of one storage, which can be emptied. The DTensors around them have the same
+    offsets and copy themselves, because torch neither copies nor saves DTensors with an offset: see `make_gradient`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ShardedGrad:
         return bool(self.grads)
 
     def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
-        """Return a view, made once, while memory is held."""
+        """Return a view, made once. Call this only while memory is held."""
         key = dtype, begin, shape
         if key not in self._flats:
             self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
@@ -214,8 +214,8 @@ class ShardedGrad:
     def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
         """Become each parameter's `.grad`, or add to the one it has; then call the post-accumulate hooks.
 
-        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero,
-        so that another rank had one. With offload, `.grad` is set while its copy to the host is still in flight. The
+        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero:
+        then another rank had one. With offload, `.grad` is set while its copy to the host is still in flight. The
         end of backward waits for the copy, and so does this method if anything reads the values here.
         """
         self._known_idle = False

@@ -104,12 +104,12 @@ class SharedGroup:
             self.group.show_sharded()
 
     def upload_early(self) -> None:
-        """Only for the owner, which knows whether an optimizer has stepped all of the parameters."""
+        """No-op unless this unit owns the group: only the owner knows if all parameters were stepped."""
         if self.group.unit() is self._me and not self._other_holders():
             self.group.upload_early()
 
     def select(self, precision: Precision) -> None:
-        """All-gather in `precision` from now on; if another unit holds the group, from the next all-gather on."""
+        """All-gather in `precision` from now on. While another unit holds the group, leave this to `all_gather`."""
         if self.group.precision is not precision and not self._other_holders():
             self.group.holders.discard(self._me)
             self.group.select(precision)

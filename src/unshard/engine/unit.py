@@ -31,7 +31,7 @@ class Unit:
     """Parameters, their buffers and their state. The root decides when the methods are called.
 
     A unit has one param group for each set of ranks that its parameters are sharded over: one, unless a user chooses
-    other meshes for some of them. It asks its root only for the other units, for errors that concern all of them.
+    other meshes for some of them. It asks its root only for the list of units, for errors that concern all of them.
     """
 
     built = 0
@@ -48,7 +48,7 @@ class Unit:
         self.borrowed: list[tuple[ManagedParam, ParamLocation]] = []
         """Params of other units that its modules hold, and where."""
         self.lends = False
-        """Other units use its parameters, so these are reduced at the end of backward."""
+        """True if other units use its parameters. Their gradients are then reduced at the end of backward."""
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.param_state = ParamState.SHARDED
@@ -102,7 +102,7 @@ class Unit:
     # -- parameters -----------------------------------------------------------------------------------------
 
     def all_gather(self) -> None:
-        """Issue the all-gather if the unit is sharded or sliced. It owns the buffers until `unshard` has waited."""
+        """Issue the all-gather if the unit is sharded or sliced. Until `unshard`, nobody may touch the buffers."""
         state, sliced = self.param_state, False
         if state is ParamState.SHARDED:
             self._writes_before = None
@@ -223,9 +223,9 @@ class Unit:
         self.precision = precision
 
     def watch_writes(self) -> None:
-        """Detect writes of the program, to sharded parameters or to what its modules hold instead, from now on.
+        """Detect the program's writes from now on, to sharded parameters or to those that modules hold instead.
 
-        Only for a unit that is not resharded: counting writes costs as much as the rest of an all-gather.
+        Call this only for a unit that stays unsharded or sliced: counting writes costs as much as an all-gather.
         """
         if self._writes_before is None:
             self._writes_before = self._writes()
@@ -242,7 +242,7 @@ class Unit:
         return self._writes_before != self._writes() or any(each.touched for each in self.shown or ())
 
     def _follow_changes(self) -> list[str]:
-        """Apply the program's changes of unsharded parameters or slices; returns writes that cannot be applied.
+        """Apply the program's changes of unsharded parameters or slices; return the parameters whose writes are lost.
 
         Callers raise the error last, so that it does not leave the unit half resharded.
         """
@@ -250,7 +250,7 @@ class Unit:
         return [name for each in shown or () for name in each.follow()]
 
     def _refuse_replaced(self) -> None:
-        """Raise if the program replaced parameters of a unit that is not resharded: a reshard would drop them."""
+        """Raise if the program replaced parameters of a unit that is not sharded: a reshard would drop the new ones."""
         groups = [group for group in self.param_groups if group.sharded.one_parameter_each]
         names = [repr(param.name) for group in groups for param in group.params if param.is_replaced]
         if names:
@@ -290,7 +290,7 @@ class Unit:
         return [group.sharded.writes() for group in self.gathers]
 
     def rebind_params(self) -> None:
-        """Copy parameters that a program replaced, or gave other memory, into the shards. Only at rest."""
+        """Copy parameters that a program replaced, or gave other memory, into the shards. Call this only at rest."""
         self.refuse_assigned_data()
         for group in self.param_groups:
             group.rebind_params()
@@ -307,7 +307,7 @@ class Unit:
         return give_up_tied(group, self)
 
     def drop_empty(self) -> None:
-        """Drop param groups without parameters, because all were tied to those of other units."""
+        """Drop param groups whose parameters were all tied to those of other units."""
         if self.param_state is ParamState.SHARDED:
             empty = [group.sharded for group in self.param_groups if not group.params]
             self.param_groups = [group for group in self.param_groups if group.params]
@@ -334,7 +334,7 @@ class Unit:
         return [] if root is None else root.units
 
     def rest(self) -> None:
-        """Reshard it and the units that it shares parameters with, so that modules hold the sharded parameters."""
+        """Reshard this unit and those that share parameters with it, so that modules hold the sharded parameters."""
         self.reshard()
         for unit in self.sharers:
             unit.reshard()
@@ -389,7 +389,7 @@ class Unit:
 
     @property
     def at_rest(self) -> bool:
-        """True if it is sharded and nothing is in flight."""
+        """True if the unit is sharded and outside forward and backward."""
         return self.phase is Phase.IDLE and self.param_state is ParamState.SHARDED
 
 

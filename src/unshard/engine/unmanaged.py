@@ -24,7 +24,7 @@ _SHOWN = 5
 
 
 class Unmanaged:
-    """Searches for such parameters before the first forward, and after changes of the modules below the root.
+    """Searches for unmanaged parameters before the first forward, and after changes of the modules below the root.
 
     Torch calls hooks when a parameter or a module is registered, so forwards in between cost nothing. Some libraries
     write to `module._modules` instead, for which there is no hook, so the 2nd, 4th, 8th ... forward searches as well.
@@ -34,7 +34,7 @@ class Unmanaged:
 
     def __init__(self) -> None:
         self.changed = True
-        """The modules have changed since the last search."""
+        """True if the modules have changed since the last search."""
         self._asked = 0
         self._named: set[str] = set()
         self._frozen: list[tuple[dict[str, Any], str]] = []
@@ -49,7 +49,7 @@ class Unmanaged:
         return any((parameter := held.get(name)) is not None and parameter.requires_grad for held, name in self._frozen)
 
     def check(self, top: nn.Module, managed: Iterable[ParamLocation], ranks: int) -> None:
-        """Warn of new ones below `top`, the root module. `managed`: where units, or their callers, know a parameter."""
+        """Warn of new unmanaged parameters below `top`, the root module. `managed`: locations of all others."""
         self.changed = False
         known = {(id(location.parameters), location.name) for location in managed}
         names, self._frozen = [], []
@@ -82,7 +82,7 @@ class Unmanaged:
 
 
 def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the prefixes of their parameters, without those of `replicate`, which reduces their own."""
+    """Yield modules with the prefixes of their parameters. Skips modules whose gradients `replicate` reduces."""
     seen: set[nn.Module] = set()
     waiting = [("", top)]
     while waiting:
@@ -96,7 +96,7 @@ def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 @cache
 def _register() -> None:
-    """Once per process."""
+    """Register the hooks, once per process."""
     register_module_module_registration_hook(Unmanaged.notice)
     register_module_parameter_registration_hook(_parameter_comes)
 
@@ -107,7 +107,7 @@ def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
 
 
 def warn_of_untied(units: list[Unit]) -> None:
-    """Warn of modules outside all units that hold an original parameter, which sharding replaced. Most have none."""
+    """Warn of modules outside all units that still hold an original parameter, which sharding has replaced."""
     kept: dict[int, tuple[str, Unit]] = {}
     for unit in units:
         for param in unit.params:
