@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-if not TYPE_CHECKING:  # type checkers see the names above, and would take any other name for `Any`
+if not TYPE_CHECKING:  # type checkers see the names above; with `__getattr__`, every other name would be `Any`
 
     def __getattr__(name: str) -> Any:
         """Import all public names when the first one is used, so that `unshard --help` does not import torch."""

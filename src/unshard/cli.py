@@ -184,7 +184,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a program with the drop-in installed. Its exceptions and `sys.exit` reach the caller."""
+    """Run a program with the drop-in installed. The program's exceptions and `sys.exit` reach the caller."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
     asked = bool(rest) and rest[0] in _HELP

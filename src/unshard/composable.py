@@ -84,7 +84,7 @@ def fully_shard(
 
 
 def _bound_weakly(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """A bound method as an attribute of the module would create a reference cycle and keep the module alive."""
+    """Bind without a reference cycle: a bound method as an attribute of the module would keep the module alive."""
     reference = weakref.ref(module)
     return lambda *args, **kwargs: method(reference(), *args, **kwargs)
 

@@ -57,7 +57,7 @@ class ArgumentTypeError(PolicyError, ArgumentError):
 
 
 class TrainingStateError(ConflictError, StateError, ArgumentError):
-    """A method needs a module at rest that is computing or inside `summon_full_params`."""
+    """A method needs a module at rest, but the module is computing or inside `summon_full_params`."""
 
 
 class OrderError(UnshardError, RuntimeError):

@@ -27,7 +27,7 @@ def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPO
 
 def behind_checkpoints(module: nn.Module) -> nn.Module:
     """Return the module inside any wrappers of activation checkpointing or offloading."""
-    # Not getattr, which a wrapper forwards to what it wraps.
+    # Not getattr, which a wrapper forwards to the module that it wraps.
     while (inside := dict(module.named_children()).get(CHECKPOINT_PREFIX.rstrip("."))) is not None:
         module = inside
     return module

@@ -32,7 +32,7 @@ class MixedPrecisionPolicy:
 
     ``wire_dtype``: gradients are sent in this dtype and summed in the reduce dtype. With bf16 compute, fp32 reduction
     and bf16 here, half the bytes are sent without losing precision. (Gradients accumulated over several backwards
-    without synchronization are rounded to it.)
+    without synchronization are rounded to ``wire_dtype``.)
 
     ``overrides``: a different dtype for parameters of this unit whose names match a pattern (``{"*norm*":
     torch.float32}``). The first match wins. Names are those of ``named_parameters()`` of the sharded module, and

@@ -121,7 +121,7 @@ class Recorder:
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """According to torch's sources, a failed recording makes a pool unusable, and so does dropping all recordings."""
+        """According to torch's sources, a pool is unusable after a failed recording, or once all were dropped."""
         self._failed: list[torch.cuda.CUDAGraph] = []
         """Graphs of failed recordings, kept alive: the allocator may still ask them whether a stream is theirs."""
 

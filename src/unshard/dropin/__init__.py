@@ -37,7 +37,7 @@ NOT_SEARCHED = sys.stdlib_module_names | {"mpmath", "networkx", "numpy", "sympy"
 MUTABLE = (list, dict, set, functools.partial, FunctionType)
 
 Objects = dict[int, tuple[Any, Any]]
-"""PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of the former."""
+"""PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of PyTorch's object."""
 
 _undo: list[Callable[[], Any]] = []
 """The reverse of each change. `uninstall` calls the last one first."""
@@ -46,8 +46,8 @@ _undo: list[Callable[[], Any]] = []
 def install(child_processes: bool = False) -> None:
     """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` with our modules.
 
-    References in modules that are already imported are replaced, too, including PyTorch's own: checkpoints and
-    pipelines then test for our `FSDPModule`. A second call is a no-op.
+    References in modules that are already imported are replaced, too, including those in PyTorch's own modules:
+    checkpoints and pipelines then test for our `FSDPModule`. A second call is a no-op.
 
     `child_processes`: also install in all Python processes that inherit this environment, by changing PYTHONPATH, as
     `unshard run` does. Processes that `multiprocessing` starts always have the drop-in.
@@ -57,7 +57,7 @@ def install(child_processes: bool = False) -> None:
     sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "unshard_dropin")]
     if not dist.is_available():
         raise UnsupportedError("unshard.dropin needs torch.distributed, which this build of PyTorch does not have.")
-    importlib.import_module(UNCHANGED)  # before the replacement, so that it imports PyTorch's own
+    importlib.import_module(UNCHANGED)  # before the replacement, so that it imports PyTorch's FSDP
     stand_ins = modules.build()
     try:
         _replace_modules(stand_ins)
@@ -68,7 +68,7 @@ def install(child_processes: bool = False) -> None:
             _assign(FSDPState, name, member)
         name_stages("FSDP", logging.getLogger("torch.distributed.fsdp.fully_shard"))
         _undo.append(name_stages)
-        # Processes that `multiprocessing` spawns unpickle this before they import the main module.
+        # Processes that `multiprocessing` spawns unpickle this object before they import the main module.
         prepare = multiprocessing.spawn.get_preparation_data
         _assign(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "unshard": _InSpawned()})
         if child_processes:
@@ -138,7 +138,7 @@ STATE_MEMBERS = {
     "_state_ctx": property(lambda state: state),
     "all_states": (),  # no param group needs its own call: the last callback reduces them all
     "_root_post_backward_final_callback": _end_backward,
-    "_comm_ctx": property(lambda state: state),  # 2.15 compares those of stages, which must not share one
+    "_comm_ctx": property(lambda state: state),  # torch 2.15 compares the contexts of stages, which must differ
     "_lazy_init": _find_root,
     "_pre_forward": FSDPState.pre_forward,  # torch.compile compares functions with these two
     "_post_forward": FSDPState.post_forward,
@@ -161,7 +161,7 @@ def _install_in_child_processes() -> None:
 
 
 class _InSpawned:
-    """Calls `install` when a spawned process unpickles it, which it does first."""
+    """Calls `install` when a spawned process unpickles it, before the process does anything else."""
 
     def __reduce__(self) -> Any:
         return install, ()
@@ -179,7 +179,7 @@ def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
         if not is_torch(name):
             _Search(name, every, seen).values(vars(module), DEPTH, name)
         elif not ours.keys().isdisjoint(map(id, vars(module).values())):
-            # PyTorch's own modules keep the objects that unshard does not have. Those that use FSDP import its names.
+            # PyTorch's own modules keep objects that unshard lacks. Modules without names of FSDP are not searched.
             _Search(name, ours, seen).values(vars(module), 1, name)
 
 

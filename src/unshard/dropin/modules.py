@@ -27,7 +27,7 @@ FILES = {
 class StandInModule(ModuleType):
     """Replaces one PyTorch module: it has our names, and a `MissingName` for each other name of PyTorch's module.
 
-    Only PyTorch's own code gets PyTorch's objects for these names: `torch.compile` compares functions with some.
+    PyTorch's own code still gets PyTorch's objects for these names: `torch.compile` compares functions with some.
     """
 
     _real: ModuleType
@@ -91,8 +91,8 @@ class _Loader(importlib.abc.Loader):
 class MissingName:
     """A name that PyTorch has and unshard does not.
 
-    Programs import more names than they use, so it can be imported and used in annotations and as a base class. Every
-    other use raises an error.
+    Programs import more names than they use, so this object can be imported and used in annotations and as a base
+    class. Every other use raises an error.
     """
 
     _path: str
@@ -135,7 +135,7 @@ class MissingName:
 
 
 def build() -> dict[str, StandInModule]:
-    """Build a stand-in for every module of the packages. Imports all of PyTorch's first, so that none imports ours."""
+    """Build a stand-in for every module of the packages. Imports PyTorch's modules first, so that none imports ours."""
     real = [module for package in PACKAGES for module in _modules(package)]
     stand_ins = {module.__name__: StandInModule(module) for module in real}
     for name, stand_in in stand_ins.items():
@@ -177,8 +177,8 @@ def _modules(package: str) -> list[ModuleType]:
 def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
     """Return the file with our names for a PyTorch module, and the names.
 
-    A module listed in `FILES` gets `__all__` of its file. Others get the globals of the nearest file that PyTorch's
-    module has, too.
+    A module listed in `FILES` gets `__all__` of its file. Other modules get those globals of the nearest file that
+    PyTorch's module also has.
     """
     name = real.__name__
     while name not in FILES:

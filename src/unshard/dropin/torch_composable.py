@@ -1,4 +1,4 @@
-"""Our names for `torch.distributed._composable`, from which PyTorch removed this call.
+"""Our `fully_shard` for `torch.distributed._composable`, from which PyTorch removed its own.
 
 This file is separate because `torch.distributed._composable.fsdp` has another function with this name.
 """

@@ -173,7 +173,7 @@ def check_module(module: Any, call: str) -> None:
 
 
 def checked_mixed_precision(given: Any) -> MixedPrecision:
-    """Check the fields, not the class: PyTorch's, created before the drop-in was installed, has the same fields."""
+    """Check the fields, not the class: PyTorch's class, used before the drop-in was installed, has the same fields."""
     if given is None:
         return MixedPrecision()
     if all(hasattr(given, name) for name in ("param_dtype", "buffer_dtype", "cast_root_forward_inputs")):

@@ -77,7 +77,7 @@ def replace_modules(
     fn: Callable[[nn.Module], nn.Module | None],
     results: dict[nn.Module, nn.Module] | None = None,
 ) -> None:
-    """Replace each module below `root` by `fn(each)`, children first, unless that is None.
+    """Replace each module below `root` by `fn(each)`, children first, unless `fn` returns None.
 
     `fn` is called once per module; a module with several names is replaced under all of them. Recursive calls pass
     `results`: a recursive closure would be a reference cycle that keeps the modules alive.
@@ -116,7 +116,7 @@ class _Choice:
         return sum(each.numel() for each in module.parameters() if each not in self.ignored_params)
 
     def visit(self, module: nn.Module) -> int:
-        """Return the number of elements of `module` in units inside it, or in its own unit."""
+        """Return how many elements of `module` are wrapped: in its own unit, or in units inside it."""
         wrapped = self.wrapped
         if module in wrapped:
             return wrapped[module]
@@ -172,10 +172,10 @@ def _check_frozen(
     ignored: AbstractSet[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """A unit has one flat gradient, so frozen parameters beside trained ones are refused, or cost memory."""
+    """Refuse units with frozen and trained parameters; with `use_orig_params`, warn that frozen ones cost memory."""
     taken: set[nn.Parameter] = set(ignored)
     names = {module: name for name, module in root.named_modules()}
-    for module in reversed([each for each in root.modules() if each in chosen]):  # inner ones take theirs first
+    for module in reversed([each for each in root.modules() if each in chosen]):  # inner modules take theirs first
         own = {name: each for name, each in module.named_parameters() if each not in taken}
         taken.update(own.values())
         frozen = [name for name, each in own.items() if not each.requires_grad]

@@ -303,7 +303,7 @@ def _managed_param(
     managed = ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
     managed.attributes = attributes_of(parameter)
     if isinstance(parameter, DTensor):
-        # A plain tensor at rest, like the others: `.data` of a DTensor cannot be a view of some of its elements.
+        # A plain tensor at rest, like other parameters: `.data` of a DTensor cannot be a view of some of its elements.
         managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)
     return managed
 

@@ -81,7 +81,7 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """`summon_full_params` for these units, without the units that own shared parameters of theirs."""
+    """`summon_full_params` for these units, but not for other units whose parameters they share."""
     for state in states:
         if state.in_summon_full_params:
             raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
@@ -109,7 +109,7 @@ def full_params(
             stack.callback(each.exit)
             each.enter()
         if writeback:
-            stack.callback(_write_back, units)  # before the first is resharded: they may have each other's memory
+            stack.callback(_write_back, units)  # before any is resharded: programs may swap their memory
         yield
 
 
@@ -163,9 +163,9 @@ class FullParams:
             self._unshard_gradients()
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the unsharded buffer, and the values to copy into them.
+        """Return views of the unsharded buffer, and the values to copy into them.
 
-        A program has moved these values elsewhere by assigning a parameter, or a tensor to its `data`.
+        The program has given these values other memory, by assigning a parameter or its `data`.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._exposes:
@@ -186,7 +186,7 @@ class FullParams:
         return found
 
     def exit(self) -> None:
-        """Keep writes, and register the sharded parameters again."""
+        """Keep writes unless `writeback` is False, and register the sharded parameters again."""
         if self._exposes:
             self._keep_and_unregister()
         self._unit.reshard()
@@ -277,9 +277,9 @@ def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) -> Any:
-    """Shard a parameter or its state for a sharded state dict. A tensor-parallel one is passed as a DTensor.
+    """Shard an unsharded parameter or state for a sharded state dict. Pass tensor-parallel ones as DTensors.
 
-    In a model with tensor parallelism, plain parameters are replicated on the mesh of the others.
+    In a model with tensor parallelism, plain parameters are replicated on the tensor-parallel mesh.
     """
     groups, meshes = state.groups, state.tensor_parallel_meshes()
     if isinstance(unsharded, DTensor):
@@ -290,7 +290,7 @@ def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) ->
 
 
 def _shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
-    """This rank's rows, as a DTensor on the mesh or, without one, as a ShardedTensor of the group.
+    """This rank's rows, as a DTensor on the mesh or, without a mesh, as a ShardedTensor of the group.
 
     A rank without rows has an empty shard. `torch.distributed.checkpoint` skips a ShardedTensor without local shards,
     then takes the checkpoint for one of an old version, and does not find the optimizer's `param_groups`.

@@ -33,9 +33,9 @@ over."""
 
 @contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """A context in which backward accumulates unsharded gradients; the next backward outside reduces them.
+    """A context in which backward accumulates unsharded gradients; the next backward outside it reduces them.
 
-    Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
+    Call it on the root. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
     """
     states = states_below_root(self, "no_sync")
     before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
@@ -58,7 +58,7 @@ def no_sync(self: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
 
-    Root only. For modules that the legacy call sharded, use `FullyShardedDataParallel.clip_grad_norm_(module)`.
+    Call it on the root. For modules that the legacy call sharded: `FullyShardedDataParallel.clip_grad_norm_(module)`.
     """
     states = states_below_root(self, "clip_grad_norm_")
     limit, order = checked_limit(max_norm), checked_order(norm_type, positive=True)
@@ -97,8 +97,8 @@ def _add_tensor_parallel(
 ) -> Iterable[nn.Parameter]:
     """Add the gradients of parameters that tensor parallelism shards to `apart`, by kind; return these parameters.
 
-    The kinds and their order are the same on all ranks, whichever gradients there are. A flat parameter is taken as a
-    whole, and its gradients may be of several kinds.
+    All ranks get the same kinds in the same order, even if their gradients differ. A flat parameter is returned as a
+    whole, although its gradients may be of several kinds.
     """
     kinds: list[Kind] = []
     for spec in [param.tp_spec for param in flat.params]:
@@ -161,7 +161,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """A norm of norms in float32, whatever dtypes the gradients have; float64 is rounded at the end."""
+    """The norm of the gradients' norms, in float32 for any gradient dtypes; float64 norms are rounded at the end."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]
@@ -174,7 +174,7 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
 
 
 def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    """Let `hook` reduce and divide the gradients of all units. Root only, once, before the first forward.
+    """Let `hook` reduce and divide the gradients of all units. Call it once, on the root, before the first forward.
 
     `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
     """
@@ -202,7 +202,7 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
 
 
 class HookedTransport(Transport):
-    """Gathers through the transport inside, and gives gradients to a user's hook.
+    """All-gathers with the inner transport, and passes gradients to the user's hook.
 
     The hook of a sharded unit gets (state, flat gradient, this rank's shard to fill). The hook of a unit that is not
     sharded gets (state, gradient) and changes the gradient in place.
@@ -249,7 +249,7 @@ class HookedTransport(Transport):
 def _compressed_dtype(hook: Any, state: Any, wrapper: WrapperState, originals: set[torch.dtype]) -> Any:
     """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
 
-    The engine then reduces in that dtype itself, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
+    If not None, the engine reduces in that dtype, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
     `originals`: the dtypes of the unit's parameters.
     """
     names = ("process_group", "gradient_predivide_factor", "gradient_postdivide_factor")

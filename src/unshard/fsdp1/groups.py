@@ -133,7 +133,7 @@ def _hybrid(process_group: Any, mesh: Any, strategy: ShardingStrategy, by_policy
 
 
 def _groups_by_node() -> tuple[Any, Any]:
-    """Shards inside a node, replicas over the nodes."""
+    """Process groups for shards inside a node and for replicas over the nodes."""
     _default_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     if torch.accelerator.is_available():
@@ -187,8 +187,8 @@ def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> Non
 def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iterable[FSDPState]) -> Any:
     """Drop the last dimension of `mesh` if it has one more than the strategy takes: it is for tensor parallelism.
 
-    Any other mesh is returned unchanged, to be checked with the other arguments; so is a mesh for a hybrid strategy
-    whose last dimension is not tensor parallel. `states`: of the units inside `module`.
+    Any other mesh is returned unchanged, to be checked with the other arguments. That includes a mesh for a hybrid
+    strategy if the mesh's last dimension is not tensor parallel. `states`: of the units inside `module`.
     """
     hybrid = strategy in HYBRID_SHARDING_STRATEGIES
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):

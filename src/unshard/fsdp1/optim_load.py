@@ -86,14 +86,14 @@ def _states_to_load(model: nn.Module, optim: Any, optim_state_dict: StateDict, i
     result: StateDict = {"state": state}
     if "param_groups" in optim_state_dict:
         result["param_groups"] = _param_groups(optim, optim_state_dict["param_groups"], names, keys)
-        if is_named_optimizer:  # PyTorch's compare the keys with those that they would save
+        if is_named_optimizer:  # PyTorch's named optimizers compare these keys with the keys that they would save
             for mine, theirs in zip(optim.state_dict()["param_groups"], result["param_groups"], strict=False):
                 theirs.update({key: value for key, value in mine.items() if key not in theirs})
     return result
 
 
 def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) -> StateDict:
-    """This rank's state of the optimizer's parameter `number`, from full states of the original ones inside it."""
+    """This rank's state of the optimizer's parameter `number`, from full states of the parameters inside it."""
     result: StateDict = {}
     param, inside = unit.sharded.params[number], unit.parameters[number][1]
     for name in dict.fromkeys(name for states in own.values() for name in states):
@@ -113,7 +113,7 @@ def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) ->
 
 
 def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam]) -> None:
-    """Refuse states that cannot become one: a flat parameter needs those of all its parameters, each in its shape."""
+    """Refuse unfit states: a flat parameter needs the state of each parameter inside it, in that parameter's shape."""
     first, one = next(iter(values.items()))
     missing = [each.name for each in inside if each.name not in values]
     if missing:
@@ -137,7 +137,7 @@ def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two states without dimensions are equal, on whichever devices."""
+    """Return True if two states without dimensions are equal, on any devices."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
     return other.ndim == 0 and one.dtype == other.dtype and one.item() == other.item()
@@ -159,7 +159,7 @@ def _require_state_dict(optim: Any, given: Any) -> None:
 def _param_groups(
     optim: Any, given: list[StateDict], names: dict[int, list[str]], keys: dict[int, Any]
 ) -> list[StateDict]:
-    """The options of the given optimizer groups, with `keys` of the optimizer's own parameters."""
+    """Return the options of the given groups, with the optimizer's own parameters listed by their `keys`."""
     groups: list[StateDict] = []
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
@@ -170,7 +170,7 @@ def _param_groups(
 
 
 def _broadcast(optim_state_dict: StateDict | None, group: Any) -> StateDict:
-    """Rank 0's state dict, on all ranks."""
+    """Return rank 0's state dict on all ranks."""
     holder = [optim_state_dict]
     group = dist.group.WORLD if group is None else group
     with SharedCall("broadcast optimizer state", [group], meet=True):
@@ -179,7 +179,7 @@ def _broadcast(optim_state_dict: StateDict | None, group: Any) -> StateDict:
 
 
 def _warn_about_missing(optim: Any, names: dict[int, list[str]], given: StateDict) -> None:
-    """Warn about parameters without state in `given`, the state to load, if a step would create some."""
+    """Warn about parameters without state in `given` (the state to load), if a step would create state for them."""
     if not isinstance(optim, torch.optim.Optimizer):
         return
     missing = {id(each) for each in trainable(optim) if not any(given.get(name) for name in names[id(each)])}
@@ -246,7 +246,7 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Any = None
 ) -> StateDict:
-    """This rank's shards of a full state dict, which all ranks have."""
+    """This rank's shards of a full state dict that all ranks have."""
     _deprecated("shard_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict)
 
@@ -266,14 +266,14 @@ def scatter_full_optim_state_dict(
     optim: Any = None,
     group: Any = None,
 ) -> StateDict:
-    """This rank's shards of a full state dict, which rank 0 has."""
+    """This rank's shards of a full state dict that rank 0 has."""
     _deprecated("scatter_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), _broadcast(full_optim_state_dict, group))
 
 
 @torch.no_grad()
 def _to_load(model: nn.Module, optim: Any, given: StateDict) -> StateDict:
-    """Keep the optimizer groups of `given`, like PyTorch: programs add parameters that it lacks themselves."""
+    """Keep the optimizer groups of `given`, like PyTorch. Programs themselves add parameters that `given` lacks."""
     result = _states_to_load(model, optim, given, is_named_optimizer=False)
     if "param_groups" in given:
         names = names_of(model, units_of(model))

@@ -37,7 +37,7 @@ class UnitParams:
     """The parameters that an optimizer has, each with the original parameters inside it."""
 
     def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's shard of one state, from the states of the optimizer's parameters, by number; zero otherwise."""
+        """Return this rank's shard of one state. `states`: by parameter number; parameters without state get zeros."""
         if states and not self.sharded.originals:
             return next(iter(states.values()))
         flat = torch.zeros_like(self.sharded.flat.local, dtype=dtype)
@@ -104,7 +104,7 @@ def states_to_save(
     group: Any = None,
     for_loading: bool = False,
 ) -> StateDict:
-    """`optim_state_dict` with other settings. With `rank0_only`, the other ranks get an empty dict."""
+    """`optim_state_dict` with these settings. With `rank0_only`, the other ranks get an empty dict."""
     units, state = units_of(model), {}
     names = names_of(model, units)
     refuse_unknown_parameters(optim, names, ArgumentError)
@@ -112,7 +112,7 @@ def states_to_save(
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)
-    for unit in units:  # also those that this optimizer does not step: another rank's may
+    for unit in units:  # also units that this optimizer does not step: another rank's may
         held = enumerate(id(parameter) for parameter, _ in unit.parameters)
         own = {number: given["state"].get(keys[key], {}) for number, key in held if key in keys}
         state.update(_unsharded_states(unit, own, settings))
@@ -272,7 +272,7 @@ def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSetti
 def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
     """The state that the first step would create for each of these parameters, by id.
 
-    The optimizer steps zeros of the same shapes, with gradients of zero, so neither it nor the parameters change.
+    The optimizer steps zeros instead, with zero gradients, so neither the optimizer nor the parameters change.
     """
     zeros = {id(each): nn.Parameter(torch.zeros_like(each)) for each in parameters}
     for zero in zeros.values():
@@ -291,7 +291,7 @@ def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
 
 
 def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
-    """The optimizer's own state dict `given`, with state for all parameters that a step would create some for."""
+    """Add the state that the first step would create to `given`, the optimizer's own state dict."""
     without = [each for each in trainable(optim) if not given["state"].get(keys[id(each)])]
     try:
         created = first_states(optim, without) if without else {}
@@ -304,7 +304,7 @@ def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict
 
 
 def trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Parameters that a step can change on this rank; those without elements here have their state elsewhere."""
+    """Parameters that a step can change on this rank: trainable, with elements here."""
     return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]
 
 
@@ -314,7 +314,7 @@ DROPIN = "unshard.dropin.install() at the start of the program makes these funct
 
 
 def refuse_helpers(module: nn.Module, wrapped: bool) -> None:
-    """Call this in `_fqn_modifiers`, which the helpers call on every module first. Refuse what they would get wrong.
+    """Refuse calls that PyTorch's helpers would get wrong. Call this in `_fqn_modifiers`, which they call first.
 
     The optimizer state of a sharded module is a plain tensor that differs on each rank. `wrapped`: a wrapper adds a
     prefix to the names of its parameters, but not in state dicts.

@@ -91,7 +91,7 @@ class WrapperState(FSDPState):
 
     @property
     def owners(self) -> list[WrapperState]:
-        """States of the units that own shared parameters of this one."""
+        """States of the units that own shared parameters of this unit."""
         return states_of(self.unit.borrows_from)
 
     def __getstate__(self) -> Any:
@@ -122,7 +122,7 @@ class WrapperState(FSDPState):
 
     @property
     def transports(self) -> tuple[Transport, Transport]:
-        """Over the shards, and over the replicas."""
+        """Transports over the shards, and over the replicas."""
         if self.unit.param_groups:
             return self.unit.param_groups[0].shards, self.unit.param_groups[0].replicas
         return self.groups.transports(self.unit.device)
@@ -223,7 +223,7 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
 
 
 def _get_module_fsdp_state(module: Any) -> Any:
-    """A wrapper is its own state; a module that the legacy call was applied to has one; None for other modules."""
+    """Return a wrapper itself, the state of a module that the legacy call was applied to, or None for other modules."""
     state = module if isinstance(module, WrapperState) else wrapper_state_of(module)
     return module if state is not None and state.is_of_wrapper else state
 
@@ -251,7 +251,7 @@ _IS_FLAT_PARAM = "_is_flat_param"
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    """Makes plain parameters with an attribute instances: optimizers use no fused kernels for subclasses."""
+    """Makes `isinstance` true for marked plain parameters: optimizers use no fused kernels for subclasses."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, _IS_FLAT_PARAM, False)
@@ -368,7 +368,7 @@ class Handle:
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
 
     def _set_param_infos(self, parameter: Any) -> None:
-        """Set only when a program reads the parameter: the reference cycle keeps the modules alive."""
+        """Call this only when a program reads the parameter, because it creates a reference cycle with the modules."""
         infos, shared = [], []
         for param in self._sharded.params:
             first, *others = [(location.name, location.module()) for location in param.locations]

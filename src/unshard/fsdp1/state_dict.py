@@ -74,7 +74,7 @@ class StateDictHandler:
     # -- saving ---------------------------------------------------------------------------------------------
 
     def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        """Convert the entries of this unit in `fill()`, the module's own `state_dict`."""
+        """Return the result of `fill()`, the module's own `state_dict`, with this unit's entries converted."""
         self._begin_saving(module)
         try:
             state_dict = fill()
@@ -87,7 +87,7 @@ class StateDictHandler:
 
     def _begin_saving(self, module: nn.Module, *unused: Any) -> None:
         if not self._wrapper_prefix:
-            self._reshard()  # after an error, torch does not call the hooks that do so
+            self._reshard()  # after an error, torch does not call the hooks that reshard
         if self._type is StateDictType.LOCAL_STATE_DICT:
             self._flat_sharded()  # raises before anything changes
         else:
@@ -126,7 +126,7 @@ class StateDictHandler:
             if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
             if isinstance(value, DTensor) and clean_tensor_name(key) in tensor_parallel:
-                state_dict[key] = self._to_save(value.detach(), offload)  # a collective: also on ranks that drop it
+                state_dict[key] = self._to_save(value.detach(), offload)  # a collective: ranks that drop the entry join
             elif is_sharded(value):
                 continue
             elif value.untyped_storage().data_ptr() in storages and value.numel():
@@ -164,7 +164,7 @@ class StateDictHandler:
         return self._keys(module, prefix, self._state.unit.borrowed)
 
     def _shared_keys(self, module: nn.Module, prefix: str) -> list[tuple[WrapperState, Keys]]:
-        """`_borrowed_keys` by owner. Omits owners inside `summon_full_params`, which exposes all their locations."""
+        """`_borrowed_keys` by owner. Omits owners inside `summon_full_params`, which exposes all locations."""
         keys = self._borrowed_keys(module, prefix)
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
@@ -216,7 +216,7 @@ class StateDictHandler:
                 state_dict[key] = param.unsharded
 
     def _unshard_entries(self, state_dict: dict[str, Any], entries: Iterable[tuple[str, ManagedParam]]) -> None:
-        """Convert sharded entries to what the module holds while it is unsharded. torch reports other shapes."""
+        """Convert sharded entries to what the unsharded module holds. torch reports entries with a wrong shape."""
         for key, param in entries:
             value, spec = state_dict.get(key), param.tp_spec
             if spec is None:

@@ -75,7 +75,7 @@ class FullyShardedDataParallel(nn.Module):
         """Wrap and shard `module`.
 
         `process_group` or `device_mesh` choose the ranks; hybrid strategies take a pair of groups, or a mesh of two
-        dimensions. Parameters may be tensor parallel (DTensors) on another dimension of that mesh. `auto_wrap_policy`
+        dimensions. Parameters may be tensor parallel (DTensors) on another dimension of the mesh. `auto_wrap_policy`
         wraps modules inside first. `device_id` is the compute device, by default the module's. `sync_module_states`
         broadcasts rank 0's values. `param_init_fn` initializes modules on meta. Forward always prefetches one unit
         ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
@@ -184,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
             return super().apply(fn)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert the sharded parameters in `.to()`, `.half()` and others."""
+        """Convert the sharded parameters. `.to()`, `.half()` and similar methods call this."""
         refuse_shared_memory(self._state.unit, fn)
         self._state.unit.reshard()
         result = super()._apply(fn, recurse)
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names are the original ones inside `summon_full_params`."""
+        """Like `nn.Module.named_parameters`, but with the original names inside `summon_full_params`."""
         if not torch.compiler.is_compiling():
             self._state.before_listing()
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -221,7 +221,7 @@ class FullyShardedDataParallel(nn.Module):
         return name.replace(FSDP_PREFIX, "") if self._state.in_summon_full_params else name
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard this module's own parameters. With `async_op`, only issue the all-gather; the handle waits."""
+        """Unshard this module's own parameters. With `async_op`, return a handle that waits for the all-gather."""
         unit = self._state.unit
         unit.select(unit.precision_in(self.training))
         unit.all_gather()
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
     state_dict_type = staticmethod(state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """A state dict of the type that is set. All ranks must call this, also with `rank0_only`."""
+        """Return a state dict of the type that is set. All ranks must call this, even with `rank0_only`."""
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._state.find_root(self)

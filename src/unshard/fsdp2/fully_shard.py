@@ -159,10 +159,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots in one process (the stages of a pipeline) share their communication streams.
-
-    No-op for compatibility: collectives are issued from the compute stream and queued by the process group.
-    """
+    """No-op for compatibility: all roots of a process already share the side streams (`engine/side_stream.py`)."""
     for module in modules:
         sharded_state(module)
 
@@ -202,7 +199,7 @@ def _checked_type(name: str, value: Any, expected: type, example: str = "") -> A
 
 
 def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
-    """The set may contain parameters of other units: programs pass the same set to every call."""
+    """Check `ignored_params`, which may contain parameters of other units: programs pass the same set to every call."""
     given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
     for each in given:
         if not isinstance(each, nn.Parameter):
@@ -250,7 +247,7 @@ def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
-    """The prefix of names in each module. With several outermost modules, it begins with their index."""
+    """The prefix of names in each module. With several outermost modules, it begins with the outermost one's index."""
     prefixes: dict[nn.Module, str] = {}
     for number, each in enumerate(outermost):
         for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):
@@ -261,7 +258,7 @@ def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
 def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
     """Add the modules whose own parameters and buffers belong to this call, children first.
 
-    Excludes modules of other calls, replicated modules and everything inside these.
+    Excludes modules of other calls and replicated modules, with everything inside them.
     """
     if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
@@ -381,7 +378,7 @@ def _attach(
     policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes` has the managed modules."""
+    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes` lists the managed modules."""
     for module in prefixes:
         for buffer in module.buffers(recurse=False):
             if buffer.device != unit.device and not buffer.is_meta:

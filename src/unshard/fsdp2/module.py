@@ -57,7 +57,7 @@ class FSDPModule:
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
         state.unit.all_gather()
         state.unit.watch_writes()
-        state.unit.kept_for_forward = False  # the program may list what it has asked for
+        state.unit.kept_for_forward = False  # the program may list the parameters that it has unsharded
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -69,10 +69,10 @@ class FSDPModule:
         self._get_fsdp_state().unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Reshard the model and drop the state of an unfinished iteration. Only on the root.
+        """Reshard the model and drop the state of an unfinished iteration. Call it on the root.
 
-        Not needed after an exception: the model recovers by itself. Also drops gradients that were accumulated without
-        synchronization.
+        It also drops gradients that were accumulated without synchronization. It is not needed after an exception: the
+        model recovers by itself.
         """
         self._get_fsdp_state().reset()
 
@@ -104,7 +104,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Only sum in collectives, and divide the sharded gradients afterwards. By default for this unit only."""
+        """Sum in collectives, and divide the sharded gradients afterwards. By default, this changes only this unit."""
         self._set("force_sum", _bool("enable", enable), recurse)
 
     def set_all_reduce_hook(
@@ -116,8 +116,8 @@ class FSDPModule:
     ) -> None:
         """Call `hook` with a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
-        By default it is called for this unit only. The hook may change the tensor in place. With `stream`, it runs on
-        that stream; a mesh of replicas does not support this.
+        By default, the hook is called for this unit only. It may change the tensor in place. With `stream`, the hook
+        runs on that stream; a mesh of replicas does not support this.
         """
         if stream is None:
             self._set("all_reduce_hook", hook, recurse)
@@ -148,7 +148,7 @@ class FSDPModule:
         self._get_fsdp_state().transport_settings.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether forward frees the unsharded parameters. Overrides the argument and the default for the root."""
+        """Set whether forward frees unsharded parameters. Overrides `fully_shard`'s argument and the root's default."""
         self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
         self._set("slice_after_forward", False, recurse)
 
@@ -159,7 +159,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards this module's own unit.
 
-        Pass False only if no gradient needs its weights, as in an embedding.
+        Pass False only if no gradient needs the unit's weights, as in an embedding.
         """
         self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
 
@@ -233,14 +233,14 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool, *, recurse: bool = False) -> None:
         """Allocate the buffers of collectives with the backend's allocator, if it has one (NCCL).
 
-        By default for this unit only, as in PyTorch.
+        By default, this changes only this unit, as in PyTorch.
         """
         _bool("enable", enable)
         for state in self._states(recurse):
             state.transport_settings.allocate_from(pool_of_group if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
-        """Allocate the buffers of collectives in torch's symmetric memory. CUDA only. By default for this unit only."""
+        """Allocate buffers of collectives in torch's symmetric memory (CUDA only). By default, for this unit only."""
         for state in self._states(recurse):
             state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
@@ -270,7 +270,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of unsharded parameters and those accumulated without synchronization.
 
-        An optimizer's `zero_grad` does not reach the latter.
+        An optimizer's `zero_grad` does not reach the accumulated ones.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
@@ -310,7 +310,7 @@ _skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, constructing a module through its `FSDP<Original>` class does not call `__init__`."""
+    """In this context, constructing a module through its `FSDP<Original>` class does not call `__init__`."""
     token = _skips_init.set(True)
     try:
         yield

@@ -228,7 +228,7 @@ class ParamToShard:
 
     @property
     def owner(self) -> tuple[ParamGroup, ManagedParam] | None:
-        """The param group of an earlier call that sharded the parameter, and the parameter there.
+        """The param group of an earlier call that sharded the parameter, and the engine's record of the parameter.
 
         Modules of both calls share the parameter.
         """
@@ -331,7 +331,7 @@ def mesh_and_placements(
 
 
 def _shard(param: ParamToShard, mesh: DeviceMesh, later: Any) -> Placement:
-    """The placement on a mesh dimension before those in `later`, some of which may shard the same dimension."""
+    """The placement on a mesh dimension before those in `later`, some of which may shard the same tensor dimension."""
     placements = param.parameter.placements  # type: ignore[attr-defined]
     factor = prod(mesh.size(i) for i in later if placements[i].is_shard(param.dim))
     return strided_shard(param.dim, factor) if factor > 1 else Shard(param.dim)

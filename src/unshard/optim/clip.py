@@ -91,7 +91,7 @@ class LocalGradient:
     scaled: torch.Tensor
     measured: torch.Tensor
     weight: float
-    """Makes the sum over all ranks count each gradient once."""
+    """Factor with which the sum over all ranks counts each gradient once."""
     parameter: torch.Tensor | None = None
     """None if there are several."""
 
@@ -121,7 +121,7 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
 
 
 def _weight(spec: DTensorSpec, ranks: int) -> float:
-    """The ranks of a mesh hold the gradient together, with one copy for each rank of replicated mesh dimensions."""
+    """The weight of a gradient that the ranks of a mesh hold together, with copies over replicated mesh dimensions."""
     mesh = spec.mesh
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
     return mesh.size() / (ranks * copies)
@@ -326,7 +326,7 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
     """All ranks of the parameters' meshes, or those of the user's `group`. `otherwise`: the device if there is neither.
 
     Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
-    compares that all ranks do `what`.
+    verifies that all ranks do `what`.
     """
     specs = [spec_of(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
     distinct = {id(spec.mesh): spec.mesh for spec in specs}  # comparing meshes costs more

@@ -62,13 +62,13 @@ def flat(
     parameter, hooks, schedulers and scalers. Optimizers with and without `flat` can load each other's state dicts.
 
     The optimizer must be elementwise. Torch's elementwise optimizers are known, and so are subclasses that keep their
-    steps. Pass `elementwise=True` for others: the step of an element depends only on that element, its gradient and its
-    state, and an element that is zero stays zero while its gradient is zero. A closure is called once, before the step.
+    steps. Pass `elementwise=True` for others if the step of an element depends only on that element, its gradient and
+    its state, and if a zero element stays zero while its gradient is zero. A closure is called once, before the step.
 
     With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`), each as soon
     as its gradients are there; `step` waits for these steps and takes the others. So gradients can be neither clipped
     nor scaled, no step can be skipped, and `step` must follow every backward that synchronizes gradients. False turns
-    it off; None does not change it. `ahead` is its old, deprecated name.
+    it off; None does not change it. `ahead` is the old, deprecated name of this argument.
     """
     if ahead is not None:
         if step_in_backward is not None:
@@ -207,7 +207,7 @@ class Flat(Optimizer):
         return result if closure is None else loss
 
     def _step_groups(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-        """Step the groups. If there is a device, the thread for steps on the host steps parameters there."""
+        """Step the groups. If there is an accelerator, a thread steps the parameters that are on the host."""
         on_host = [[each for each in group["params"] if each.is_cpu] for group in groups]
         if not torch.accelerator.is_available() or not any(on_host):
             return self.plain_step(self, **options)
@@ -235,7 +235,7 @@ class Flat(Optimizer):
         return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies counters, which the parameters of a span share: another optimizer would advance them repeatedly."""
+        """Copy counters: parameters of a span share them, and another optimizer would advance them repeatedly."""
         finish_steps()
         state: Any = self.state
         try:
@@ -312,7 +312,7 @@ def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
 
 
 class _Hidden:
-    """Wraps a tensor so that torch does not find it and copy it to the parameter's device, all state at once."""
+    """Hides a tensor from torch, which would copy all state to the parameter's device at once."""
 
     def __init__(self, value: DTensor):
         self.value = value

@@ -1,13 +1,13 @@
 """Flat spans: adjacent parameters that a flat optimizer steps as one tensor, their state and their gradients.
 
     shard      [ weight weight weight .. | bias | norm ]     dots are padding, always zero
-    spans      [ decayed                ][ not decayed ]     one tensor each, gradients at the same distances
+    spans      [ decayed                ][ not decayed ]     one tensor each; gradients have the same layout
 
 A parameter outside any shard (rebound, or a DTensor made elsewhere) is a separate span.
 
 The state of a span is flat as well. `optimizer.state` and state dicts hold one entry per parameter, as if the optimizer
-had stepped every parameter separately. State with a value per element is a DTensor there, over a view of the flat
-state; all other values (mostly counters) are those that the step created.
+had stepped every parameter separately. In these entries, state with a value per element is a DTensor over a view of the
+flat state; all other values (mostly counters) are those that the step created.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FlatSpan:
         """Holds the state on the host, if it is copied to the device for a step."""
         flat = params[0].local.detach()
         self.starts = [0]
-        """The elements of `flat` where the parameters begin."""
+        """The index in `flat` of each parameter's first element."""
         if first is not None and last is not None:
             self.starts = [(each.begin - first.begin) // flat.element_size() for each in params]
             flat = first.shard.flat(flat.dtype, first.begin, (last.end - first.begin) // flat.element_size())
@@ -82,9 +82,9 @@ class FlatSpan:
         return tensor if self._is_subclass else tensor[0, 0]
 
     def gradient(self, ranges: dict[int, GradRange]) -> tuple[ShardedGrad, torch.Tensor] | None:
-        """The flat gradient and the sharded gradient around it, or None if the program made any of the gradients.
+        """Return the sharded gradient and the span's part of it, or None if the program made any of the gradients.
 
-        Gradients of the engine are laid out like `flat`: a span with other gradients was split.
+        Gradients of the engine are laid out like `flat`, because spans with other gradients were split.
         """
         found = [ranges.get(id(each.parameter.grad)) for each in self.params]
         first = found[0]
@@ -300,12 +300,12 @@ class FlatGroups:
         self._gradients: list[int] | None = None
         self._flat_grads: FlatGrads = []
         self.flat_grads_by_shard: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
-        """The same, for each sharded gradient."""
+        """`_flat_grads`, by sharded gradient."""
         self._collected: list[FlatSpan] = []
         """Spans whose gradients are copied into a flat one at each step."""
 
     def begin_step(self, optimizer: Any, done: Sequence[FlatSpan] = ()) -> list[dict[str, Any]]:
-        """Optimizer groups for one step, with gradients on their tensors; call `end_step` afterwards.
+        """Return optimizer groups for one step, with gradients set on their tensors; call `end_step` afterwards.
 
         Spans in `done` were stepped in backward. They are not in the groups, and neither are those in `streamed`.
         """
@@ -324,7 +324,7 @@ class FlatGroups:
                 "has already stepped them, and these steps are kept. Leave gradients unchanged, or leave out "
                 "step_in_backward=True."
             )
-        # The step sees the present state of plain parameters and under any other keys.
+        # The step sees the current state of plain parameters, and of all other keys.
         self._other_state = {key: value for key, value in optimizer.state.items() if not isinstance(key, DTensor)}
         own = {span.flat: self.state[span.flat] for span in self.spans if span.flat in self.state}
         self.state = defaultdict(dict, {**self._other_state, **own})
@@ -349,7 +349,7 @@ class FlatGroups:
             self._rebuild(optimizer)
 
     def end_step(self, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-        """Drop the gradients, and copy the step's changes to state and groups into those of the optimizer."""
+        """Drop the gradients, and copy state and options that the step changed back to the optimizer."""
         for param_group, group in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = param_group["params"]
             param_group.update(group)
@@ -384,7 +384,7 @@ class FlatGroups:
         return all(map(is_, map(local_of, self._parameters), self._locals))
 
     def _rebuild(self, optimizer: Any) -> None:
-        """Make spans as long as memory, groups and state allow, with the state in the entries."""
+        """Make spans as long as memory, groups and state allow, and copy their state from the parameters' entries."""
         groups, state = optimizer.param_groups, optimizer.state
         numbered = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
         params = _in_memory_order(numbered)
@@ -445,5 +445,5 @@ def _layout(groups: list[dict[str, Any]]) -> list[Any]:
 
 
 def _entries(state: Any) -> list[Any]:
-    """All values, to compare with later ones. The values themselves: ids of deleted objects are used again."""
+    """All values, to compare with later ones. Not their ids, because Python reuses the ids of deleted objects."""
     return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

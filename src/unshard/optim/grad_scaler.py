@@ -28,9 +28,9 @@ class GradScaler(OpenGradScaler):
     """A `torch.amp.GradScaler` with which all ranks skip the same steps and keep the same scale.
 
     Torch's scaler reduces over the mesh dimensions that shard the first gradient, so ranks can disagree if gradients
-    are distributed in several ways. This one reduces, once per `unscale_`, over all ranks that hold a part of the
+    are distributed in several ways. This scaler reduces, once per `unscale_`, over all ranks that hold a part of the
     optimizer's parameters. Gradients may be DTensors on any meshes or plain tensors, in float16 or bfloat16, on the
-    device or the host; a rank may have none. Pass `process_group` if ranks share no mesh, as the stages of a pipeline.
+    device or the host; a rank may have none. Pass `process_group` if ranks share no mesh, like stages of a pipeline.
     `device` defaults to the accelerator, or to the CPU if there is none.
     """
 
@@ -79,7 +79,7 @@ class GradScaler(OpenGradScaler):
                 if dtype is not torch.bfloat16 or device.type != "cuda":
                     unscale_and_check(gradients, found[device], factor)
                     continue
-                for gradient in gradients:  # torch's kernel does not take them. One by one: copies take memory
+                for gradient in gradients:  # torch's kernel does not take bfloat16. One by one: copies take memory
                     wide = gradient.float()
                     unscale_and_check([wide], found[device], factor)
                     gradient.copy_(wide)
@@ -121,7 +121,7 @@ class GradScaler(OpenGradScaler):
         if not self.skips_itself(optimizer):
             return False
         if not self.handles_scale(optimizer):
-            return True  # the program's own code does it
+            return True  # the program's own code handles the scale
         if not _started.get(optimizer) or _lacks_momentum(optimizer):
             return False
         return all(
@@ -169,7 +169,7 @@ class ShardedGradScaler(GradScaler):
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Like torch's `update`, but takes a tensor of one element of any shape; torch's copy fails for some."""
+        """Like torch's `update`, but takes a tensor of one element of any shape; torch's fails for some shapes."""
         if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
         super().update(new_scale)
@@ -205,13 +205,13 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`number` on the device, without waiting. A copy to the host waits, or it would be read before it is written."""
+    """Copy `number` to the device without waiting. Copies to the host wait, so that the host cannot read too early."""
     return number.to(device, non_blocking=device.type != "cpu")
 
 
 @torch.no_grad()
 def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Step, and undo the step on the device if any of `found` is positive: a captured step cannot read it on the host.
+    """Step, and undo the step on the device if any of `found` is positive: the host cannot read it in a captured step.
 
     Takes the memory of parameters and state a second time. Fused optimizers do not need this.
     """
@@ -226,7 +226,7 @@ def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[tor
     """The local tensors that a step may write, each once: flat optimizers have several views of one counter.
 
     Includes tensors that are attributes of the optimizer if they are on `device`; captured steps refuse writes to
-    others.
+    attributes on other devices.
     """
     dicts = [*optimizer.param_groups, *(entry for entry in optimizer.state.values() if isinstance(entry, dict))]
     tensors = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]

@@ -9,8 +9,8 @@ device and back, batch by batch:
 
 So the device holds the state of at most three batches. The optimizer's own code steps each batch separately.
 
-`CPUOffloadPolicy` keeps both on the host. A thread steps them there, with all cores that this rank may use. With
-`step_in_backward`, it steps each unit during backward, as soon as the unit's gradients are on the host.
+`CPUOffloadPolicy` keeps state and parameters on the host. A thread steps them, with all cores that this rank may use.
+With `step_in_backward`, the thread steps each unit during backward, as soon as the unit's gradients are on the host.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StateBatch:
         self._on_device = defaultdict(dict, self._copy(self._state, target, self.copy_streams.up))
 
     def begin_step(self, groups: Groups, others: dict[Any, Any]) -> tuple[Groups, defaultdict[Any, Any]]:
-        """Optimizer groups and state for the step."""
+        """Wait for the upload, and return optimizer groups and state for the step."""
         self._wait_for_copies()
         assert self._on_device is not None
         self._on_device.update(others)
@@ -120,9 +120,9 @@ class StateStreamer:
     """Steps spans whose state is on the host, as part of one step of the optimizer."""
 
     def __init__(self, spans: Sequence[FlatSpan], state: MutableMapping[Any, Any], groups: Groups):
-        """`state` also has the optimizer's entries for keys other than parameters; `groups` are its own."""
+        """`state` also has the optimizer's entries for keys other than parameters; `groups` are the optimizer's own."""
         self._batches = [StateBatch(each, state) for each in _batches_of(spans)]
-        # Each call of the step gets copies: an optimizer that counts its steps in them counts this step once.
+        # Each call of the step gets copies of these. If the optimizer counts steps in them, it counts this step once.
         self._options: Groups = []
         self._others: dict[Any, Any] = {}
         if self._batches:
@@ -169,7 +169,7 @@ def _batches_of(spans: Sequence[FlatSpan]) -> list[list[FlatSpan]]:
 
 
 def _device_memory(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory of the compute stream. The upload stream waits for the work queued there before it writes."""
+    """Allocate on the compute stream. The upload stream waits for the work queued on it before writing."""
     return torch.empty_like(on_host, device=device)
 
 
@@ -196,7 +196,7 @@ class EarlyStep(NamedTuple):
 class StepInBackward:
     """Belongs to one flat optimizer. When a sharded gradient is ready, repeats what the last step did with it.
 
-    So the optimizer's first step is an ordinary one, and so is the step of every unit that has changed since the last.
+    So `step` takes the first step of the optimizer, and of every unit that has changed since the last step.
     """
 
     def __init__(self, optimizer: Any):
@@ -346,7 +346,7 @@ def submit(step: Callable[[], Any]) -> Future[Any]:
 
 @cache
 def _tasks() -> SimpleQueue[Task | None]:
-    """The queue of the thread, which starts with the first call.
+    """Return the queue of the thread. The first call starts the thread.
 
     `concurrent.futures` executors refuse tasks after the main thread has ended, when other threads may still train.
     """
@@ -358,7 +358,7 @@ def _tasks() -> SimpleQueue[Task | None]:
 
 
 def _end(tasks: SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """At the end of the program, after all its threads: a running step must end before the interpreter does."""
+    """Called at exit, after all other threads have ended: a running step must end before the interpreter does."""
     tasks.put(None)
     thread.join()
 
@@ -381,8 +381,8 @@ def _run_tasks(tasks: SimpleQueue[Task | None]) -> None:
 def _use_all_cores() -> None:
     """Set the number of torch's threads for this thread, without changing it for others.
 
-    Each thread has its own number, and threads that start later get the last one that was set. Under torchrun it is 1:
-    enough to compute on a device, too few for a step on the host.
+    Each thread has its own number, and threads that start later get the last one that was set. Under torchrun, the
+    number is 1: enough to compute on a device, too few for a step on the host.
     """
     others = torch.get_num_threads()
     torch.set_num_threads(cores_of_this_rank())

@@ -83,7 +83,7 @@ def chunk(intervals: Sequence[Interval], chunks: int, number: int) -> list[Inter
 
 
 def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of a local tensor with these indices in each dimension, and the slices of each box in it."""
+    """The boxes of a local tensor with these indices in each dimension, and the slices of each box in that tensor."""
     dims = []
     for intervals in index:
         place, placed = 0, []

@@ -56,12 +56,12 @@ class HeldTensor:
     plain: bool
     """True if not sharded: every rank has its own tensor, and the lowest rank's is saved."""
     added: bool = False
-    """True if a module adds it to its state dict, and is given the loaded value."""
+    """True if a module itself adds the tensor to its state dict. Loading passes the value to the module."""
     packed: bool = False
-    """True if its elements are not numbers, whatever the dtype."""
+    """True if the elements are packed, quantized values, whatever the dtype."""
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Call this before loading: tensors that modules add may change their shape."""
+        """Prepare to load a tensor of this shape, because tensors that modules add may change their shape."""
         if self.added:
             self.box_map, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
@@ -71,7 +71,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class OptimizedParam:
-    """A parameter of the model, inside a parameter of an optimizer: all of that, or some elements of a flat one."""
+    """A parameter of the model inside a parameter of an optimizer: all of it, or some elements of a flat parameter."""
 
     name: str
     box_map: BoxMap
@@ -106,7 +106,7 @@ class ModelState:
     """Tensors that modules add to their state dicts, by module and by name."""
 
     def finish_loading(self, loaded: Iterable[HeldTensor]) -> None:
-        """Call this after loading the tensors."""
+        """Rebind parameters, and pass loaded tensors to modules that add them. Call this after loading the tensors."""
         for state in self.states:
             state.unit.rebind_params()
         names = {each.name for each in loaded}
@@ -285,7 +285,7 @@ def _named(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def set_added_state(path: str, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Load the values of `added_state`. Saving again shows whether the module took them."""
+    """Load the values of `added_state`. Reading the state again shows whether the module took them."""
     for load in (_set_quant_states, _copy_in_place, load_own_state):
         if _has(path, module, values):
             return

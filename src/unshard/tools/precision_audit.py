@@ -40,7 +40,7 @@ DtypeSet = set[torch.dtype]
 
 
 class PrecisionAudit:
-    """`differences`: dtypes that are not as planned. `str(audit)`: a table of both, the differences and surprises."""
+    """`differences`: dtypes that differ from the plan. `str(audit)`: a table of planned and found dtypes, and more."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
@@ -80,7 +80,7 @@ class PrecisionAudit:
 
     @property
     def surprises(self) -> list[str]:
-        """Surprises of the plan, with the present state of the optimizer, and of the steps."""
+        """Surprises in the plan, with the optimizer's current state, and in the recorded steps."""
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
 
     def _surprises_of_steps(self) -> list[str]:
@@ -116,7 +116,7 @@ class PrecisionAudit:
         return found
 
     def _sums_rounded(self, param: ParamPlan) -> bool:
-        """A wire dtype as wide as the gradients of one backward does not round these, but rounds sums of several."""
+        """Return True if the wire dtype rounded sums of several backwards, even if it is exact for one backward."""
         kept, sent = (self._recorder.dtypes(stage, param) for stage in (ParamStage.KEPT, ParamStage.WIRE))
         return bool(kept and sent) and min(d.itemsize for d in sent) < min(d.itemsize for d in kept)
 
@@ -138,7 +138,7 @@ class PrecisionAudit:
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
     """A context that records the dtypes in steps of a sharded `model` and compares them with the plan of `precision`.
 
-    It adds no collective and changes no result. With `optimizer`, only its steps are recorded.
+    It adds no collective and changes no result. With `optimizer`, only steps of this optimizer are recorded.
     """
     return PrecisionAudit(model, optimizer)
 
@@ -187,7 +187,7 @@ class PrecisionRecorder(TorchFunctionMode):
             self._handles.pop().remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record conversions of parameters by the model's own code, which inputs and outputs may not show."""
+        """Record conversions of parameters by the model's own code, because inputs and outputs may not show them."""
         result = func(*args, **(kwargs or {}))
         if func in _CASTS and unsharded_name(args[0]) is not None and result.dtype != args[0].dtype:
             for param, unit in self._owners.items():
@@ -286,7 +286,7 @@ class PrecisionRecorder(TorchFunctionMode):
 
 
 def _cast_modules(unit: UnitPlan) -> list[nn.Module]:
-    """The modules whose forward gets the unit's cast inputs: of a wrapper, the wrapped module."""
+    """The modules whose forward gets the unit's cast inputs. For a wrapper, this is the wrapped module."""
     wrapped = FSDP_PREFIX.rstrip(".")
     return [dict(top.named_children()).get(wrapped, top) for top in unit.state.modules()]
 
@@ -305,7 +305,7 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
             for precision in Precision:
                 want, have = param.planned(stage, precision), recorder.dtypes(stage, param, precision)
                 if stage is ParamStage.GRADIENT:
-                    want = want | param.planned(stage, _POLICY)  # of a forward in the other precision
+                    want = want | param.planned(stage, _POLICY)  # of a forward in the policy's precision
                 if stage is ParamStage.GATHERED and _gathered_as_bytes(unit, want, precision):
                     have = have - {torch.uint8}
                 if have and want and not have <= want:
@@ -358,7 +358,7 @@ def _planned_output(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
 
 
 def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
-    """Modules without parameters in their children: inputs and outputs show the dtype in which they compute."""
+    """Check modules whose children have no parameters: inputs and outputs show the dtype in which they compute."""
     tops = _cast_modules(unit)
     for module, params in unit.modules_with_params().items():
         if any(True for child in module.children() for _ in child.parameters()):

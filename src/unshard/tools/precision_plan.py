@@ -49,7 +49,7 @@ _FIELDS = {
     ParamStage.GRAD: "gradient",
     ParamStage.UPDATED: "original",
 }
-"""The fields of the engine's `Dtypes`."""
+"""The field of the engine's `Dtypes` for each stage."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ParamPlan:
     name: str
     """The name in `named_parameters()` of the model."""
     aliases: tuple[str, ...]
-    """All names relative to the unit, which the patterns of the policy match."""
+    """All names relative to the unit. The policy's patterns match these names."""
     parameter: Any
     dtypes: Dtypes
     extended: bool
@@ -76,7 +76,7 @@ class ParamPlan:
         return self.dtypes.stored if precision is Precision.STORED else self.dtypes
 
     def planned(self, stage: ParamStage, precision: Precision = Precision.POLICY) -> set[torch.dtype]:
-        """The dtypes expected at a stage; none if there is no such stage."""
+        """The dtypes expected at a stage; empty if the parameter has no such stage."""
         dtypes = self.dtypes_in(precision)
         if stage in (ParamStage.GATHERED, ParamStage.COMPUTED):
             return set() if self.extended else {dtypes.compute}  # a gather protocol may use any dtype
@@ -91,7 +91,7 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """The parameters of one unit that have the same dtypes at every stage; None if there is no such stage."""
+    """Parameters of one unit that have the same dtypes at every stage. A dtype is None if there is no such stage."""
 
     unit: str
     names: tuple[str, ...]
@@ -120,7 +120,7 @@ class Row:
 class BufferPlan:
     name: str
     alias: str
-    """The name relative to the unit, which the patterns of the policy match."""
+    """The name relative to the unit. The policy's patterns match this name."""
     module: nn.Module
     was: torch.dtype | None
     """The dtype when the module was sharded."""
@@ -140,7 +140,7 @@ class UnitPlan:
     ranks: int
     """The number of ranks over which gradients are reduced."""
     replicated: bool
-    """True if they are also all-reduced over replicas."""
+    """True if gradients are also all-reduced over replicas."""
     outermost: bool
 
     @property
@@ -149,7 +149,7 @@ class UnitPlan:
 
     @property
     def casts_inputs(self) -> bool:
-        """For some policies this depends on the root, which the first forward finds: until then, the outermost unit."""
+        """Some policies cast only the root's inputs. Before the first forward, take the outermost unit for the root."""
         if self.state.is_initialized:
             return self.state.casts_inputs
         return self.policy.casts_inputs(self.outermost, empty=not self.state.unit.used_params)
@@ -209,9 +209,9 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
 
 
 def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
-    """The modules whose parameters and buffers belong to a unit, with the prefix of their names.
+    """Yield the modules whose parameters and buffers belong to a unit, with the prefix of their names.
 
-    The number is the index of the sharded module, if the unit has several.
+    The number is the index of the sharded module in the unit.
     """
 
     def is_foreign(module: nn.Module) -> bool:
@@ -273,7 +273,7 @@ def _params(state: FSDPState, prefixes: dict[nn.Module, str], optimizer: Any) ->
 
 
 def _sharded_parameter(param: ManagedParam) -> Any:
-    """The registered parameter, unless it is unsharded or missing."""
+    """The registered parameter, or the sharded one if the registered one is unsharded or missing."""
     registered = param.locations[0].parameters.get(param.locations[0].name)
     unsharded = registered is param.unsharded or registered is param.sliced
     return registered if isinstance(registered, nn.Parameter) and not unsharded else param.sharded
@@ -343,7 +343,7 @@ def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.T
 
 
 def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | None:
-    """The dtypes of the optimizer's state of a parameter; None if it has none yet."""
+    """The dtypes of the optimizer's state of a parameter; None if there is no state yet."""
     if optimizer is None or not optimizer.state.get(parameter):
         return None
     found = {value.dtype for _, value in state_tensors(optimizer, parameter)}

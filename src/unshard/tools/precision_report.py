@@ -77,7 +77,7 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
 
 
 def short(dtype: torch.dtype | None, otherwise: str = NOTHING) -> str:
-    """bf16, fp32, int64, fp8_e4m3fn; `otherwise` for no dtype."""
+    """Abbreviate a dtype (bf16, fp32, int64, fp8_e4m3fn); return `otherwise` for None."""
     if dtype is None:
         return otherwise
     if dtype == torch.uint8:
@@ -100,7 +100,7 @@ def unit_title(name: str) -> str:
 
 
 def shared_title(names: Sequence[str]) -> str:
-    """Units that have one line in a table: blocks.0 … blocks.15 (16 units)."""
+    """The title of units that share a line in a table: blocks.0 … blocks.15 (16 units)."""
     shown = [unit_title(name) for name in names]
     if len(shown) <= 2:
         return " and ".join(shown)
@@ -211,7 +211,7 @@ def _names(params: Iterable[ParamPlan]) -> str:
 
 
 def _units(units: Iterable[UnitPlan]) -> str:
-    """Units in a sentence: unit 'a', units 'a', 'b', 'c' and 4 more."""
+    """Format units for a sentence: unit 'a', units 'a', 'b', 'c' and 4 more."""
     titles = [unit_title(unit.name) for unit in units]
     return ("unit " if len(set(titles)) == 1 else "units ") + quoted(titles)
 
@@ -367,7 +367,7 @@ def _outputs(plan: ModelPlan) -> Iterator[str]:
 
 
 def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Units with the same patterns count as one: a model is often sharded with one policy for all units."""
+    """Units with the same patterns count as one, because models are often sharded with one policy for all units."""
     overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
     keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:

@@ -1,6 +1,6 @@
 """Our names for `torch.distributed.fsdp._fully_shard` (in `__all__`) and for the modules inside it.
 
-They also stand for `torch.distributed._composable.fsdp`, the former place of this package.
+These names also serve `torch.distributed._composable.fsdp`, the former location of this package.
 
 This file is separate because PyTorch's FSDP1 and FSDP2 use some names, such as `_get_module_fsdp_state`, for different
 objects.
@@ -61,7 +61,7 @@ class _NameOnly(type):
 
 class FSDPParamGroup(metaclass=_NameOnly):
     def use_training_state(self) -> None:
-        """torch.compile compares functions with it."""
+        """torch.compile compares functions with this method."""
 
 
 FSDPParam = _NameOnly("FSDPParam", (), {})
