@@ -35,7 +35,7 @@ def is_group(value: Any) -> bool:
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
-    """The group of these ranks for a purpose, made once. Only these ranks call, all in the same order."""
+    """The group of these ranks for a purpose, made once. Only these ranks call this, all of them in the same order."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:

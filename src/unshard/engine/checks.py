@@ -310,7 +310,7 @@ def warn_when_pickled(state_dict: Any, full: str) -> None:
 
 
 def _is_cut(value: Any) -> bool:
-    """Return True if other ranks hold other elements of it."""
+    """Return True if other ranks hold other elements of `value`."""
     if isinstance(value, DTensor):
         sizes = value.device_mesh.mesh.shape
         return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, value.placements, strict=True))

@@ -275,7 +275,7 @@ class FSDPState:
         return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
 
     def _watch_side_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Backward may also begin at tensors that forward left on its modules."""
+        """Also watch tensors that forward left on its modules, because backward may begin at them."""
         if not inside_backward():
             returned, begin = set(map(id, outputs)), self._pre_backward_hook()
             for tensor in self._side_outputs.tensors(self.modules(), self._first_node):
@@ -357,7 +357,7 @@ class FSDPState:
             root.before_listing()
 
     def find_root(self, module: nn.Module) -> Root:
-        """The root: the first module to run, because all units below it are known then."""
+        """Return the root. The first module to run becomes the root, because all units below it are known by then."""
         return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:

@@ -244,7 +244,7 @@ class Root:
     # -- backward -------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`: the first gradient reached one of its outputs. Its forward ran in `precision`."""
+        """Unshard `unit`, because a gradient has reached one of its outputs. Its forward ran in `precision`."""
         if not self.in_backward:
             self.queue_end_of_backward()
         if torch.is_grad_enabled():
@@ -363,7 +363,7 @@ class Root:
         return not self._in_this_backward.isdisjoint([unit, *unit.sharers] if unit.lends else [unit])
 
     def _reshard_unused(self) -> None:
-        """Reshard units that this backward did not reach: frozen ones, all-gathers that nobody waited for."""
+        """Reshard units that this backward did not reach: frozen ones, and units prefetched in vain."""
         for unit in self.units:
             if unit.param_state is ParamState.SHARDED or unit.phase is not Phase.IDLE:
                 continue

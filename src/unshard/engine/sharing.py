@@ -1,7 +1,7 @@
 """Param groups that several units use, because their modules share parameters.
 
 The unit that sharded the parameters owns the group and reduces its gradients, at the end of backward. The first unit
-that needs the group all-gathers it, and the last unit that reshards frees it: `ParamGroup.holders` counts them.
+that needs the group all-gathers it, and the last unit that reshards frees it: `ParamGroup.holders` tracks both.
 `ParamGroup.users` lists all units that use the group; it stays empty for a group that only its owner uses.
 """
 
@@ -148,7 +148,7 @@ def lend(group: ParamGroup, param: ManagedParam, locations: list[ParamLocation],
 def give_up_tied(group: ParamGroup, reader: Unit) -> bool:
     """Drop params of `group` for which a program registered a sharded parameter of another unit (`tie_weights()`).
 
-    The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Returns False if there was none.
+    The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Returns True if any was dropped.
     """
     found = []
     for param, current in group.sharded.replaced():

@@ -303,7 +303,7 @@ class Unit:
                     group.rebind(fewer=True)
 
     def give_up_tied(self, group: ParamGroup) -> bool:
-        """Drop params of its `group` that were tied to those of other units; returns False if there was none."""
+        """Drop params of its `group` that were tied to those of other units; return True if any was dropped."""
         return give_up_tied(group, self)
 
     def drop_empty(self) -> None:

@@ -49,7 +49,7 @@ class Unmanaged:
         return any((parameter := held.get(name)) is not None and parameter.requires_grad for held, name in self._frozen)
 
     def check(self, top: nn.Module, managed: Iterable[ParamLocation], ranks: int) -> None:
-        """Warn of new unmanaged parameters below `top`, the root module. `managed`: locations of all others."""
+        """Warn of new unmanaged parameters below `top`, the root module. `managed` includes ignored parameters."""
         self.changed = False
         known = {(id(location.parameters), location.name) for location in managed}
         names, self._frozen = [], []

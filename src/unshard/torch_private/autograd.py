@@ -29,7 +29,7 @@ def inside_backward() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the running backward. Only valid inside a backward. No public way. All versions."""
+    """Run `callback` at the end of the running backward. Call this only in a backward. No public way. All versions."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

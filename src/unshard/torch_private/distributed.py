@@ -103,7 +103,7 @@ def job_store() -> dist.Store:
 def call_before_destruction(callback: Callable[[], None]) -> None:
     """Call `callback` once, at the start of `destroy_process_group()`, which ends the job on this rank.
 
-    Torch finalizes its `torchcomms` there, before the process groups. No public way. All versions.
+    At that point, torch finalizes its `torchcomms`, before the process groups. No public way. All versions.
     """
     dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 # -- nested containers -------------------------------------------------------------------------------------
 
-# Torch flattens arguments with these, and programs register their own classes there. All versions.
+# Torch flattens arguments with these, and programs register their own classes for them. All versions.
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map

@@ -211,7 +211,7 @@ class ShardedParams:
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:
-        """Return True if an optimizer with this parameter would write it now; the same on every rank."""
+        """Return True if an optimizer with this parameter would write it now. All ranks get the same result."""
         return param.sharded.grad is not None
 
     def copy_unsharded(self, param: ManagedParam) -> bool:
