@@ -136,7 +136,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Calls a function with each module. The function returns a bool, or a dict of arguments that override the root's."""
+    """Calls a function with each module. The function returns a bool, or arguments (a dict) to override the root's."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]):
         if not callable(lambda_fn):

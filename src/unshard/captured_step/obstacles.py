@@ -62,7 +62,7 @@ class HostEffects:
             return left
         if self.trained.awaited() > self._awaited:
             return "it runs a forward of the model without its backward. Use torch.no_grad() for that forward"
-        if not self._tensors.are_in(self.trained.tensors()):  # there may be more: a first step creates state
+        if not self._tensors.are_in(self.trained.tensors()):  # more tensors are fine: the first step creates state
             return "it replaces a buffer of a module or a tensor of an optimizer's state. Write into it (copy_) instead"
         for (name, key), value in self._host_state().items():
             if self._counters.get((name, key), value) != value:

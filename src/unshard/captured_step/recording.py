@@ -25,7 +25,7 @@ from ..torch_private import end_failed_recording, forget_scaler_stages, tree_fla
 from .signature import Arguments
 from .trained import Snapshots, Trained
 
-PATIENCE = 60.0  # seconds that a rank waits for the others: the step itself would wait for them as well
+PATIENCE = 60.0  # seconds that a rank waits for other ranks, as the step itself would
 KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
 
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()

@@ -255,7 +255,7 @@ def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, A
 
 
 def _comparable(value: Any) -> Any:
-    """Compare numbers and flags by value, the rest by identity: a replay reads the values of tensors on the device."""
+    """Compare numbers and flags by value, other objects by identity: a replay reads tensors on the device."""
     if isinstance(value, int | float | str | NoneType | Number):
         return value
     if isinstance(value, tuple | list):

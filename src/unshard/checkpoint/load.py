@@ -319,7 +319,7 @@ class Loading:
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self, extra: bool = False) -> None:
-        """Call the program's `load_state_dict` methods (before tensors change: they may raise), or `set_extra_state`."""
+        """Call the program's `load_state_dict` methods (before tensors: they may raise), or `set_extra_state`."""
         then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
             if path.startswith(_EXTRA) == extra:

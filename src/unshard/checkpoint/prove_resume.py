@@ -237,7 +237,7 @@ def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in module order; `model_state` lists those of the root first."""
+    """The tensors in module order; `model_state` lists the root's tensors first."""
     paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
     order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
     found = [(each.name, each.local.detach()) for each in model.tensors]

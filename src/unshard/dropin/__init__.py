@@ -79,7 +79,7 @@ def install(child_processes: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore what `install` replaced. Modules that were imported in between keep our objects."""
+    """Restore what `install` replaced. Modules imported since then keep our objects."""
     while _undo:
         _undo.pop()()
 

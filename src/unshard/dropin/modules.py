@@ -159,7 +159,7 @@ def is_defined_in_packages(value: Any) -> bool:
 
 
 def _is_fsdp(value: Any) -> bool:
-    """Return True if a global of PyTorch's FSDP is part of it: not a constant, and not imported from elsewhere."""
+    """Return True if FSDP itself defines this global: it is not a constant, and not imported from another package."""
     if isinstance(value, ModuleType):
         return in_packages(value.__name__)
     if value is None or isinstance(value, str | int | float | bool):

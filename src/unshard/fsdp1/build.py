@@ -325,7 +325,7 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 
 
 def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
-    """`device_id`, else the device of the tensors, else the accelerator if the group can communicate there."""
+    """`device_id`, else the device of the tensors, else the accelerator if the group has a backend for it."""
     found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):

@@ -240,7 +240,7 @@ def _warn_about_one() -> None:
 
 
 def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules, except those inside another one."""
+    """The given modules, except modules inside another given module."""
     given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
     inside = {child for each in given for child in each.modules() if child is not each}
     return [each for each in given if each not in inside]

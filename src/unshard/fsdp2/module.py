@@ -425,7 +425,7 @@ def _copy_param_group(unit: Unit, group: ParamGroup, memo: dict[Any, Any]) -> Pa
             locations=[
                 location_of(memo[id(module)], location.name)
                 for location in param.locations
-                if id(module := location.module()) in memo  # a unit outside the copied model may use it, too
+                if id(module := location.module()) in memo  # modules outside the copied model may use the parameter
             ],
             sharded=memo[id(param.sharded)],
             local=local_of(memo[id(param.sharded)]),

@@ -93,7 +93,7 @@ class LocalGradient:
     weight: float
     """Factor with which the sum over all ranks counts each gradient once."""
     parameter: torch.Tensor | None = None
-    """None if there are several."""
+    """None if the gradients of several parameters are in `scaled`."""
 
 
 def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
@@ -152,7 +152,7 @@ def _power_of_norm(
             power = stacked.pow(order).sum() * weight
         powers.append(power.to(ranks.device))
     if order < 0:
-        smallest = torch.stack(powers).amin() if gradients else powers[0] - 1  # -1: there is none on this rank
+        smallest = torch.stack(powers).amin() if gradients else powers[0] - 1  # -1: this rank has no gradients
         ranks.reduce(smallest_over, smallest)
         return smallest.clamp_(min=0)  # 0 if no rank has gradients, as in torch
     if math.isinf(order):

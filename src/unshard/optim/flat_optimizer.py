@@ -228,7 +228,7 @@ class Flat(Optimizer):
         return stand_in
 
     def finish_steps_in_backward(self, in_backward: StepInBackward) -> bool:
-        """Complete the steps that backward has begun, also if no `step` follows. Return True if there are any."""
+        """Complete the steps that backward has begun, even if no `step` follows. Return True if there were any."""
         with torch.no_grad():
             spans = in_backward.finish(self)
             self.flat_groups().update_entries(spans, self.state)

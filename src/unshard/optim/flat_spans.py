@@ -223,7 +223,7 @@ def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam
 
 
 def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam]:
-    """The DTensors among the parameters: shard by shard in the order of their ranges, those outside shards last."""
+    """The DTensors among the parameters, ordered by shard and range. DTensors outside shards come last."""
     ranges = shard_ranges_of(each for _, each in numbered)
     params = [SpanParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)]
     inside = [(each.shard_range, each) for each in params if each.shard_range is not None]
