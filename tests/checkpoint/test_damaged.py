@@ -278,6 +278,7 @@ VALUES = {
     "random numbers are none": set_in("values", "ranks", 0, "rng", 3),
     "random numbers are missing": set_in("values", "ranks", 0, {}),
     "random numbers are text": set_in("values", "ranks", 0, "rng", "python", "x"),
+    "random numbers of NumPy are text": set_in("values", "ranks", 0, "rng", "numpy", "x"),
 }
 
 

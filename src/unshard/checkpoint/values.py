@@ -174,11 +174,16 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise if the state of torch's CPU generator or of `random` is malformed."""
+    """Raise if `set_rng_state` would fail: set the state of new generators."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if "cuda" in state and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(state["cuda"])
+        numpy: Any = sys.modules.get("numpy")
+        if "numpy" in state and numpy is not None:
+            numpy.random.RandomState().set_state(_numpy_state(state))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"The state of the random number generators is malformed: {error}.") from error
 
 
@@ -190,8 +195,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     numpy: Any = sys.modules.get("numpy")
     if "numpy" in state and numpy is not None:
-        kind, keys, *others = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *others))
+        numpy.random.set_state(_numpy_state(state))
+
+
+def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    kind, keys, *others = state["numpy"]
+    return kind, keys.numpy().astype("uint32"), *others
 
 
 def seed_new_rank(step: int, rank: int) -> None:
