@@ -145,6 +145,11 @@ def _defined(node: ast.AST) -> Iterator[str]:
                 yield each.id
 
 
+def test_no_file_is_long() -> None:
+    lengths = {place(file): len(file.read_text().splitlines()) for file in FILES}
+    assert not {name: length for name, length in lengths.items() if length > 450}
+
+
 def test_no_test_imports_from_another_one() -> None:
     """Helpers lie in `tests/bed`. Read as text, so that programs inside strings count as well."""
     folders = "|".join(sorted({each.name for each in TESTS.rglob("*") if each.is_dir()} - {"bed", "__pycache__"}))
