@@ -125,7 +125,7 @@ class MixedPrecisionPolicy:
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Dtype of the reduction in `eval()` mode with `full_precision_in_eval`."""
+        """Reduce dtype after an `eval()` forward with `full_precision_in_eval`."""
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:

@@ -240,7 +240,7 @@ class OptimizerLoad:
 
 
 def _sharded(state: dict[str, Any]) -> list[str]:
-    """The keys whose values are tensors of the checkpoint, sharded like the parameter."""
+    """The keys whose values are stored as tensors sharded like the parameter."""
     return [key for key, value in state.items() if type(value) is dict and value == SHARDED]
 
 

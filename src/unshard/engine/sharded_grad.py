@@ -1,4 +1,4 @@
-"""The gradients that a rank holds: reduced ones (`.grad`), which listeners may wait for, and sums not reduced yet."""
+"""Gradients of a rank: reduced ones (`.grad`) and unreduced sums. Also: optimizers that step during backward."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without wrappers of activation checkpointing."""
+        """The wrapped module, inside any activation-checkpoint wrappers."""
         inside: Any = self._modules[FSDP_WRAPPED_MODULE]
         return behind_checkpoints(inside)
 
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fqn_modifiers(self) -> Any:
-        """Called by PyTorch's checkpoint helpers; refuses calls that they would get wrong."""
+        """Raise if the result of PyTorch's checkpoint helpers, which call this, would be wrong."""
         refuse_helpers(self, wrapped=True)
         return getattr(self._modules[FSDP_WRAPPED_MODULE], "_fqn_modifiers", dict)()
 

@@ -99,7 +99,7 @@ def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, t
 
 
 def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tuple[int, Box]]:
-    """The boxes of `count` contiguous elements, each with the offset of its first element among these."""
+    """Split `count` elements from flat index `first` into boxes, each with its offset from `first`."""
     if count <= 0:
         return
     if not shape:

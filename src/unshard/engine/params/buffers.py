@@ -101,7 +101,7 @@ _SPARE = 16  # bytes behind a shard on the host, so that its last parameter can 
 class ShardLayout:
     """The regions that an all-gather sends, and the place of each parameter in them.
 
-    `members` are the parameters in these regions. Other parameters only count in the numbering.
+    Only `members` have a place in the regions; other parameters just keep their index.
     """
 
     memory: torch.Tensor

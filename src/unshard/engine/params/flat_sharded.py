@@ -95,7 +95,7 @@ class FlatParam:
     """A tensor that a program assigned to `sharded.data`; the next forward adopts it."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
-        """Let `sharded` show the unsharded buffer, which must hold memory. `view`: the place of any parameter in it."""
+        """Point `sharded` at the unsharded buffer, which must be allocated. `view`: any tensor over its storage."""
         if self._of is not view:
             with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
