@@ -32,7 +32,7 @@ VERIFYING_THREADS = 4
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[Any]:
-    """Indices that split a tensor into rows of about CHUNK_BYTES."""
+    """Yield indices that split a tensor into groups of rows, each of about CHUNK_BYTES."""
     if tensor.ndim == 0 or tensor.nbytes <= CHUNK_BYTES:
         yield ...
         return
@@ -41,13 +41,13 @@ def _rows(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy some rows at a time, because copying strided elements to a device first copies them on the host."""
+    """Copy a few rows at a time, because torch copies strided rows on the host before it copies them to a device."""
     for rows in _rows(target):
         target[rows].copy_(source[rows])
 
 
 def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the elements of `view` in row-major order and in `dtype`, piece by piece; without copies if possible."""
+    """Yield the bytes of `view`, cast to `dtype`, in row-major order and in pieces. Copy only if necessary."""
     view, contiguous = view.detach(), view.is_contiguous()
     view = view.reshape(-1) if contiguous else view
     for rows in [...] if contiguous and view.device.type == "cpu" else _rows(view):
@@ -56,9 +56,9 @@ def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
-    """Write the buffers to a new file, and wait until they are on the disk.
+    """Write the buffers to a new file, wait until the file is on the disk, and return its manifest entry.
 
-    `expected`: the size that the file must have. Any thread may call this: it uses neither model nor process group.
+    `expected`: the required size of the file. Any thread may call this, because it uses no model or process group.
     """
     checksums = BlockChecksums(algorithm, path)
 
@@ -83,7 +83,7 @@ class CheckpointFiles:
         self._files: dict[int, BinaryIO] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._verified: set[tuple[int, int]] = set()
-        """File and block numbers that `pieces` has verified, because small tensors share blocks."""
+        """(file, block) numbers that `pieces` has verified and need not verify again: small tensors share blocks."""
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -114,7 +114,7 @@ class CheckpointFiles:
         return file
 
     def verify(self, file: int, blocks: Iterable[int]) -> None:
-        """Verify the checksums of these blocks of a file in several threads; raise for the first one that differs."""
+        """Verify the checksums of these blocks of a file, using several threads; raise for the first damaged block."""
         self._open(file)  # once, before the threads need it
         ordered = sorted(blocks)
         strips = [ordered[first : first + STRIP_BLOCKS] for first in range(0, len(ordered), STRIP_BLOCKS)]
@@ -146,7 +146,7 @@ class CheckpointFiles:
                 )
 
     def blocks_of(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, range]]:
-        """Yield each file that holds elements of a box, and the blocks of that file with these elements."""
+        """Yield the number of each file that holds elements of a box, and which blocks of that file hold them."""
         size = self.manifest.block_bytes
         for stored in entry.boxes:
             common = box.intersection(stored.box)
@@ -155,7 +155,7 @@ class CheckpointFiles:
                 yield stored.file, range(begin // size, -(-end // size))
 
     def copy(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-        """Copy a box of a tensor, without verifying it."""
+        """Copy a box of a stored tensor to `target`, without verifying checksums."""
         for stored in entry.boxes:
             common = box.intersection(stored.box)
             if common is not None:
@@ -163,7 +163,7 @@ class CheckpointFiles:
                 copy_pieces(target[common.slices_in(box)], source[common.slices_in(stored.box)])
 
     def _tensor(self, entry: TensorEntry, stored: StoredBox) -> torch.Tensor:
-        """Return a stored box as a view of the mapped file: pages are read from the disk when elements are used."""
+        """Return a stored box as a view of the mapped file. The system reads pages from the disk on first access."""
         file = self._open(stored.file)
         if stored.file not in self._maps:
             self._maps[stored.file] = storage.map_file(file)
@@ -174,7 +174,7 @@ class CheckpointFiles:
         return flat.view(dtype).view(stored.box.size)
 
     def pieces(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Verify a tensor and yield its elements in row-major order, in one dimension, PIECE_ELEMENTS at a time."""
+        """Yield the elements of a tensor in row-major order, as verified 1-d tensors of at most PIECE_ELEMENTS."""
         numel = prod(entry.shape)
         for first in range(0, numel, PIECE_ELEMENTS):
             piece = torch.empty(min(PIECE_ELEMENTS, numel - first), dtype=DTYPES[entry.dtype])

@@ -30,7 +30,7 @@ _DAMAGED = "damaged_"
 _LOCK = "lock"
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNLOCKED_SECONDS = 3600.0
-"""A save without a lock file counts as dead after this time: a save creates its folder before its lock file."""
+"""Age at which a save without a lock file counts as dead. Younger saves may be about to create their lock file."""
 
 
 def folder_name(step: int) -> str:
@@ -38,7 +38,7 @@ def folder_name(step: int) -> str:
 
 
 def published(path: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all public names, highest step first, without reading manifests."""
+    """Return (step, folder) for each folder with a public name, highest step first. Manifests are not read."""
     try:
         names = storage.names_in(path)
     except OSError as error:
@@ -64,7 +64,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _problem_of(folder: Path) -> CheckpointError | None:
-    """Why a folder is not a complete checkpoint; None if it is one. Raises if the manifest cannot be read."""
+    """Return the reason why `folder` is not a complete checkpoint, or None. Raise if the manifest is unreadable."""
     try:
         read_manifest(folder)
     except CheckpointError as error:
@@ -76,7 +76,7 @@ def _problem_of(folder: Path) -> CheckpointError | None:
 
 
 def later_than(step: int, path: Path) -> Path | None:
-    """The latest checkpoint under `path` if its step is later than `step`."""
+    """Return the latest complete checkpoint under `path` with a step after `step`, or None."""
     later = (folder for each, folder in published(path) if each > step)
     return next((folder for folder in later if _problem_of(folder) is None), None)
 
@@ -95,7 +95,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 class Unpublished:
-    """The folder of a save in progress, and its lock. Only rank 0 has one."""
+    """The folder of a save in progress and the lock on that folder. Only rank 0 creates this object."""
 
     def __init__(self, path: Path, step: int):
         self.target = path / folder_name(step)
@@ -148,7 +148,7 @@ class Unpublished:
 def remove_leftovers(path: Path) -> None:
     """Delete the folders of dead saves and of interrupted deletions under `path`.
 
-    Rank 0 holds the lock of its folder until the save ends or the process dies, so a free lock means a dead save.
+    Rank 0 holds the lock of a save's folder until the save ends or the process dies, so a free lock means a dead save.
     If the lock is taken, or the file system does not support locks, the folder stays.
     """
     for name in storage.names_in(path):
@@ -175,9 +175,9 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def keep_only(path: Path, count: int, newest: Path) -> None:
-    """Delete all checkpoints except `newest`, which was just published, and the `count` - 1 with the highest steps.
+    """Keep `newest`, which was just published, and the `count` - 1 other checkpoints with the highest steps.
 
-    Folders without a valid manifest are neither counted nor deleted.
+    Delete all other checkpoints. Folders without a valid manifest are neither counted nor deleted.
     """
     others = [folder for _, folder in published(path) if folder != newest and _is_whole(folder)]
     for folder in others[count - 1 :]:
@@ -199,7 +199,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _delete(hidden: Path) -> None:
-    """Delete a renamed checkpoint. The next save tries again if that fails."""
+    """Delete a checkpoint that was renamed for deletion. If this fails, log a warning: the next save tries again."""
     if not storage.delete(hidden):
         _log.warning("%s could not be deleted completely. Check who owns its files.", hidden)
 

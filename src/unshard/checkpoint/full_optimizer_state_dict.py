@@ -25,13 +25,13 @@ from .ranks import Differences, begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
-"""State that is one value per parameter, not one per element. For 0-D parameters, shapes do not tell these apart."""
+"""Keys of state with one value per parameter, not one per element. For 0-D parameters, both have the same shape."""
 
 
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
-    """Return the optimizer's state in full tensors, and its groups, by the names of the model's parameters.
+    """Return the optimizer's state, as full tensors, and its groups, by the names of the model's parameters.
 
     All ranks must call this. Tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
     dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state. A tied parameter appears under
@@ -61,7 +61,7 @@ def full_optimizer_state_dict(
 
 
 def _first_names(ranks: list[RankPart]) -> dict[str, str]:
-    """The first name of each tied parameter in module order, by the name that the parameter is stored under."""
+    """Map the name that a parameter is stored under to its first name in module order. These differ if it is tied."""
     found: dict[str, str] = {}
     for part in ranks:
         held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
@@ -78,20 +78,20 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load rank 0's result of `full_optimizer_state_dict` into the optimizer of a model, sharded or not.
 
-    All ranks must call this; only rank 0's `state_dict` is used. Tensors are broadcast one at a time. Missing or
-    unexpected names and other shapes raise a CheckpointError on all ranks before anything changes. `strict=False`
-    ignores missing and unexpected names.
+    All ranks must call this; only rank 0's `state_dict` is used. Tensors are broadcast one at a time. If names are
+    missing or unexpected, or shapes do not match, all ranks raise a CheckpointError before anything changes.
+    `strict=False` ignores missing and unexpected names.
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}
     """Rank 0's tensors."""
     names: dict[str, str] = {}
-    """Names of tensors in the state dict, by the names that this rank stores them under."""
+    """Maps the name of a tensor in this rank's model to its name in the state dict."""
     targets: dict[str, HeldTensor] = {}
     load: OptimizerLoad
 
     def compare() -> tuple[Differences, list[str], list[str]]:
-        """Return the differences, and the names of the tensors that this rank needs sharded and in full."""
+        """Return the differences, the names of the sharded tensors that this rank needs, and of the full ones."""
         nonlocal load
         differences, state = Differences(), model_state(model)
         own_entry, own_tensors = _by_own_names(entry, tensors, state, names)
@@ -123,7 +123,7 @@ def load_full_optimizer_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, optimizer: Optimizer, values: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry], str]:
-    """Describe rank 0's state dict for the other ranks: a checkpoint entry, tensors, and the device type to send from.
+    """Describe rank 0's state dict for the other ranks: an optimizer entry, tensors, and the device type of sends.
 
     Adds the tensors themselves to `values`.
     """
@@ -146,7 +146,7 @@ def _described(
             others[key] = value
     options = {key for group in groups for key in group["options"]}
     entry = {
-        # The state dict does not name its optimizer. It is another one if options are both added and missing, because
+        # The state dict does not name its optimizer. Assume another one if options are both added and missing, because
         # schedulers only add options, and older versions of torch only lack some.
         "defaults": sorted(options - {"initial_lr"}) if set(optimizer.defaults) - options else [],
         "groups": groups,
@@ -172,7 +172,7 @@ def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor
 
 
 def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> Any:
-    """Encode one entry of a parameter's state as JSON. Sharded tensors are marked, and added to `values`."""
+    """Encode one entry of a parameter's state as JSON. Add tensors to `values` and return a mark in their place."""
     where = tensor_name(key, name)
     if isinstance(value, torch.Tensor) and (value.ndim or key not in OWN_VALUES):
         values[where] = value.detach()
@@ -183,7 +183,7 @@ def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> 
 def _by_own_names(
     entry: dict[str, Any], tensors: dict[str, TensorEntry], model: ModelState, names: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Rename `entry` and `tensors` to this rank's stored names. Adds the names in the state dict to `names`."""
+    """Return `entry` and `tensors` under the names of this rank's model. Add the original names to `names`."""
     aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
     plain = {each.name: each.box_map.shape for inside in model.optimized.values() for each in inside if each.plain}
     found, state = dict(tensors), {}

@@ -1,7 +1,7 @@
-"""Full state dicts: the state dict of the unsharded model, from and into a sharded model.
+"""Full state dicts: gather the state dict of the unsharded model from a sharded model, or load it into one.
 
-Tensors are gathered on rank 0, or broadcast from it, one at a time. Besides its results, a rank needs memory for the
-largest tensor only.
+Tensors are gathered on rank 0, or broadcast from rank 0, one at a time. Besides its results, a rank needs memory only
+for the largest tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SENDING = "Sending a tensor between the ranks"
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
-    """Return the state dict of the unsharded model: full tensors, by names without the prefixes of wrappers.
+    """Return the state dict of the unsharded model: full tensors, under names without prefixes of wrappers.
 
     All ranks must call it. The tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
     dict. Without `cpu_offload`, tensors are on the devices of the sharded tensors.
@@ -55,7 +55,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
 
 def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
-    """Extra states of modules, each from the lowest rank that has the module."""
+    """Return the extra states of modules, each from the lowest rank that has the module. All ranks must call this."""
     rank, _ = rank_and_size()
     names = [[name for name in part.names if is_extra(name)] for part in ranks]
     if not any(names):
@@ -150,18 +150,18 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
-    """Device type used for sends. All ranks use rank 0's."""
+    """Return the device type for sending tensors. All ranks use the result of rank 0."""
     _, size = rank_and_size()
     return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: backends do not support all dtypes."""
+    """View a contiguous tensor as bytes, because backends do not support all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _names(model: nn.Module, state: ModelState) -> list[str]:
-    """All names of the state dict, including tied ones, in torch's order."""
+    """Return all names of the model's state dict, including all names of tied tensors, in torch's order."""
     paths = dict.fromkeys(
         clean_tensor_name(f"{path}.", ALL_PREFIXES).rstrip(".")
         for path, _ in behind_data_parallel(model).named_modules(remove_duplicate=False)
@@ -205,7 +205,7 @@ def load_full_state_dict(
     targets: dict[str, HeldTensor] = {}
 
     def compare() -> tuple[Differences, list[tuple[str, ...]]]:
-        """Return the differences, and for each tensor of this model its names in the state dict."""
+        """Return the differences, and the names in the state dict of each tensor that matches."""
         nonlocal state
         differences, state = Differences(), model_state(model)
         found = match(state, entries, differences)
@@ -250,7 +250,7 @@ def load_full_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, model: nn.Module
 ) -> tuple[dict[str, str], dict[str, TensorEntry], dict[str, Any], str]:
-    """Rank 0's state dict for the other ranks: keys by name, tensors, extra states, the device type to send from."""
+    """Describe rank 0's state dict for the other ranks: keys by name, tensors, extra states, device type of sends."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"Rank 0 must pass the full state dict, got {type(state_dict).__name__}.")
     keys, tensors, extra = {}, {}, {}
@@ -279,7 +279,7 @@ def entry_of(value: Any, where: str) -> TensorEntry:
 
 @torch.no_grad()
 def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str) -> torch.Tensor:
-    """Return rank 0's tensor on all ranks; on rank 0, this may be the argument itself."""
+    """Return rank 0's tensor on all ranks. On rank 0, the result may be `tensor` itself. All ranks must call this."""
     rank, size = rank_and_size()
     if size == 1:
         assert tensor is not None
@@ -296,7 +296,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
 
 
 def fill_full(held: HeldTensor | None, full: torch.Tensor) -> None:
-    """Copy this rank's boxes of `full`. Callers must not keep `full`, so that it is freed before the next broadcast."""
+    """Copy this rank's boxes of `full` to `held`. Callers must not keep `full`: the next broadcast needs the memory."""
     if held is not None:
         outer = full_box(held.box_map.shape)
         fill(held, lambda box, view: copy_pieces(view, full[box.slices_in(outer)]))

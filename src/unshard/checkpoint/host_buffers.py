@@ -1,4 +1,4 @@
-"""Host memory for background saves, allocated once and reused, and the copies of tensors into it."""
+"""Host memory for background saves, which allocate it once and reuse it, and the copies of tensors to host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("unshard")
 
 
 class HostBuffer:
-    """Host memory, as a tensor to copy to and as a memoryview to write to a file."""
+    """A block of host memory, as a tensor (to copy to) and as a memoryview (to write to a file)."""
 
     def __init__(self, nbytes: int):
         self.nbytes, self.pinned, self._pin_failed = nbytes, False, False
@@ -38,7 +38,7 @@ class HostBuffer:
             self.tensor.zero_()
 
     def pin(self) -> None:
-        """Pin the memory. torch's pinned allocator would round its size up to a power of two."""
+        """Pin the memory in place, because torch's pinned allocator would round the size up to a power of two."""
         if self.pinned or self._pin_failed:
             return
         address, cudart = self.tensor.data_ptr(), torch.cuda.cudart()
@@ -58,8 +58,8 @@ class HostBuffer:
 class HostBuffers:
     """The buffers of one saver.
 
-    One buffer holds the whole file. If `host_bytes` is less than the file's size, there are two buffers of half of
-    `host_bytes`: one is filled while the other is written.
+    By default, one buffer holds this rank's whole file. If `host_bytes` is less than the file's size, there are two
+    buffers of half of `host_bytes`: one is filled while the other is written.
     """
 
     def __init__(self, host_bytes: int | None):
@@ -72,7 +72,7 @@ class HostBuffers:
         self._preparing: threading.Thread | None = None
 
     def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
-        """Return buffers for a file of `nbytes`. Existing ones are reused if they are large enough."""
+        """Return buffers for a file of `nbytes`; reuse existing buffers if they are large enough."""
         self._make(nbytes)
         if pinned:
             for each in self.buffers:
@@ -80,7 +80,7 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Like `reserve`, but also touch and pin the memory in a thread, because both take longer than the copies."""
+        """Allocate the buffers, then touch and (if `pinned`) pin them in a thread: both take longer than the copies."""
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
         # Not a daemon: at exit, Python must wait for the thread before it frees the memory.
@@ -90,7 +90,7 @@ class HostBuffers:
         self._preparing.start()
 
     def wait(self) -> None:
-        """Wait for `prepare`."""
+        """Wait until the thread that `prepare` started has finished."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -115,7 +115,7 @@ def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
 
 
 class Staging:
-    """Copies tensors into one buffer after the other, in the order and at the offsets that they have in the file.
+    """Copies tensors into a sequence of buffers. Together, the buffers hold the bytes of the file, in file order.
 
     `next_buffer` returns an empty buffer. `hand_over` takes a full one and the number of bytes in it.
     """
@@ -128,7 +128,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, views: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Copy all views. When this returns, training may change the tensors."""
+        """Copy all views into buffers. When this returns, training may change the tensors."""
         for view, dtype in views:
             self._put(view.detach(), dtype)
             nbytes = view.numel() * dtype.itemsize
@@ -139,7 +139,7 @@ class Staging:
         self._finish_buffer()
 
     def _room(self) -> int:
-        """Return the free bytes of the current buffer. If it is full, hand it over and take the next one first."""
+        """Return the number of free bytes in the current buffer. Replace the buffer first if it is full."""
         if self._buffer is not None and self._used == self._buffer.nbytes:
             self._finish_buffer()
         if self._buffer is None:
@@ -154,7 +154,7 @@ class Staging:
             self._hand_over((full, self._used))
 
     def _put(self, view: torch.Tensor, dtype: torch.dtype) -> None:
-        """Copy the elements in row-major order, to several buffers if one has no room for all of them."""
+        """Copy `view` in row-major order, and continue in the next buffers if the current one becomes full."""
         if not view.numel():
             return
         if view.numel() * dtype.itemsize <= self._room():

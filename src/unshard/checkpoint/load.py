@@ -47,7 +47,7 @@ def load(
     rng: bool = True,
     strict: bool = True,
 ) -> int:
-    """Load a run that `save` wrote, with any number of ranks; returns its step.
+    """Load a run that `save` wrote, on any number of ranks, and return its step.
 
     All ranks must call it. `path` is a checkpoint, or a folder of checkpoints, of which the latest is loaded. Each rank
     reads and verifies only the bytes that it needs, and loads only what is passed. If anything is missing, unexpected,
@@ -72,7 +72,7 @@ def load(
 
 
 def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loading]) -> Loading:
-    """Return a load that has compared and verified everything, and changed nothing."""
+    """Compare and verify a checkpoint without changing anything. Retry if the latest one was deleted meanwhile."""
     for tries_left in reversed(range(_TRIES)):
         loading = make(on_first_rank(what, lambda: resolve(path)))
         try:
@@ -90,12 +90,12 @@ def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loadin
 
 
 class LoadedNames(NamedTuple):
-    """Names that were not loaded into a model."""
+    """The result of a load: names that were not loaded."""
 
     missing: list[str]
-    """Parameters and persistent buffers that the source lacks, with `strict=False`."""
+    """Parameters and persistent buffers that the source lacks. Always empty with `strict=True`."""
     unexpected: list[str]
-    """Names that the model lacks, with `strict=False`."""
+    """Names in the source that the model lacks. Always empty with `strict=True`."""
     non_persistent: list[str]
     """Non-persistent buffers of the model, which no state dict or file contains."""
 
@@ -112,7 +112,7 @@ def match(
     """Find the tensors of a model among `entries`, and add what does not fit to `differences`.
 
     Returns the tensors that fit, each with the names that it is stored under. `entries` may hold a tied tensor under
-    any of its names; if it holds several, callers must make sure that these are equal. `aliases` maps other names of a
+    one or more of its names; if more, callers must make sure that the values are equal. `aliases` maps other names of a
     tied tensor in `entries` to the name that it is stored under. `prefix` precedes names in reports. With `casts`,
     floating-point tensors are converted to the dtypes of the model.
     """
@@ -146,7 +146,7 @@ def match(
 
 @torch.no_grad()
 def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
-    """Fill the boxes of a tensor that this rank holds. `copy` copies a box of the source to a view."""
+    """Fill this rank's boxes of a tensor. `copy(box, view)` copies one box of the source to a view of the tensor."""
     for box, view in zip(held.box_map.boxes, held.views(), strict=True):
         if box.numel:
             copy(box, view)
@@ -175,9 +175,9 @@ class Loading:
         """Tensors to fill, and where they are stored."""
         self._optimizer: OptimizerLoad | None = None
         self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
-        """Methods to call, the path of their argument, and the argument, in JSON until it is decoded."""
+        """Methods to call, the path of their argument, and the argument, which stays JSON until `verify` decodes it."""
         self._rng: Any = None
-        """States of the random number generators, in JSON until they are decoded."""
+        """State of this rank's random number generators, which stays JSON until `verify` decodes it."""
 
     # -- comparing ------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Loading:
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self, extra: bool = False) -> None:
-        """Call the program's `load_state_dict` methods (before tensors: they may raise), or `set_extra_state`."""
+        """Call `set_extra_state` of modules if `extra`, else `load_state_dict` of the scheduler, scaler and data."""
         then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
             if path.startswith(_EXTRA) == extra:

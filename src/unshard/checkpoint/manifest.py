@@ -63,7 +63,7 @@ def best_algorithm() -> str:
 
 
 def maker_of(algorithm: str, where: object) -> Callable[[], Any]:
-    """Return a constructor of checksums. `where`: the file that names the algorithm, for errors."""
+    """Return the constructor of an algorithm's checksums. `where`: the file named in errors."""
     if algorithm == "crc32":
         return Crc32
     if algorithm != "xxh3_64":
@@ -109,7 +109,7 @@ class BlockChecksums:
 FORMAT, VERSION = "unshard checkpoint", 1
 MANIFEST = "manifest.json"
 UNCAST = "uncast"
-"""The value that lists tensors of quantized layers. An export does not cast them."""
+"""Key of the value that lists tensors of quantized layers. `export` does not cast these."""
 MAX_MANIFEST_BYTES = 512 * 2**20
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
@@ -160,14 +160,14 @@ class Manifest:
     aliases: dict[str, str]
     values: dict[str, Any]
     checksum: str = ""
-    """Checksum of the file that it was read from."""
+    """Checksum of the manifest, if it was read from a file."""
 
     def find(self, name: str) -> TensorEntry | None:
-        """The tensor with this name, or with this alias."""
+        """Return the tensor with this name or alias, or None."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def tensors_at(self, file: int, first: int, last: int) -> list[str]:
-        """Names of the tensors that have bytes in this range of a file."""
+        """Return the names of the tensors that have bytes between `first` and `last` of a file."""
         return [
             name
             for name, entry in self.tensors.items()
@@ -229,7 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Malformed(Exception):
-    """Says what is wrong with a manifest or a header. Callers add the path."""
+    """Error in a manifest or the header of a safetensors file. Callers add the path."""
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

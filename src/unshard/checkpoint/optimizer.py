@@ -1,14 +1,14 @@
-"""An optimizer in a checkpoint: its state by the names of the model's parameters, saved and loaded.
+"""Saving and loading an optimizer. A checkpoint stores its state by the names of the model's parameters.
 
-In the checkpoint's values, the entry of the optimizer is:
+The optimizer's entry in the values of a checkpoint is:
 
     {"defaults": ["betas", "lr", ...],
      "groups": [{"params": ["head.weight", ...], "options": {"lr": 0.1, ...}}, ...],
      "state": {"head.weight": {"step": <value>, "exp_avg": {"$": "sharded"}}, ...},
      "others": {...}}
 
-State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. If a
-parameter had no state when it was saved (it never had a gradient), it has none after loading.
+State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. A
+parameter that was saved without state (because it never had a gradient) has no state after loading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensor_name(key: str, name: str) -> str:
 
 @torch.no_grad()
 def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldTensor], dict[str, Any]]:
-    """Return this rank's tensors of optimizer state, and its optimizer entry for the checkpoint's values."""
+    """Return this rank's tensors of optimizer state, and its optimizer entry (see the module's docstring)."""
     finish_steps()
     tensors: list[HeldTensor] = []
     states: dict[str, dict[str, Any]] = {}
@@ -77,7 +77,7 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
 
 
 def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Merge the entries of all ranks, because a rank may have parameters that other ranks lack."""
+    """Merge the optimizer entries of all ranks, because ranks may hold different parameters."""
     given = [entry for entry in entries if entry is not None]
     if not given:
         return None
@@ -107,15 +107,15 @@ class OptimizerLoad:
         tensors: dict[str, TensorEntry],
         differences: Differences,
     ):
-        """`entry`: from `optimizer_state`; None if the checkpoint has no optimizer."""
+        """Compare `entry` and `tensors` with the optimizer. `entry` is None if the checkpoint has no optimizer."""
         self._optimizer, self._tensors = optimizer, tensors
         self._groups = params_of(optimizer, model)
         self._params = [pair for group in self._groups for pair in group]
         self._state: dict[int, dict[str, Any]] = {}
-        """Saved state by parameter number; JSON until `decode`."""
+        """Saved state by parameter number, which stays JSON until `decode`."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
-        """Like `_state`, with memory for sharded state."""
+        """A copy of `_state` that holds tensors to fill in place of the `sharded` marks."""
         if entry is None:
             differences.missing["the optimizer"] = 0
             return
@@ -146,7 +146,7 @@ class OptimizerLoad:
             }
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
-        """Return the options, in JSON, of the saved optimizer group that has these parameters."""
+        """Return the options, as JSON, of the saved optimizer group with the parameters of `group`."""
         names = [each.name for _, inside in group for each in inside]
         saved = self._saved["groups"]
         found = [number for number, each in enumerate(saved) if not set(names).isdisjoint(each["params"])]
@@ -159,7 +159,7 @@ class OptimizerLoad:
         return saved[found[0]]["options"] if found else {}
 
     def _state_of(self, parameter: Any, inside: list[OptimizedParam], differences: Differences) -> dict[str, Any]:
-        """The saved state of one of the optimizer's parameters, in JSON; empty if there is none."""
+        """Return the saved state of one of the optimizer's parameters as JSON. Empty if nothing was saved."""
         if not isinstance(parameter, DTensor) and not parameter.numel():
             return {}  # no elements on this rank: the optimizer has no state for it
         states = [self._saved["state"].get(each.name, {}) for each in inside]
@@ -186,7 +186,7 @@ class OptimizerLoad:
         return None if entry is None else DTYPES[entry.dtype]
 
     def needed(self) -> list[tuple[str, BoxMap]]:
-        """Names of the tensors to read, and the boxes of each that this rank reads."""
+        """Return the names of the tensors to read, each with the boxes that this rank reads."""
         return [
             (tensor_name(key, each.name), each.box_map)
             for number, state in self._state.items()
@@ -205,7 +205,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def targets(self) -> list[HeldTensor]:
-        """Return the tensors to fill before `finish`: in the optimizer's memory if it fits, else in new memory."""
+        """Return the tensors that callers must fill before `finish`. They reuse the optimizer's memory if it fits."""
         finish_steps()
         found: list[HeldTensor] = []
         ranges = shard_ranges_of(parameter for parameter, _ in self._params)
@@ -240,12 +240,12 @@ class OptimizerLoad:
 
 
 def _sharded(state: dict[str, Any]) -> list[str]:
-    """The keys whose values are stored as tensors sharded like the parameter."""
+    """Return the keys whose values are stored as tensors sharded like the parameter."""
     return [key for key, value in state.items() if type(value) is dict and value == SHARDED]
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Return the optimizer's memory of a state if it fits, else zeros: flat parameters have padding."""
+    """Return the state tensor `before` if it fits, else zeros, because the padding of flat parameters is not loaded."""
     if isinstance(before, torch.Tensor) and before.dtype == dtype and before.shape == parameter.shape:
         if not isinstance(before, DTensor) and not isinstance(parameter, DTensor):
             return before
@@ -260,7 +260,7 @@ def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: to
 
 
 def _checked(entry: Any) -> dict[str, Any]:
-    """Validate the optimizer's entry of a manifest, which may be untrusted."""
+    """Return `entry` if it is a valid optimizer entry, else raise. Entries come from untrusted manifests."""
 
     def all_are(kind: type, values: Any) -> bool:
         return all(type(value) is kind for value in values)

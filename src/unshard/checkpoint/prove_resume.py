@@ -39,7 +39,7 @@ from .values import as_plain, decode, rng_state
 
 _WHAT = "prove_resume"
 _MOST = 20
-"""Number of differences that a rank reports."""
+"""Maximum number of differences that a rank reports."""
 _ABSENT = object()
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data")
 """Arguments of `save` that hold state."""
@@ -47,10 +47,10 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype,
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, tuple, deque)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
-"""Attributes of all optimizers that are not unsaved state: saved ones, and a flag of torch's schedulers."""
+"""Attributes of optimizers that are not compared as unsaved state: saved ones, and a flag of torch's schedulers."""
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _LONG = 100
-"""Longer lists are compared as one tensor or value under one name, not element by element."""
+"""Lists longer than this are compared as a whole under one name, not element by element."""
 
 
 def prove_resume(
@@ -61,7 +61,7 @@ def prove_resume(
     before: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> ResumeReport:
-    """Save a run, continue for `steps` steps, load it into fresh objects, repeat the steps, and compare bitwise.
+    """Save a run, continue for `steps` steps, load it into new objects, repeat the steps, and compare bitwise.
 
     All ranks must call it. `make()` builds a run: a dict with `model` and, optionally, `optimizer`, `scheduler`,
     `scaler` and `data`, as `save` takes them. Other entries are for `train_step` and are not saved. `train_step(run)`
@@ -103,10 +103,10 @@ class _Proof:
         self._rank, self._size = rank_and_size()
         self._checkpoint = Path()
         self._kept: dict[object, dict[str, Any]] = {}
-        """State by moment (a step or a word), then by name. Tensors are None here; a file of this rank holds them."""
+        """State by moment (a step or a word), then by name. Tensors are None here, and stored in a file per moment."""
 
     def go_on(self, before: int, steps: int, target: Path) -> None:
-        """Train the uninterrupted run, and save it after `before` steps."""
+        """Train the uninterrupted run, save it after `before` steps, and keep the state after each later step."""
         run = self._made()
         for _ in range(before):
             self._train_step(run)
@@ -117,7 +117,7 @@ class _Proof:
             self._keep(step, partial(saved_state, run, loss=self._train_step(run)))
 
     def resume(self, before: int, steps: int) -> ResumeReport:
-        """Load the run, repeat the steps, and compare."""
+        """Load the run, repeat the steps, and compare each step with the uninterrupted run."""
         run, step, loss = self._loaded(), before, None
         unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
         differences = self._compare(step, partial(saved_state, run), step)
@@ -145,7 +145,7 @@ class _Proof:
         return run
 
     def _loaded(self) -> Mapping[str, Any]:
-        gc.collect()  # frees the previous run if it is in a cycle: only one run is in memory
+        gc.collect()  # frees the previous run if it is in a cycle, so that only one run is in memory
         run = self._made()
         load(self._checkpoint, **_parts(run))
         return run
@@ -163,7 +163,7 @@ class _Proof:
         together(_WHAT, work)
 
     def _compare(self, moment: object, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
-        """Return the differences of all ranks from the state that `_keep` kept; the same list on every rank."""
+        """Compare each rank's state with what `_keep` stored; return the differences of all ranks on every rank."""
 
         def work() -> list[ResumeDifference]:
             tensors = torch.load(self._file(moment), mmap=True, map_location="cpu", weights_only=True)
@@ -177,12 +177,12 @@ class _Proof:
 
 
 def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `save` and `load`."""
+    """Return the entries of `run` that are arguments of `save` and `load`."""
     return {name: run[name] for name in PARTS if name in run}
 
 
 def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
-    """Describe a difference; empty if there is none."""
+    """Describe the difference between the kept and the resumed value; return an empty string if they are equal."""
     mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
@@ -219,7 +219,7 @@ def _shown(value: Any) -> str:
 
 @torch.no_grad()
 def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    """Everything that `save` saves, this rank's plain tensors, and `others`. Does not copy tensors."""
+    """Return, by name, everything that `save` saves, this rank's plain tensors, and `others`, without copies."""
     found: dict[str, Any] = {}
     for name, value in others.items():
         found.update(leaves(value, name))
@@ -237,7 +237,7 @@ def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in module order; `model_state` lists the root's tensors first."""
+    """Return the model's tensors in module order, because `model_state` lists the root's tensors first."""
     paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
     order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
     found = [(each.name, each.local.detach()) for each in model.tensors]
@@ -261,9 +261,9 @@ def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str
 
 @torch.no_grad()
 def unsaved_state(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Find attributes of modules and objects, non-persistent buffers, gradients, and other entries of the run.
+    """Return state that `save` skips: attributes, non-persistent buffers, gradients, and other entries of the run.
 
-    torch's own schedulers, scalers and optimizers keep everything that matters in their state dicts.
+    Attributes of torch's own schedulers, scalers and optimizers are left out, because their state dicts are complete.
     """
     found: dict[str, Any] = {}
     for path, module in run["model"].named_modules():
@@ -295,9 +295,9 @@ def _of_module(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 def leaves(
     value: Any, path: str, inside_objects: bool = False, seen: dict[int, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and values in nested containers by name, and, with `inside_objects`, in attributes of objects.
+    """Yield (name, value) for tensors and values in nested containers and, if `inside_objects`, object attributes.
 
-    Functions, iterators and torch objects are skipped: their state cannot be compared.
+    Functions, iterators and torch objects are skipped, because their state cannot be compared.
     """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):

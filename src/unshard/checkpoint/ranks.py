@@ -1,6 +1,6 @@
 """Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error.
 
-`Differences` collects what does not match when ranks load.
+`Differences` collects the mismatches that ranks find when they load.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank and the number of ranks: (0, 1) without a process group."""
+    """Return this rank and the number of ranks, or (0, 1) if there is no process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank; returns the results of all ranks. All ranks must call it.
+    """Run `work` on every rank and return the results of all ranks. All ranks must call this.
 
     If any rank raises, all ranks raise a CheckpointError that names the failed ranks. If a rank dies, the others raise
     a CheckpointError, which names the dead rank if it is known.
@@ -58,9 +58,9 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def exchanging(what: str, error: str | None = None) -> Iterator[None]:
-    """Raise a CheckpointError if a collective in this context fails. The error names dead ranks if they are known.
+    """Turn the failure of a collective in this context into a CheckpointError, which names dead ranks if known.
 
-    `error`: this rank's own error before the exchange.
+    `error`: an error that this rank raised before the collective, to be included in the message.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def exchanging(what: str, error: str | None = None) -> Iterator[None]:
 
 
 def begin(what: str, model: nn.Module | None = None) -> None:
-    """Raise if another rank is doing something else. Call it first in every function that all ranks must call.
+    """Raise if another rank calls a different function. Call this first in every function that all ranks must call.
 
     `what` completes "rank 0 wants to ...", and must be a constant.
     """
@@ -92,13 +92,13 @@ def begin(what: str, model: nn.Module | None = None) -> None:
 
 
 def on_first_rank(what: str, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0; returns its result on all ranks."""
+    """Run `work` on rank 0 only and return its result on all ranks. All ranks must call this."""
     rank, _ = rank_and_size()
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:
-    """Raise if ranks passed different arguments besides the model. `given`: the names that each rank passed."""
+    """Raise if ranks passed different arguments besides the model. `given`: argument names, by rank."""
     for rank, names in enumerate(given):
         if names != given[0]:
             raise CheckpointError(
@@ -117,7 +117,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _message(what: str, failed: dict[int, str], size: int) -> str:
-    """Group ranks by error text, and list up to four texts."""
+    """Return an error message that groups the failed ranks by text and lists up to four texts."""
     if size == 1:
         return f"{what} failed. {failed[0]}"
     by_text: dict[str, list[int]] = {}
@@ -137,7 +137,7 @@ def _message(what: str, failed: dict[int, str], size: int) -> str:
 
 @dataclass
 class Differences:
-    """Mismatches between what is loaded and the model or optimizer. Each rank finds its own."""
+    """Mismatches between the source of a load and the model or optimizer. Each rank finds its own."""
 
     missing: dict[str, int] = field(default_factory=dict)
     """Names that the checkpoint lacks, and their bytes."""
@@ -146,11 +146,11 @@ class Differences:
     wrong: list[str] = field(default_factory=list)
     """Mismatches that `strict=False` does not allow, in words."""
     without_state: dict[str, int] = field(default_factory=dict)
-    """Parameters without optimizer state while others have some, and their bytes. No error: they may be unused."""
+    """Trainable parameters without saved optimizer state, and their bytes. Not an error: they may be unused."""
 
     @staticmethod
     def of_all_ranks(each_rank: list[Differences]) -> Differences:
-        """Combine the reports of all ranks."""
+        """Combine the differences that each rank found."""
         return Differences(
             missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
             # With pipeline parallelism, another rank may need the name.
@@ -164,7 +164,7 @@ class Differences:
         )
 
     def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
-        """Raise if the checkpoint does not fit. `look`: advice to add to the error."""
+        """Raise if these differences prevent loading. `what`: the kind of source. `look`: advice for the error."""
         parts = []
         if strict and self.missing:
             parts.append(f"{_counted(self.missing)} missing in the {what}: {listed(self.missing)}.")
@@ -177,7 +177,7 @@ class Differences:
             raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
     def warn(self, where: Path) -> None:
-        """Log what is not loaded. Call it after `refuse`."""
+        """Log a warning for everything that is not loaded. Call this after `refuse`."""
         for kind, names in (("missing in it", self.missing), ("of it unexpected here", self.unexpected)):
             if names:
                 _log.warning("%s is partly loaded: %s %s: %s.", where, _counted(names), kind, listed(names))

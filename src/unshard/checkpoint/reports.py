@@ -15,7 +15,7 @@ from .manifest import read_manifest
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
-    """Read all of a checkpoint and verify all checksums; returns its folder, or raises a CheckpointError.
+    """Read a whole checkpoint and verify all checksums. Return its folder, or raise a CheckpointError.
 
     `path`: a checkpoint, or a folder of checkpoints, of which the latest is verified. Needs no process group.
     """
@@ -26,7 +26,7 @@ def verify(path: str | os.PathLike[str]) -> Path:
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """Format a table of the tensors of a checkpoint. Reads only the manifest."""
+    """Return a printable table of a checkpoint's tensors. Reads only the manifest."""
     folder = resolve(path)
     manifest = read_manifest(folder)
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "bytes", "boxes", "files")]
@@ -74,7 +74,7 @@ class TensorDifference:
     """The largest |a - b| / max(|a|, |b|)."""
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Count the differences in a piece of the tensor."""
+        """Add the differences between `a` and `b`, the same piece of the tensor in each checkpoint."""
         differs = a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])
         if a.itemsize == 16:  # each element is two integers
             differs = differs.view(-1, 2).any(1)
@@ -96,18 +96,18 @@ def _exact(piece: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class CheckpointDiff:
-    """The result of `diff`. `str()` formats it as a report."""
+    """The result of `diff`. `str()` returns a printable report."""
 
     a: Path
     b: Path
     only_a: list[str] = field(default_factory=list)
-    """Names of tensors that only a has."""
+    """Names of tensors that only checkpoint `a` has."""
     only_b: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
-    """Tensors whose shape or dtype differs, and tensors that are tied in one checkpoint only, in words."""
+    """Descriptions of tensors with different shapes, dtypes or ties."""
     tensors: list[TensorDifference] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
-    """Differences in step, number of ranks, and values of optimizer, scheduler, scaler, data and rng, in words."""
+    """Descriptions of differences in the step, the number of ranks, and values of the optimizer, data and so on."""
     same: int = 0
     """Number of tensors that are bitwise equal."""
 
@@ -140,9 +140,9 @@ def _tensors(count: int) -> str:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff:
-    """Compare two checkpoints. The memory that this takes does not depend on their size.
+    """Compare two checkpoints, using an amount of memory that does not depend on their size.
 
-    `a`, `b`: a checkpoint each, or a folder of checkpoints, of which the latest is used. Tensors are compared
+    `a` and `b` are checkpoints, or folders of checkpoints, of which the latest is used. Tensors are compared
     unsharded, so checkpoints from different numbers of ranks can be equal. Needs no process group.
     """
     with CheckpointFiles(resolve(a)) as one, CheckpointFiles(resolve(b)) as other:
@@ -177,7 +177,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
 
 
 def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
-    """Compare two JSON values. A tensor counts as one value."""
+    """Append a description of each difference between the JSON values `a` and `b` to `found`."""
     if type(a) is dict and type(b) is dict and "$" not in a and "$" not in b:
         for key in sorted(a.keys() | b.keys()):
             where = f"{path}.{key}" if path != "values" else key
@@ -206,13 +206,13 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ResumeDifference:
-    """A tensor or value that differs in the resumed run."""
+    """A tensor or value that differs between the uninterrupted and the resumed run."""
 
     name: str
     """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or, for unsaved state, its
     place in the run (`model.blocks.0.calls`)."""
     step: int
-    """Number of steps after which it differs; the step of the checkpoint if it differs right after loading."""
+    """The step after which the values differ; the checkpoint's step if they differ right after loading."""
     rank: int
     text: str
     """Both values, or how much they differ."""
@@ -220,7 +220,7 @@ class ResumeDifference:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """The result of `prove_resume`, the same on all ranks. `str()` formats it as a report."""
+    """The result of `prove_resume`, the same on all ranks. `str()` returns a printable report."""
 
     before: int
     steps: int
@@ -228,9 +228,9 @@ class ResumeReport:
     compared: int
     """Number of tensors and values compared after each step on rank 0."""
     differences: list[ResumeDifference] = field(default_factory=list)
-    """Up to 20 differences per rank, after the first step that differs on any rank."""
+    """Up to 20 differences per rank, found after the first step at which any rank differs."""
     unsaved: list[ResumeDifference] = field(default_factory=list)
-    """Unsaved state that differs after loading. It may be the cause, or have no effect."""
+    """Unsaved state that differs after loading. Such state may cause the differences, or have no effect."""
     repeatable: bool = True
     """False if a second resumed run differs from the first one."""
 
@@ -266,7 +266,7 @@ class ResumeReport:
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """One line per name, with the first rank that differs."""
+    """Return `title` and one line per name, which shows the first rank that differs; [] without differences."""
     by_name: dict[str, list[ResumeDifference]] = {}
     for each in differences:
         by_name.setdefault(each.name, []).append(each)

@@ -1,7 +1,7 @@
 """Safetensors files: loading them into a model, and exporting a checkpoint's model to them.
 
-A rank reads only the elements that it holds. An export reads and writes tensors piece by piece. A file has 8 bytes with
-the length of the header, the header, and the tensors one after the other:
+A rank reads only the elements that it holds. An export reads and writes tensors piece by piece. A file consists of the
+length of the header (8 bytes), the header, and the tensors one after the other. The header is JSON:
 
     {"__metadata__": {"format": "pt"}, "bias": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, ...}
 
@@ -46,17 +46,17 @@ _NAMES = (
     "F8_E5M2FNUZ=float8_e5m2fnuz"
 )
 CODES: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
-"""The names of dtypes in a checkpoint, by their codes in safetensors files."""
+"""Maps the code of a dtype in safetensors files to its name in checkpoints."""
 CODE_OF = {name: code for code, name in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the package safetensors."""
+"""The limit that the package safetensors imposes."""
 INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
 _MAX = 2**60
 
 
 def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """Return the start of a file. The tensors must follow in the order of `tensors`."""
+    """Return the length and the header that begin a file. The tensors must follow in the order of `tensors`."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for name, entry in tensors.items():
@@ -73,7 +73,7 @@ def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> b
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], bytes]:
-    """Read only the header of a file; returns the tensors, the metadata and the bytes of the header."""
+    """Read the header of a file; return its tensor entries, its metadata, and all bytes up to its end."""
     try:
         file = storage.open_file(path, links=True)
     except OSError as error:
@@ -139,7 +139,7 @@ def _entry(name: str, value: Any) -> tuple[TensorEntry, int, int]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index; return the file name of each tensor."""
+    """Read an index file and return the file name of each tensor."""
     try:
         with storage.open_file(path, links=True) as file:
             data = file.read(MAX_HEADER_BYTES + 1)
@@ -164,7 +164,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 UNMAP_BYTES = 64 * 2**20
-"""Reopen a file after reading this many bytes: pages that were read stay in memory as long as it is open."""
+"""Reopen a file after reading this many bytes, because pages that were read stay in memory while the file is open."""
 
 
 def load_safetensors(
@@ -172,18 +172,18 @@ def load_safetensors(
 ) -> LoadedNames:
     """Load a safetensors file, or a folder with `model.safetensors` or an index, into a model that may be sharded.
 
-    All ranks must call it, and each rank reads only what it holds. If the model is on the meta device, first call
-    `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of the model. `prefix`: load only
-    names that start with it, and remove it from them. If names are missing or unexpected, or shapes or dtypes do not
-    match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and
-    loads the rest.
+    All ranks must call it, and each rank reads only the elements that it holds. If the model is on the meta device,
+    first call `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of the model. `prefix`:
+    load only names with this prefix, and remove the prefix. If names are missing or unexpected, or shapes or dtypes do
+    not match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected names
+    and loads the rest.
     """
     what, state = f"Loading {path}", ModelState()
     targets: list[tuple[HeldTensor, str]] = []
     source: SafetensorsSource
 
     def compare() -> tuple[str, Differences]:
-        """Read the headers and match them with the model; returns their checksum and the differences."""
+        """Compare the headers of the files with the model; return a hash of the headers, and the differences."""
         nonlocal source, state
         differences, source, state = Differences(), SafetensorsSource(Path(path), prefix), model_state(model)
         for held, names in match(state, source.entries, differences):
@@ -230,9 +230,9 @@ class SafetensorsSource:
         self.entries: dict[str, TensorEntry] = {}
         self._paths: dict[str, Path] = {}
         self.ties: dict[str, str] = {}
-        """From the metadata: tied names that the files do not hold, and the stored names that they are tied to."""
+        """Maps tied names that the files omit to the stored names that the metadata ties them to."""
         self.hash = hashlib.sha256()
-        """Covers all headers."""
+        """Hash of all headers."""
         for file, expected in _files(path).items():
             tensors, metadata, raw = read_header(file)
             self.hash.update(raw)
@@ -253,7 +253,7 @@ class SafetensorsSource:
         copy_pieces(target, self.read(name, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box as a view of the mapped file: pages are read from the disk when elements are used."""
+        """Return a box as a view of the mapped file. The system reads pages from the disk on first access."""
         path, entry = self._paths[name], self.entries[name]
         if self._open is None or self._open[0] != path or self._nbytes > UNMAP_BYTES:
             self._open, self._nbytes = (path, self._package.safe_open(path, framework="pt", device="cpu")), 0
@@ -267,7 +267,7 @@ class SafetensorsSource:
         return found
 
     def equal(self, held: HeldTensor, one: str, other: str) -> bool:
-        """Return True if the boxes of this rank have the same bytes under both names."""
+        """Return True if the tensors `one` and `other` have the same dtype and the same bytes in this rank's boxes."""
         return self.entries[one].dtype == self.entries[other].dtype and all(
             torch.equal(*(self.read(name, box).contiguous().reshape(-1).view(torch.uint8) for name in (one, other)))
             for box in held.box_map.boxes
@@ -276,7 +276,7 @@ class SafetensorsSource:
 
 
 def _files(path: Path) -> Mapping[Path, set[str] | None]:
-    """The files to read, and for each file the names that it holds according to the index."""
+    """Return the files to read, each with the names that the index lists for it (None if there is no index)."""
     given = path
     if path.is_dir():
         single = path / "model.safetensors"
@@ -296,7 +296,7 @@ def _files(path: Path) -> Mapping[Path, set[str] | None]:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 _HIDDEN = ".exporting_"
 _OWN = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}|{re.escape(_HIDDEN)}.*")
-"""Names of files that an export writes, and replaces."""
+"""Matches the names of files that an export writes. `overwrite=True` replaces or deletes these files."""
 
 
 class Exported(NamedTuple):
@@ -317,13 +317,13 @@ def export(
     tied_names: Iterable[str] = (),
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the model of a checkpoint to safetensors files; returns their paths.
+    """Write the model of a checkpoint to safetensors files and return their paths.
 
-    `dtype`: cast floating-point tensors to it, except those of quantized layers. `max_file_size`: bytes, or a string
-    such as "5GB"; a larger tensor gets its own file. `prefix`: precedes all names. A tied tensor is written once, under
-    its name in `tied_names`, or else the first of its names in alphabetical order. If the folder contains files, it
-    raises; `overwrite=True` replaces the files of an earlier export. Needs neither a process group nor a GPU, and only
-    the memory of a few pieces of a tensor.
+    `dtype`: cast floating-point tensors to this dtype, except tensors of quantized layers. `max_file_size`: bytes, or a
+    string such as "5GB"; a larger tensor gets its own file. `prefix`: added to all names. A tied tensor is written
+    once, under its name in `tied_names`, or else the first of its names in alphabetical order. Raises if the folder is
+    not empty, unless `overwrite=True`, which replaces the files of an earlier export. Needs no process group and no
+    GPU, and only the memory of a few pieces of a tensor.
     """
     limit, target, cast = _bytes(max_file_size), Path(folder), None
     if dtype is not None:
@@ -374,7 +374,7 @@ def _bytes(size: int | str) -> int:
 
 
 def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: Iterable[str]) -> dict[str, str]:
-    """Names in the files, by names in the checkpoint. `tied` maps each name of a tied tensor to its stored name."""
+    """Map names in the checkpoint to names in the files. `tied` maps each name of a tied tensor to its stored name."""
     found = {key: prefix + key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
     chosen: dict[str, str] = {}
     for name in tied_names:
@@ -390,7 +390,7 @@ def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: It
 
 
 def _in_files(tensors: list[Exported], limit: int) -> dict[str, list[Exported]]:
-    """Assign tensors to files in alphabetical order. In a file, larger elements come first, so that all are aligned."""
+    """Assign tensors to files by name. Within a file, larger dtypes come first, so that all tensors are aligned."""
     files: list[list[Exported]] = [[]]
     size = 0
     for each in sorted(tensors):
@@ -416,7 +416,7 @@ def _buffers(stored: CheckpointFiles, tensors: list[Exported], aliases: dict[str
 
 
 def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: bool) -> None:
-    """Write hidden files, and rename them when all are on the disk."""
+    """Write all files under hidden names, and rename them when all of them are on the disk."""
     made = not folder.exists()
     try:
         storage.make_folder(folder, exist_ok=True)

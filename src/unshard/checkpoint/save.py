@@ -78,7 +78,7 @@ def save(
 
 
 class Described(NamedTuple):
-    """A tensor that a rank holds, described for the other ranks."""
+    """Description of a tensor that one rank holds, sent to the other ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,10 +99,10 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
 
 
 def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
-    """Assign each element to one rank; return the tensors (their file numbers are ranks) and the size of each file.
+    """Assign each box to one rank; return the tensor entries (a file number is a rank) and the size of each file.
 
-    If several ranks hold a box, the one with the fewest bytes so far writes it; without `spread`, the lowest one does.
-    The lowest rank always writes plain tensors.
+    If several ranks hold a box, the one with the fewest bytes so far writes the box. Without `spread`, and always for
+    plain tensors, the lowest of these ranks does.
     """
     nbytes = [0] * len(ranks)
     tensors: dict[str, TensorEntry] = {}
@@ -146,21 +146,21 @@ class RankEntry:
     tensors: dict[str, Described] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
-    """Values that rank 0 saves for all ranks."""
+    """Encoded values that only rank 0 saves."""
     own: dict[str, Any] = field(default_factory=dict)
-    """Values that each rank saves."""
+    """Encoded values that every rank saves."""
     optimizer: dict[str, Any] | None = None
     uncast: list[str] = field(default_factory=list)
-    """Tensors of quantized layers."""
+    """Names of tensors of quantized layers."""
     nonfinite: list[str] = field(default_factory=list)
     """Parameters that are NaN or infinite on this rank."""
 
 
 class Saving:
-    """One save on one rank. `what` names it in errors."""
+    """One save on one rank. `what` describes the save in errors."""
 
     folder: Path
-    """Where all ranks write, until it is published as `target`."""
+    """The folder that all ranks write to, until it is renamed to `target`."""
     algorithm: str
 
     def __init__(self, what: str, path: Path, step: int, keep_last: int | None):
@@ -175,7 +175,7 @@ class Saving:
         self._unpublished: Unpublished | None = None
 
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
-        """Collect what each rank saves, and decide which rank writes which box."""
+        """Collect what each rank saves and decide which rank writes which box. All ranks must call this."""
         given = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
         self._entries = together(self.what, lambda: self.collect(model, optimizer, given, data))
         steps = sorted({entry.step for entry in self._entries})
@@ -224,7 +224,7 @@ class Saving:
         self.folder, self.algorithm = on_first_rank(self.what, make)
 
     def write(self, buffers: Iterator[memoryview]) -> FileEntry | None:
-        """Write this rank's boxes; return None if there are none."""
+        """Write this rank's file and return its entry, or None if this rank has nothing to write."""
         if not self.nbytes:
             return None
         entry = write_file(self.folder / f"rank_{self.rank:05d}.bin", buffers, self.algorithm, self.nbytes)
@@ -232,14 +232,14 @@ class Saving:
         return entry
 
     def buffers(self) -> Iterator[memoryview]:
-        """The bytes of this rank's file, copied piece by piece."""
+        """Yield the bytes of this rank's file, copied to the host piece by piece."""
         for view, dtype in self.views():
             yield from host_pieces(view, dtype)
             nbytes = view.numel() * dtype.itemsize
             yield memoryview(bytes(aligned(nbytes) - nbytes))
 
     def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """The boxes of this rank's file and their dtypes, in file order."""
+        """Yield the boxes that this rank writes, as views with their dtypes, in file order."""
         for name, entry in self._plan.items():
             mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
@@ -289,7 +289,7 @@ def _state_dict(value: Any, name: str) -> Any:
 
 @torch.no_grad()
 def nonfinite_parameters(state: ModelState) -> list[str]:
-    """Names of parameters with NaN or infinite elements on this rank. Reads each one once and copies nothing."""
+    """Return the names of parameters with NaN or infinite elements on this rank, without copying any parameter."""
     parameters = {f"model/{each.name}" for optimized in state.optimized.values() for each in optimized}
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for held in state.tensors:

@@ -40,7 +40,7 @@ _log = logging.getLogger("unshard")
 _SAVE = "save a checkpoint (Saver)"
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
-"""A program that exits without `wait` waits this long for the other ranks after it has written its own file."""
+"""At an exit without `wait`, a rank that has written its file waits at most this long for the other ranks."""
 
 _under_way: set[BackgroundSave] = set()
 
@@ -57,7 +57,7 @@ class BackgroundSave:
         self._written = threading.Event()
         """Set by the thread when this rank's file is on the disk, or has failed."""
         self._stopped = threading.Event()
-        """Set by training: rank 0's thread stops waiting for the entries of other ranks."""
+        """Set by training to make rank 0's thread stop waiting for the entries of other ranks."""
         self._write_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unshard checkpoint", daemon=True)
@@ -65,7 +65,7 @@ class BackgroundSave:
     # -- on the training thread ----------------------------------------------------------------------------------
 
     def fill(self, host: HostBuffers) -> None:
-        """Start the thread and copy this rank's bytes. `finish_writing` raises errors later, on all ranks together."""
+        """Start the thread and copy this rank's bytes to host buffers. `finish_writing` later raises any error."""
         _under_way.add(self)
         self._thread.start()
         try:
@@ -96,7 +96,7 @@ class BackgroundSave:
             raise self._write_error
 
     def finish_publishing(self) -> None:
-        """Wait for the thread. Call it on rank 0, after all ranks have written their files."""
+        """Wait until the checkpoint is published, or raise. Call this on rank 0 after all ranks wrote their files."""
         self._thread.join()
         if self._publish_error is not None:
             raise self._publish_error
@@ -172,7 +172,7 @@ class BackgroundSave:
         return None if content["file"] is None else FileEntry(*content["file"])
 
     def finish_at_exit(self) -> None:
-        """Finish a save of a program that exits without `wait`."""
+        """Finish this save at the exit of a program that did not call `wait`. Log an error instead of raising it."""
         self._written.wait()
         self._thread.join(_EXIT_SECONDS)
         self.end()
@@ -182,7 +182,7 @@ class BackgroundSave:
 
 
 class _WritingFailed(Exception):
-    """Stops the copies: the thread has failed and keeps the error."""
+    """Stops the copies on the training thread after the writing thread failed, which stores the actual error."""
 
 
 @atexit.register
@@ -244,8 +244,8 @@ class Saver:
     ) -> None:
         """Start saving a run in the new folder `step_<step>`. Arguments are those of `unshard.checkpoint.save`.
 
-        First waits for a previous save in progress; if that save failed, raises its error and starts nothing. Returns
-        when this rank's bytes are copied; training may then change everything.
+        First waits for the previous save; if that save failed, raises its error and starts nothing. Returns when this
+        rank's bytes are copied to host memory. Training may then change the model and all other arguments.
         """
         check_step(step, None)
         self.wait()

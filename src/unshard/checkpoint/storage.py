@@ -24,7 +24,7 @@ from typing import BinaryIO
 from ..errors import CheckpointError
 
 WRITE_BACK_BYTES = 32 * 2**20
-"""`write` asks the system to start writing to the disk after every so many bytes."""
+"""`write` tells the system to start writing to the disk each time this many bytes have been added."""
 
 # -- folders and names --------------------------------------------------------------------------------------
 
@@ -42,12 +42,12 @@ def names_in(folder: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Return True if the name is taken, even by a dangling link."""
+    """Return True if the path exists, even as a dangling link."""
     return os.path.lexists(path)
 
 
 def age_of(path: Path) -> float:
-    """Seconds since the last change."""
+    """Return the seconds since the file or folder was modified."""
     return time.time() - os.stat(path).st_mtime
 
 
@@ -118,17 +118,16 @@ def write(path: Path, pieces: Iterable[memoryview], expected: int | None = None)
 
 
 def _begin_write_back(descriptor: int, first: int, nbytes: int) -> None:
-    """Let the system write these bytes while the next ones are copied; otherwise all of them wait for fsync.
+    """Start writing these bytes to the disk while the next ones are copied, instead of writing all of them at fsync.
 
-    On Linux this advice starts the write-back and does not block. It more than halved the time of two ranks that wrote
-    1.5 GB to one disk.
+    On Linux, this call does not block. It more than halved the time of two ranks that wrote 1.5 GB to one disk.
     """
     with contextlib.suppress(AttributeError, OSError):  # not supported by the system or the file system
         os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file that other ranks wait for: it appears complete or not at all."""
+    """Write a small file atomically, so that ranks that wait for the file never read part of the text."""
     half = path.with_suffix(".half")
     try:
         half.write_text(text)
@@ -150,20 +149,20 @@ def _not_written(path: Path, error: OSError, nbytes: int, expected: int | None) 
 
 
 def open_file(path: Path, links: bool = False) -> BinaryIO:
-    """Open a file to read. Refuse a link unless `links` is set, because it could lead out of the checkpoint."""
+    """Open a file to read. Refuse links unless `links` is True, because a link may lead out of the checkpoint."""
     # Without O_NONBLOCK, opening a pipe would block.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     return open(os.open(path, flags), "rb")
 
 
 def size_of(file: BinaryIO) -> int | None:
-    """The size of an open file; None if it is a pipe or a device."""
+    """Return the size of an open file, or None for a pipe or a device."""
     about = os.fstat(file.fileno())
     return about.st_size if stat.S_ISREG(about.st_mode) else None
 
 
 def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
-    """Fill the buffer and return the filled part, which is shorter than the buffer at the end of the file."""
+    """Read from `offset` into `buffer` and return the filled part, which is shorter if the file ends first."""
     found = 0
     while found < len(buffer):
         count = os.preadv(file.fileno(), [buffer[found:]], offset + found)
@@ -174,5 +173,5 @@ def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """Map a file into memory, copy-on-write: torch warns if the memory is read-only."""
+    """Map a file into memory copy-on-write, because torch warns about read-only memory."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -1,8 +1,8 @@
-"""State other than the tensors of a model (schedulers, scalers, data, random numbers) as JSON, and back.
+"""Conversion of state other than a model's tensors (schedulers, scalers, data, random numbers) to JSON and back.
 
-JSON holds dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy numbers become Python numbers. Small
-tensors are stored inline, large ones next to the JSON as tensors of the checkpoint. JSON objects with the key `$` stand
-for types that JSON does not have.
+Values are dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy numbers become Python numbers. Small
+tensors are stored inline, large ones next to the JSON as tensors of the checkpoint. A JSON object with the key `$`
+represents a type that JSON does not have.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _is_scalar_of_numpy(value: Any) -> bool:
-    """Return True for NumPy scalars that a Python int or float equals exactly: not for complex and long double."""
+    """Return True for NumPy scalars that convert exactly to a Python int or float (not complex or long double)."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), int | float)
 
@@ -112,7 +112,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 
 def stored_names(value: Any) -> list[str]:
-    """Names of the tensors that are stored next to this JSON."""
+    """Return the names of the tensors that `value`, encoded as JSON, refers to instead of storing them inline."""
     if isinstance(value, dict):
         if value.get("$") == "tensor" and isinstance(value.get("name"), str):
             return [value["name"]]
@@ -121,7 +121,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """Convert JSON back. `stored` returns a tensor by its name. The JSON is untrusted."""
+    """Convert untrusted JSON to the value that `encode` got. `stored(name)` returns a tensor not stored inline."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
@@ -174,7 +174,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise if `set_rng_state` would fail: set the state of new generators."""
+    """Raise a CheckpointError if `set_rng_state(state)` would fail. This tries `state` on temporary generators."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
@@ -188,7 +188,7 @@ def check_rng_state(state: Any) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators that `state` contains. Other generators keep their state."""
+    """Restore the random number generators in `state`. Generators that `state` does not contain stay unchanged."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -204,7 +204,7 @@ def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def seed_new_rank(step: int, rank: int) -> None:
-    """Seed a rank that the saving job did not have. The seed is reproducible, and different for each rank."""
+    """Seed the generators of a rank that the saving job did not have. The seed depends only on `step` and `rank`."""
     seed = int.from_bytes(hashlib.sha256(f"unshard {step} {rank}".encode()).digest()[:8], "big")
     torch.manual_seed(seed)
     random.seed(seed)
