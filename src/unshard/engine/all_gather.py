@@ -1,4 +1,4 @@
-"""All-gathers: the plan of what is cast, sent and copied out, and the slices that a second plan gathers from."""
+"""Plans of all-gathers (which tensors are cast, sent and copied out), and slices, from which backward can gather."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AllGatherPlan:
         extensions: Extensions | None = None,
         side_streams: bool = True,
     ):
-        """`extensions` are gathered with the shard. `side_streams`: recorded steps may gather on side streams."""
+        """`extensions` are gathered with the shard. If `side_streams`, recorded steps may gather on side streams."""
         self._transport, self._shard, self.buffer = transport, shard, buffer
         traits, itemsizes = transport.traits, shard.segments.itemsizes("compute")
         packed = [region for region in shard.regions if region.packed]
@@ -54,7 +54,7 @@ class AllGatherPlan:
         self.cast_from: list[torch.Tensor] = []
         self.cast_to: list[torch.Tensor] = []
         self.members = [region.members for region in shard.regions]
-        """The parameters in each input."""
+        """The indices of the parameters in each input."""
         # An offloaded shard is uploaded into this rank's piece of the output. Some transports read only that piece.
         in_place = upload is not None or traits.in_place_only
         buffer.take()
@@ -71,8 +71,8 @@ class AllGatherPlan:
         self._packed = list(zip(packed, staged.ranges, strict=True))
         self.copies = [self._copy_out(region, at) for region, at in self._packed]
         self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
-        """True if the unsharded buffer gets memory only in `copy_out`. Not on the host, where memory is not short: a
-        backward that reads the buffer too early can be refused, but reading an empty storage would end the process."""
+        """True if the unsharded buffer gets memory only in `copy_out`. Always False on the host: a backward that reads
+        the buffer too early can be refused later, but reading an empty storage would crash the process at once."""
         self._copies_without_tables: list[Callable[[], object]] | None = None
         self._copied_out = False
         """True if a side stream copies the packed parameters out."""
@@ -115,7 +115,7 @@ class AllGatherPlan:
         return issue()
 
     def _start_recorded(self, gather: SideStream, copy_out: SideStream, issue: Callable[[], Work]) -> Work:
-        """Use side streams, behind everything on the compute stream, so that a replay gathers while units compute."""
+        """Cast, gather and copy out on side streams, so that a replay does this while the compute stream computes."""
         if self.copies:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
 
@@ -137,7 +137,7 @@ class AllGatherPlan:
         return IssuedOnSideStream(gather, cast_and_issue)
 
     def copy_out(self) -> None:
-        """Copy packed parameters to their places, after the collective."""
+        """Copy packed parameters to the unsharded buffer and free `staging`. Call this after waiting for the gather."""
         if not self._copied_out:
             self.buffer.take()
             for copy in self._recorded_copies() if side_stream.recording else self.copies:
@@ -145,24 +145,24 @@ class AllGatherPlan:
         self.forget()
 
     def forget(self) -> None:
-        """Free the staging memory, after `copy_out` or if the all-gather was recorded and never ran."""
+        """Free the staging memory once parameters are copied out, or if the all-gather failed or was only recorded."""
         self._copied_out = False
         self.staging.release()
 
     def _recorded_copies(self) -> list[Callable[[], object]]:
-        """Copies piece by piece. A kernel for all pieces reads their addresses from host memory, which a replay reads
-        again when it holds something else."""
+        """Return the copies that recorded steps use. They avoid `split_with_sizes_copy`, whose kernel reads addresses
+        from host memory: by the time of a replay, that memory may hold something else."""
         if self._copies_without_tables is None:
             self._copies_without_tables = [self._copy_out_pieces(region, at) for region, at in self._packed]
         return self._copies_without_tables
 
     def upload_early(self) -> None:
-        """Copy an offloaded shard to the device before the all-gather asks for it."""
+        """Start to copy an offloaded shard to the device ahead of the next all-gather."""
         if self._upload is not None:
             self._upload.start_early()
 
     def forget_upload(self) -> None:
-        """Discard an early copy, because it is out of date."""
+        """Discard the copy that `upload_early` made. Call this when the shard has changed."""
         if self._upload is not None:
             self._upload.forget()
 
@@ -202,7 +202,7 @@ class AllGatherPlan:
         return sharding
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Copy piece by piece: needed for parameters sharded along a dim other than 0, and for runs with gaps."""
+        """Return a function that copies piece by piece, as needed for gaps and for shards along a dim other than 0."""
         sources, targets = [], []
         for run, start in zip(region.runs, at.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
@@ -221,7 +221,7 @@ class AllGatherPlan:
         return partial(foreach_copy, targets, sources)
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Copy in one call, in elements of the region's dtype, or in bytes if it has several dtypes."""
+        """Return a function that copies all columns in one call, as bytes if the region has several dtypes."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
         sizes, targets = [], []
@@ -235,14 +235,14 @@ class AllGatherPlan:
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that all share, or uint8."""
+    """Return the dtype in which all `dtypes` are sent, or uint8 if they are sent in several."""
     kinds = set(map(sent_dtype, dtypes))
     return kinds.pop() if len(kinds) == 1 else torch.uint8
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """The smaller process group that keeps slices: its transport, and the mesh (copies, slices) of their DTensors."""
+    """The smaller process group that keeps slices: its transport, and the mesh (copies, slices) of the DTensors."""
 
     transport: Transport
     mesh: DeviceMesh
@@ -251,7 +251,7 @@ class Slicing:
 class Slices:
     """Keeps 1/k of the unsharded parameters on each of k ranks after forward; backward gathers from these slices.
 
-    Modules hold the slices as DTensors, which programs may read but not write: the next forward gathers from the shard.
+    Modules hold the slices as DTensors. Programs may read but not write them: the next forward gathers from the shard.
     """
 
     def __init__(self, params: Sequence[ManagedParam], shard: ShardLayout, buffer: UnshardedBuffer, slicing: Slicing):

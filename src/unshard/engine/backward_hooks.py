@@ -30,7 +30,7 @@ _watched = WeakTensorKeyDictionary()  # unsharded parameters that have the hook
 
 
 def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Hook) -> tuple[Any, Any]:
-    """Call `done` when the gradients of all inputs are computed; returns the inputs for forward.
+    """Return the inputs for forward, with hooks that call `done` when the gradients of all inputs are computed.
 
     Forward gets an alias of each input. The graph node of the alias sees only this unit's share of the gradient, so
     other modules that use the input do not delay the reduction.
@@ -45,7 +45,7 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Hook) -> t
 
 
 class _InputWatch:
-    """Counts the gradients of several inputs."""
+    """Calls `done` when the gradients of all of several inputs are computed."""
 
     def __init__(self, done: Hook):
         self._done = done
@@ -73,7 +73,7 @@ class _InputWatch:
 def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> tuple[Any, bool]:
     """Call `begin` when a gradient reaches one of `outputs`, the tensors in `output`.
 
-    Returns the output to return from forward, and False if no gradient can reach it.
+    Return the output that forward must return instead of `output`, and True if a gradient can reach any tensor in it.
     """
     last = -1
     for tensor in outputs:
@@ -100,10 +100,10 @@ def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> 
 
 
 def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
-    """Call `reached` with a parameter when backward has computed its gradient; False if none requires one.
+    """Call `reached(parameter)` when backward has computed a gradient. Return False if no parameter requires one.
 
-    For a unit without outputs to watch: backward may still reach it through a tensor that forward stored elsewhere. No
-    hook runs when that backward begins.
+    For a unit without outputs to watch: backward may still reach the unit through a tensor that forward stored
+    elsewhere, and no hook runs when that backward begins.
     """
     trained = [each for each in parameters if each.requires_grad]
     for parameter in trained:
@@ -114,7 +114,7 @@ def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same tensor with its own graph node.
+    """Return an alias of `tensor` with its own graph node.
 
     Prefers `tensor[...]`, whose backward passes the gradient through; the backward of `view_as` reshapes it. Not every
     tensor subclass supports such indexing.
@@ -123,10 +123,10 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardEnd:
-    """Autograd calls it at the end of a backward, or drops it without a call if the backward raised."""
+    """A callback for the end of a backward. If backward raises, autograd drops the callback, which resets the root."""
 
     def __init__(self, root: Any, number: int):
-        """`root`: the `Root`. `number`: which of its backwards this is."""
+        """`root`: a `Root`. `number`: counts the backwards of `root`."""
         self._root, self._number = weakref.ref(root), number
         self._called = False
 

@@ -54,7 +54,7 @@ NamedDtypes = dict[str, torch.dtype]
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
-    """Append the place and a remedy to an error about mixed tensors that left the forward of `top`."""
+    """Append a remedy to `error`, which left the forward of `top`, if it is about mixed dtypes or kinds of tensors."""
     if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
     text = str(error)
@@ -83,9 +83,9 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
 
 
 def _left_a_unit(trace: TracebackType | None) -> bool:
-    """Return True if the error has left the forward of another unit before, which has explained it.
+    """Return True if the error has already left the forward of an inner unit, which has explained the error.
 
-    When the error reaches the outer units, the parameters of the inner one are sharded. The first frame is this unit's.
+    By then, the parameters of the inner unit are sharded again. The first frame of `trace` is the outer unit's.
     """
     while trace is not None and (trace := trace.tb_next) is not None:
         if trace.tb_frame.f_code.co_filename == _CALLS:
@@ -96,13 +96,13 @@ def _left_a_unit(trace: TracebackType | None) -> bool:
 
 
 def _first_argument(frame: FrameType) -> Any:
-    """Return the first argument of a function: the module itself in a method of a module."""
+    """Return the first argument of the function that `frame` runs: `self` in a method."""
     arguments = frame.f_code.co_varnames
     return frame.f_locals.get(arguments[0]) if arguments else None
 
 
 def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, str, NamedDtypes] | None:
-    """The innermost module whose own code an error left, its name, and the dtypes of variables in that code."""
+    """Return the innermost module below `top` in a traceback, its name, and the dtypes of its method's variables."""
     names = {module: name for name, module in top.named_modules()}
     found = None
     while trace is not None:
@@ -115,7 +115,7 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, 
 
 
 def _parameters(module: nn.Module) -> NamedDtypes:
-    """Dtypes of the module's own parameters, or of all unsharded ones below it if only these have several dtypes."""
+    """Return the dtypes of the module's own parameters, or of all unsharded ones below it if only those are mixed."""
     own = _dtypes(own_parameters(module).items())
     if len(set(own.values())) > 1:
         return own
@@ -185,7 +185,7 @@ _REMEDY = (
 
 
 def refuse_shared_memory(unit: Unit, function: Any) -> None:
-    """Raise for `Module.share_memory`: it would move the memory of parameters, and the next step would crash."""
+    """Raise if `Module.share_memory` applies `function`: it would move parameters, and the next step would crash."""
     if moves_to_shared_memory(function):
         raise UnsupportedError(
             f"share_memory() of {unit}: its parameters are views of a shard, whose memory cannot be moved to shared "
@@ -195,7 +195,7 @@ def refuse_shared_memory(unit: Unit, function: Any) -> None:
 
 
 def refuse_gradients_of_resharded(unit: Unit) -> None:
-    """Raise if a backward ran through a unit while it was sharded, with undefined values of its parameters."""
+    """Raise if `unit` was sharded while backward computed its gradients, which are wrong because of that."""
     if unit.has_untaken_gradients and unit.param_state is not ParamState.UNSHARDED and not unit.unsharded_is_shard:
         raise StateError(
             f"Backward reached {unit} through a tensor that its forward neither returned nor left on its modules, so "
@@ -213,9 +213,9 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
 
 
 def refuse_split_backward(units: list[Unit]) -> None:
-    """Raise if a pipeline schedule computes gradients of inputs and of parameters in two backwards.
+    """Raise if a unit is not kept between the two backwards, for inputs and for parameters, of a pipeline schedule.
 
-    The schedule searches the graph for the parameters that modules hold. If these are sharded, it silently finds none.
+    The schedule searches the graph for the modules' parameters. If a unit is sharded by then, the search finds none.
     """
     for unit in units:
         kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronize
@@ -230,7 +230,7 @@ def refuse_split_backward(units: list[Unit]) -> None:
 
 
 def refuse_graph_of_emptied(units: list[Unit]) -> None:
-    """Raise if `make_fx` traces units: its graph would run after the memory of unsharded parameters is freed."""
+    """Raise if a unit that `make_fx` traces reshards after forward: the traced graph would read freed memory."""
     for unit in units:
         if unit.options.reshard_after_forward is not False and not unit.unsharded_is_shard:
             raise UnsupportedError(
@@ -249,10 +249,10 @@ def refuse_second_root(name: str) -> None:
 
 
 def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> None:
-    """Raise if `thread` is in the forward of `unit`, the root's, or in a backward.
+    """Raise if `thread` is in the forward of `unit`, which is the root's unit, or in a backward.
 
-    Only the stack of the thread tells this from a forward that an interrupt left. `forward_only`: ignore a backward of
-    `thread`, because the caller runs in it.
+    Only the stack of `thread` tells a running forward from one that an interrupt left. `forward_only`: do not raise if
+    `thread` is in a backward, because the caller runs in that backward.
     """
     for frame in frames(sys._current_frames().get(thread)):
         in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")
@@ -276,7 +276,7 @@ def refuse_thread(unit: Unit) -> None:
 
 
 class _Metadata(OrderedDict[str, Any]):
-    """Metadata of a state dict of shards: warns when that is pickled, otherwise like the metadata that it replaces."""
+    """Replaces the metadata of a state dict of shards, in order to warn when the state dict is pickled."""
 
     def __init__(self, metadata: Any, state_dict: Any, full: str):
         super().__init__(metadata)
@@ -318,7 +318,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Raise if values to load are unsharded. Torch's own error, one per parameter, does not name the reason."""
+    """Raise if `state_dict` has plain tensors for sharded parameters. Torch's own errors do not name this reason."""
     for name, parameter in module.named_parameters():
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
@@ -333,7 +333,7 @@ def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: 
 
 
 def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full: str) -> None:
-    """Raise if another rank saved the shards. Torch would copy them into this rank's shards without an error."""
+    """Raise if another rank saved the shards in `state_dict`. Torch would silently copy them to this rank's shards."""
     for name, value in state_dict.items():
         other = rank_of_other_shard(value) if name.startswith(prefix) else None
         if other is not None:
@@ -345,7 +345,7 @@ def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full:
 
 
 def rank_of_other_shard(value: Any) -> int | None:
-    """The rank that saved `value` if it is a DTensor with other rows than this rank's, else None."""
+    """Return the rank that saved `value`, or None if `value` is not a DTensor with the rows of another rank."""
     if not isinstance(value, DTensor):
         return None
     ranks, theirs = value.device_mesh.mesh, value.device_mesh.get_coordinate()

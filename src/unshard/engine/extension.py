@@ -41,7 +41,7 @@ def is_extended(shard: torch.Tensor, name: str) -> bool:
 
 
 def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
-    """Raise for a subclass that keeps its memory in inner tensors and has no gather protocol."""
+    """Raise if `parameter` is a tensor subclass with inner tensors and without a gather protocol."""
     if hasattr(type(parameter), "__tensor_flatten__") and not is_extended(parameter, name):
         raise UnsupportedError(
             f"Parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with inner tensors and without "
@@ -50,7 +50,7 @@ def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
 
 
 class Extension:
-    """A parameter with its own gather protocol. Its gathered tensors are created once and refilled."""
+    """A parameter with its own gather protocol. Its all-gather outputs are created once and refilled."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Extension:
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
 
     def prepare(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the flat outputs and inputs of the all-gather."""
+        """Call `fsdp_pre_all_gather`; return the all-gather's outputs and inputs as flat tensors."""
         shard = local_of(self.param.sharded)
         pre = getattr(shard, PRE)
         if shard.device != self._device:
@@ -114,7 +114,7 @@ class Extension:
         self._gathered = tuple(gathered)
 
     def finish(self) -> None:
-        """Make the unsharded parameter from the gathered tensors."""
+        """Create the unsharded parameter from the gathered tensors, or refill it if it exists."""
         post = getattr(local_of(self.param.sharded), POST)
         if self._unsharded is None:
             padded, inner = post(self._gathered, self._metadata, self._dtype)
@@ -149,7 +149,7 @@ class Extension:
         return unsharded[: shape[0]]
 
     def _own(self, inner: Sequence[torch.Tensor]) -> None:
-        """Empty and refill the memory of the unsharded tensor from now on, except the outputs of the all-gather."""
+        """Let `release` free the memory of `inner`, except all-gather outputs, and `finish` allocate it again."""
         outputs = {storage_key(buffer.storage) for buffer in self._buffers}
         storages = {storage_key(each.untyped_storage()): each.untyped_storage() for each in inner}
         self._inner = [(each, each.nbytes()) for key, each in storages.items() if key not in outputs]
@@ -163,7 +163,7 @@ class Extension:
 
 
 class Extensions:
-    """The parameters of a param group that have a gather protocol, gathered with the others if the transport can."""
+    """The parameters of a param group that have a gather protocol. If possible, one all-gather sends all parameters."""
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
@@ -171,7 +171,7 @@ class Extensions:
         """Inputs of the all-gather in flight. Often, nothing else keeps them alive."""
 
     def enter(self) -> None:
-        """Let the params refer to these parameters. `Extension.finish` sets those that do not exist yet."""
+        """Set `unsharded` of each param to its parameter here, or to None until `Extension.finish` creates that."""
         for member in self._members:
             member.param.unsharded = member.parameter
 
@@ -195,7 +195,7 @@ class Extensions:
                 self._kept = own_inputs
                 return transport.all_gather(outputs + own_outputs, inputs + own_inputs, label=label)
             works = [transport.all_gather(outputs, inputs, label=label)] if outputs else []
-            # Gather all of them in one tensor of bytes. The wait copies it out.
+            # Gather these parameters as one tensor of bytes. Waiting for the work copies the bytes out.
             piece = torch.cat([each.view(torch.uint8) for each in own_inputs])
             gathered = piece.new_empty(piece.numel() * transport.world)
             self._kept = [piece]

@@ -1,4 +1,4 @@
-"""Tensors that enter and leave forward: its arguments and results, and what it leaves on its modules (side outputs)."""
+"""Tensors that enter and leave forward: arguments, results, and side outputs, which forward stores on its modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTAINERS = (dict, list, tuple, set)  # `torch.compile` traces casts inside a 
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = 0) -> Any:
-    """Apply `fn` to every tensor in `value`. Containers keep their type, other values pass through."""
+    """Return `value` with `fn` applied to every tensor in it. Values of other types pass through."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -85,7 +85,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """`cast_floats` for the arguments of forward: nearly always one tensor, which often has the dtype already."""
+    """Like `cast_floats`, for the arguments of forward. Fast if there is only one tensor, as in nearly all forwards."""
     if dtype is None:
         return args, kwargs
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
@@ -95,22 +95,22 @@ def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtyp
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in `value` to `dtype`; differentiable."""
+    """Cast floating-point tensors in `value` to `dtype`, if that is not None. Gradients flow through the casts."""
     return value if dtype is None else map_tensors(partial(_cast, dtype), value)
 
 
 # -- tensors that outlive forward -------------------------------------------------------------------------
 
-# A loss may be computed from side outputs, so backward may begin there. Tensors that share memory with unsharded
+# A loss may be computed from side outputs, so backward may begin at them. Tensors that share memory with unsharded
 # parameters (a weight, a view of one) are copied, because `reshard` frees that memory.
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
-"""The number of items, at the end of a container, that are searched."""
+"""The search looks at this many items of a container, the last ones."""
 
 
 def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if a tensor is in memory that `reshard` frees. Called in every forward of every unit."""
+    """Return True if any of `tensors` is in memory that `reshard` frees. On the hot path of forward."""
     try:
         for tensor in tensors:
             if storage_key(tensor.untyped_storage()) in EMPTIED or type(tensor) is not torch.Tensor:
@@ -121,7 +121,7 @@ def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_own_memory(value: Any) -> Any:
-    """Copy the tensors in `value` that are in memory that `reshard` frees. Gradients flow through the copies."""
+    """Return `value` with copies of all tensors whose memory `reshard` frees. Gradients flow through the copies."""
     return map_tensors(lambda tensor: tensor.clone() if _is_in_emptied(tensor) else tensor, value)
 
 
@@ -138,8 +138,8 @@ def _is_in_emptied(tensor: torch.Tensor) -> bool:
 class SideOutputs:
     """Finds the tensors that forward leaves on its modules. Most forwards leave none.
 
-    A search through all attributes takes longer than everything else that is done for a unit. So it runs after the 1st,
-    2nd, 4th, 8th ... forward only; in between, only attributes that had such a tensor before are looked at.
+    A search through all attributes takes longer than all other work for a unit. So only the 1st, 2nd, 4th, 8th ...
+    forward is followed by a full search; after other forwards, only attributes that had such a tensor before are read.
     """
 
     def __init__(self) -> None:
@@ -150,12 +150,12 @@ class SideOutputs:
         """Tensors that share memory with unsharded parameters. Copies replace them until the next forward."""
 
     def expected(self) -> bool:
-        """Return True if `tensors` may find any. Call this after every forward."""
+        """Count a forward; return True if `tensors` may find side outputs. Call this once after every forward."""
         self._forwards += 1
         return self._forwards >= self._next_search or bool(self.places)
 
     def tensors(self, modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
-        """Tensors on the modules that belong to a graph node with the sequence number `since` or a later one."""
+        """Copy aliases; return the tensors on `modules` whose graph nodes have sequence numbers from `since` on."""
         search = self._forwards >= self._next_search
         self.copy_aliases(modules, search)
         if search:
@@ -166,7 +166,7 @@ class SideOutputs:
         return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
 
     def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
-        """Replace tensors that share memory with unsharded parameters by copies. `search`: look at all attributes."""
+        """Copy tensors that share memory with unsharded parameters. `search`: in all attributes, not only `places`."""
         if search:
             for module, name, value in _attributes(modules):
                 if next(_aliases_in(module, name, value), None) is not None:
@@ -178,14 +178,14 @@ class SideOutputs:
             alias.copy()
 
     def restore_aliases(self) -> None:
-        """Put the tensors back before a forward, which may make them only once and expects the parameters' values."""
+        """Undo `copy_aliases`. Call this before a forward, which may read aliases that an earlier forward made."""
         aliases, self.aliases = self.aliases, []
         for alias in aliases:
             alias.restore()
 
 
 class _LeftAlias:
-    """Tensors that forward left on a module, in a list or in a dict. Between forwards a copy replaces them."""
+    """A tensor or tuple that forward left on a module, in a list or in a dict. A copy replaces it between forwards."""
 
     def __init__(self, container: Any, key: Any, value: Any):
         # There are no weak references to lists, but a list does not keep its module alive.
@@ -198,7 +198,7 @@ class _LeftAlias:
             self._put(self._copy)
 
     def restore(self) -> None:
-        """Undo `copy`, unless the program has replaced the copy, or the unit has other memory now."""
+        """Undo `copy`, unless the program has replaced the copy, or no unit uses the original's memory any more."""
         if self._now() is self._copy and any(map(_is_in_emptied, tensors_in(self._value))):
             self._put(self._value)
 
@@ -221,8 +221,8 @@ class _LeftAlias:
 def _aliases_in(container: Any, key: Any, value: Any, levels: int = 3) -> Iterator[_LeftAlias]:
     """Yield aliases of unsharded parameters in `value`, which `container` (a module, list or dict) holds at `key`.
 
-    Unsharded parameters themselves do not count: recurrent layers keep theirs in a list, and modules of a flat unit as
-    attributes.
+    Skips unsharded parameters themselves: recurrent layers keep theirs in a list, and modules of flat units keep theirs
+    as attributes.
     """
     if isinstance(value, torch.Tensor | tuple):
         tensors = [value] if isinstance(value, torch.Tensor) else [each for each in value if torch.is_tensor(each)]
@@ -247,7 +247,7 @@ def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
 
 
 def _grown(value: Any, since: int, levels: int = 3) -> Iterator[torch.Tensor]:
-    """Yield tensors in `value` that belong to a graph node with the sequence number `since` or a later one."""
+    """Yield the tensors in `value` whose graph nodes have sequence numbers from `since` on."""
     if isinstance(value, torch.Tensor):
         with suppress(RuntimeError):  # a view that was overwritten in place: no backward can run through it either
             if value.requires_grad and value.grad_fn is not None and sequence_nr_of(value) >= since:

@@ -1,7 +1,7 @@
-"""The gradients of a param group between two steps, as the host knows them.
+"""Snapshots of the gradients that a param group has between two steps.
 
-A replayed step leaves the same gradients as its recording but runs no Python, so `restore` tells the host about them.
-Their memory must stay where it was during the recording.
+A replayed step leaves the same gradients as its recording but runs no Python, so `restore` updates the Python objects.
+The gradients must stay at the addresses that they had during the recording.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ The key: the number of a `ShardedGrad`, the key of a `Reduction`, or None for un
 
 @dataclass(frozen=True)
 class GradientSnapshot:
-    """Two snapshots are equal if they have the same gradients in the same memory."""
+    """The gradients of a param group at rest. Equal snapshots have the same gradients in the same memory."""
 
     state: GradState = GradState.REDUCED
     """LOCAL or PARTIAL; REDUCED if there is nothing left to reduce."""
     unreduced: tuple[InMemory, ...] = ()
-    """Sums that no collective has seen: one buffer, or none."""
+    """Sums that no collective has reduced: one buffer, or none."""
     partial: tuple[InMemory, ...] = ()
     """Sums over the shards that wait for their all-reduce over the replicas."""
     attached: tuple[InMemory, ...] = ()
@@ -72,7 +72,7 @@ class GradientSnapshot:
         return not self.foreign and not self.shown
 
     def fits(self, group: ParamGroup) -> bool:
-        """Return True if the memory has not moved, and the program holds no earlier gradients in it."""
+        """Return True if a replay may write these gradients: no memory has moved, and no user holds older gradients."""
         gradients = group.gradients
         grads = {grad.number: grad for grad in gradients.all_grads()}
         for number, address, _ in self.attached:
@@ -89,7 +89,7 @@ class GradientSnapshot:
         return True
 
     def restore(self, group: ParamGroup) -> None:
-        """Tell the host that exactly these gradients exist, after a replay has written them."""
+        """Update `group` so that it has exactly these gradients. Call this after a replay has written them."""
         gradients = group.gradients
         deque(map(setattr, (param.sharded for param in group.sharded.params), repeat("grad"), repeat(None)), maxlen=0)
         grads = {grad.number: grad for grad in gradients.all_grads()}
@@ -107,7 +107,7 @@ NO_GRADIENTS = GradientSnapshot()
 
 
 def keep_gradient_memory(group: ParamGroup) -> None:
-    """Never free the memory of the gradients that exist now: recordings read and write it at its address."""
+    """Keep the memory of the current gradients forever, because recordings use it at a fixed address."""
     gradients = group.gradients
     if gradients.unreduced is not None and gradients.state is GradState.LOCAL:
         gradients.unreduced.buffer.stay()
@@ -119,7 +119,7 @@ def keep_gradient_memory(group: ParamGroup) -> None:
 
 
 def kept_grads(group: ParamGroup) -> list[ShardedGrad]:
-    """Sharded gradients whose memory is never freed. A recording may write it even if its step leaves no gradients."""
+    """Return the sharded gradients whose memory is never freed. A recording may write them and leave no gradients."""
     return [grad for grad in group.gradients.all_grads() if grad.buffer.stays]
 
 

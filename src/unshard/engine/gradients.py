@@ -46,7 +46,7 @@ class GroupGradients:
         self._device = device
         self._number, self._unit_name = number, unit_name
         self.reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
-        """By set of parameters. To rebuild them all, the dict is replaced, not cleared: recorded steps refer to it."""
+        """By set of parameters. To rebuild all reductions, replace the dict: recorded steps refer to the old one."""
         # Labels outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
         self.unreduced: UnreducedGradients | None = None
@@ -56,7 +56,7 @@ class GroupGradients:
         self._special: list[int] = []
         """Parameters whose gradients need work before a reduction: tensor-parallel ones, and those without elements."""
         self.others: list[tuple[int, nn.Parameter]] = []
-        """Unsharded parameters of the precision not in use: graphs of earlier forwards may leave gradients there."""
+        """Unsharded parameters of the inactive precision, which may get gradients from graphs of earlier forwards."""
         self.varied = False
         """True if gradients may have other dtypes than the policy's."""
         self.as_stored = False
@@ -81,13 +81,13 @@ class GroupGradients:
 
     @property
     def any_new(self) -> bool:
-        """True if autograd left a gradient that was not taken yet."""
+        """True if autograd left a gradient that `reduce` has not taken yet."""
         if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: called in every step
             return True
         return self.varied and any(parameter.grad is not None for _, parameter in self.others)
 
     def has_sums_to_reduce(self, options: Options) -> bool:
-        """Return True if earlier backwards left sums that the end of this one must reduce."""
+        """Return True if earlier backwards left sums that the end of this backward must reduce."""
         if self.state is GradState.LOCAL or not options.synchronize:
             return options.synchronize
         if self._replicas.world == 1 or not options.all_reduce:
@@ -98,9 +98,9 @@ class GroupGradients:
     # -- taking and reducing --------------------------------------------------------------------------------
 
     def reduce(self, options: Options, last: bool) -> None:
-        """Issue the reduction of the gradients that autograd left, or keep these for a later reduction.
+        """Issue the reduction of the gradients that autograd left. Without synchronization, only add them to the sums.
 
-        `last`: backward is over, so sums of earlier backwards are reduced even if nothing was added.
+        `last`: backward is over, so sums of earlier backwards are reduced even if this backward added nothing.
         """
         gradients = list(map(gradient_of, self._unsharded))
         plain = not (self._special or self.varied or self._sharded.extended or self.state is GradState.LOCAL)
@@ -124,7 +124,7 @@ class GroupGradients:
             self._reduce_some(options, last)
 
     def _reduce_some(self, options: Options, last: bool) -> None:
-        """`reduce` if gradients are missing, not synchronized, tensor-parallel, or in several precisions."""
+        """Slow path of `reduce`: gradients are missing, not synchronized, tensor-parallel, or in mixed precision."""
         gradients = self._take()
         if options.reduce_unused and options.synchronize:
             gradients = self._with_unused(gradients)
@@ -158,7 +158,7 @@ class GroupGradients:
         self._in_flight += [each.resume(options) for each in others]
 
     def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
-        """Make the reduction for a set of parameters: usually all, or fewer if some were unused."""
+        """Create the reduction of the parameters `members`: usually all, or fewer if some were unused."""
         key = members, self.as_stored
         labels = self._labels.get(key)
         if labels is None:
@@ -178,7 +178,7 @@ class GroupGradients:
         return self._sharded.shard.stored() if self.as_stored else self._sharded.shard
 
     def _take(self) -> dict[int, torch.Tensor]:
-        """Return the gradients by parameter, and clear them on the unsharded parameters."""
+        """Return the gradients by index of the parameter, and clear `.grad` of the unsharded parameters."""
         found = enumerate(map(gradient_of, self._unsharded))
         params = self._params  # parameters that were frozen after forward get no gradient
         gradients = {index: grad for index, grad in found if grad is not None and _is_trained(params[index])}
@@ -193,7 +193,7 @@ class GroupGradients:
         return self._with_others(gradients) if self.varied else gradients
 
     def _with_others(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Add gradients that graphs of the other precision left, all in the reduce dtype: packing needs one dtype."""
+        """Add the gradients of `others` and cast all gradients to the reduce dtype, because packing needs one dtype."""
         for index, parameter in self.others:
             if (grad := parameter.grad) is not None and _is_trained(param := self._params[index]):
                 if param.tp_spec is not None:
@@ -211,9 +211,9 @@ class GroupGradients:
 
     @torch.no_grad()
     def _cast_to_one_dtype(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Cast the gradients of every segment to one dtype, because they are packed together.
+        """Cast the gradients of each segment to one dtype, because they are packed together.
 
-        That is the compute dtype, or the reduce dtype if a parameter with a gather protocol has its gradient in it.
+        Use the reduce dtype if the gradient of a parameter with a gather protocol has it, else the compute dtype.
         """
         segments, extended = self._sharded.shard.segments, self._sharded.extended & gradients.keys()
         precise = {segments.of[i] for i in extended if gradients[i].dtype == segments.dtypes(i).reduce}
@@ -222,7 +222,7 @@ class GroupGradients:
             gradients[index] = gradient.to(kinds.reduce if segments.of[index] in precise else kinds.compute)
 
     def _with_unused(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Add zeros for trainable parameters that this rank did not use, because another rank may have."""
+        """Add zeros for trainable parameters that this rank did not use, because another rank may have used them."""
         kept = self.unreduced.sums() if self.unreduced is not None else {}
         for index, param in enumerate(self._params):
             trained = param.unsharded is not None and param.unsharded.requires_grad and _is_trained(param)
@@ -249,14 +249,14 @@ class GroupGradients:
             self.unreduced = None  # a user holds the sums, and owns them from now on
 
     def drop_unreduced(self) -> None:
-        """Drop the sums of backwards without synchronization."""
+        """Drop gradients that earlier backwards left unreduced or partially reduced."""
         if self.state in (GradState.LOCAL, GradState.PARTIAL):
             self.drop()
 
     # -- reductions in flight -------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Wait for the operations in flight and start the next ones; return True when all gradients are delivered."""
+        """Wait for the operations in flight and start the next ones; return True if nothing is in flight any more."""
         if self.state is not GradState.REDUCING:
             return True
         if torch.is_grad_enabled():  # only if backward builds a graph: entering `no_grad` takes host time
@@ -280,7 +280,7 @@ class GroupGradients:
         return [grad for reduction in self.reductions.values() for grad in reduction.grads if grad.attached]
 
     def release_idle(self) -> None:
-        """Free the memory of gradients that `zero_grad` has cleared."""
+        """Free the memory of sharded gradients that nobody uses, for example after `zero_grad`."""
         if self.state is not GradState.REDUCING:
             for reduction in self.reductions.values():
                 for grad in reduction.grads:
@@ -288,7 +288,7 @@ class GroupGradients:
                         grad.buffer.release()
 
     def drop(self) -> None:
-        """Drop everything that is not a `.grad` yet."""
+        """Wait for reductions in flight, and drop all gradients that are not the `.grad` of a sharded parameter."""
         for each in self._in_flight:
             try:
                 with suppress(CollectiveError):  # the collective has ended, and nobody wants its result
@@ -324,14 +324,14 @@ class GroupGradients:
         self._in_flight = []
 
     def forget_buffers(self) -> None:
-        """Drop all buffers, because the layout changed or gradients were converted."""
+        """Drop all buffers and unreduced gradients. Call this if the layout changes or gradients were converted."""
         self.drop()
         self.reductions = {}
         self.unreduced = None
 
 
 def _described(unit_name: str, names: list[str], members: list[str]) -> str:
-    """Describe the reduced parameters briefly, and differently for different sets."""
+    """Return a short description of the parameters that are reduced, a different one for each set."""
     others = [name for name in names if name not in members]
     unit = f"the gradients of unit {unit_name!r}"
     if not others:
