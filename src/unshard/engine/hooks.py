@@ -57,17 +57,17 @@ _FINDING_ROOT = threading.RLock()
 
 @frame_not_compiled
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that a front-end attached to this very module, if any."""
+    """Return the state that a front-end attached to the module itself, not to a module around it, or None."""
     return module.__dict__.get(STATE_KEY)
 
 
 class FSDPState:
-    """The hooks of a unit on its modules, one or a list. The modules own this state, which refers to them weakly."""
+    """The hooks of a unit on its module or modules. The modules own this object, which refers to them weakly."""
 
     full_state_dict: ClassVar[str] = "unshard.checkpoint.full_state_dict(model)"
     """The call that returns unsharded parameters, for messages."""
     takes_over_units: ClassVar[bool] = False
-    """True if a module that contains units of another root becomes their root when it runs."""
+    """True if a module, when it runs as the root, takes over units below it that belong to another root."""
     in_summon_full_params: bool = False
     """True inside `summon_full_params`, which only wrapped modules have."""
 
@@ -79,7 +79,7 @@ class FSDPState:
         self._root: Callable[[], Root | None] = lambda: None
         self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
-        """For each forward in progress, the id of the exception that the program was handling when it began."""
+        """For each active forward, the id of the exception that the program was handling when that forward began."""
         self._first_node = 0
         self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
@@ -90,7 +90,7 @@ class FSDPState:
         self.buffers: ModuleBuffers | None = None
         """Lets forward see the modules' buffers in another dtype."""
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
-        """The dtypes of the modules' buffers before sharding, by number of the module and name."""
+        """The dtypes that the modules' buffers had before sharding, by module number and buffer name."""
         self.ignored: list[ParamLocation] = []
         """Where modules hold parameters that the caller excluded from sharding."""
 
@@ -119,13 +119,13 @@ class FSDPState:
         module.register_state_dict_post_hook(partial(self.post_state_dict))
 
     def attach_cast_boundary(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Cast inputs and outputs of a submodule whose parameters have an override."""
+        """Cast the inputs and outputs of a submodule whose parameters have a dtype override."""
         boundary = CastBoundary(self, policy)
         module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(boundary.leave)
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
-        """Dtypes that buffers had before a front-end cast them in place, by the buffer's id."""
+        """Return the dtypes that buffers had before a front-end cast them in place, by the buffer's id."""
         return {}
 
     def adopt(self, modules: list[nn.Module]) -> None:
@@ -186,9 +186,9 @@ class FSDPState:
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
-        """Return True if the list is unsharded once and resharded when its last module has run.
+        """Return True if a list of modules is unsharded once and resharded when its last module has run.
 
-        Modules that are called outside the root's forward (a loss computed in chunks) are on their own.
+        Outside the root's forward (a loss computed in chunks), each call unshards and reshards the unit by itself.
         """
         return root.in_forward and not inside_backward()
 
@@ -238,7 +238,7 @@ class FSDPState:
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
     def _warn_of_writes(self) -> None:
-        """Warn if forward itself wrote unsharded parameters: the writes are lost."""
+        """Warn if forward itself wrote unsharded parameters, because these writes are lost."""
         versions, self._versions = self._versions, None
         if versions and self.unit.shows_unsharded:
             now = self.unit.versions()
@@ -290,7 +290,7 @@ class FSDPState:
 
     @traced("pre_backward")
     def pre_backward_stored(self, gradient: Any) -> None:
-        """`pre_backward` after a forward in the stored dtypes."""
+        """Like `pre_backward`, for a forward that ran in the stored dtypes."""
         root = self._root()
         if root is not None:
             root.before_backward(self.unit, Precision.STORED)
@@ -304,7 +304,7 @@ class FSDPState:
     # -- state dicts ----------------------------------------------------------------------------------------
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
-        """Put the sharded parameters on the modules: state dicts are read from, and loaded into, these."""
+        """Put the sharded parameters on the modules, because state dicts are read from and loaded into them."""
         self.wait_for_uploads()
         self.unit.rest()
         self.unit.rebind_params()
@@ -321,7 +321,7 @@ class FSDPState:
         load_quant_states(module, state_dict, prefix)
 
     def wait_for_uploads(self) -> None:
-        """Call this before writing parameters on the host."""
+        """Let the host wait for copies to the device. Call this before writing offloaded parameters."""
         root = self._root()
         if root is not None:
             root.wait_for_uploads()
@@ -337,7 +337,7 @@ class FSDPState:
         return self._root() is not None
 
     def root_options(self) -> Options:
-        """The options that apply to the whole model."""
+        """Return the root's options, which apply to the whole model, or the unit's own before the first forward."""
         root = self._root()
         return self.unit.options if root is None else root.unit.options
 
@@ -351,13 +351,13 @@ class FSDPState:
             root.reset()
 
     def before_listing(self) -> None:
-        """Call this when the program lists parameters."""
+        """Call this when the program lists parameters: see `Root.before_listing`."""
         root = self._root()
         if root is not None:
             root.before_listing()
 
     def find_root(self, module: nn.Module) -> Root:
-        """Return the root. The first module to run becomes the root, because all units below it are known by then."""
+        """Return the root. If there is none, `module` becomes the root, because all units below it are known by now."""
         return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
@@ -424,7 +424,7 @@ class UnshardHandle:
 
 @never_compiled
 def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
-    """Reduce when the backward ends. `ref` is weak: parameters must not keep their modules' state alive."""
+    """Let the end of backward reduce the gradients. `ref` is weak, so that parameters do not keep the state alive."""
     state = ref()
     root = None if state is None else state._root()
     if root is not None:
@@ -432,5 +432,5 @@ def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
 
 
 def _clean(prefix: str) -> str:
-    """A module path without the names that `FullyShardedDataParallel` inserts."""
+    """Return a module path without the names that `FullyShardedDataParallel` inserts."""
     return clean_tensor_name(prefix, (FSDP_PREFIX,))

@@ -1,6 +1,6 @@
-"""Watching a run: an observer of collectives (an audit), and loggers and profilers that see the stages of units.
+"""Ways to watch a run: an observer sees collectives (for audits); loggers and profilers see the stages of units.
 
-While nobody watches, this costs one comparison per collective and one call per hook.
+While nobody watches, the cost is one comparison per collective and one call per hook.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _second_log: logging.Logger | None = None
 
 
 def name_stages(prefix: str = "unshard", logger: logging.Logger | None = None) -> None:
-    """Name stages `prefix::stage (unit)` in profiles, and also log them under that name to `logger`."""
+    """Show stages as `prefix::stage (unit)` in profiles, and also log these names to `logger`, if any."""
     global _prefix, _second_log
     _prefix, _second_log = prefix, logger
 
 
 def traced(stage: str) -> Callable[[_Method], _Method]:
-    """Make a method of an object with a `unit` a stage: logs and profiles show it, `torch.compile` skips it."""
+    """Decorate a method as a stage, which logs and profiles show and `torch.compile` skips. `self` needs a `unit`."""
 
     def decorate(method: _Method) -> _Method:
         @never_compiled

@@ -1,4 +1,4 @@
-"""Hooks on every optimizer's step: they count steps, prepare roots for them, and check new or changed optimizers."""
+"""Hooks on every optimizer's step, which count steps, prepare roots for a step, and check new or changed optimizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .unmanaged import all_modules
 
 
 class _Checked(NamedTuple):
-    """The last check of an optimizer. It is repeated if one of the first three fields has changed since."""
+    """Facts from the last check of an optimizer. A step repeats the check if one of the first three has changed."""
 
     parameters: int
     state: int
@@ -57,14 +57,14 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_optimizers() -> None:
-    """Call this for every new unit: it invalidates earlier checks."""
+    """Register the hooks and invalidate earlier checks. Call this for every new unit."""
     _register()
     _checked.clear()
 
 
 @cache
 def _register() -> None:
-    """Register the hooks, once per process. Not compiled: a compiled step would run them only while it is traced."""
+    """Register the hooks, once per process. They are never compiled: a compiled step would run them only in tracing."""
     register_optimizer_step_pre_hook(never_compiled(_before_step))
     register_optimizer_step_post_hook(never_compiled(_after_step))
 
@@ -129,13 +129,13 @@ def _after_step(optimizer: Any, *unused: Any) -> None:
 
 
 def note_optimizer_step(optimizer: Any) -> None:
-    """Count a step of the optimizer, before or after it writes the parameters."""
+    """Count a step of `optimizer`. Call this once per step, before or after the step writes the parameters."""
     for steps in _last_checked(optimizer).steps:
         steps.taken += 1
 
 
 def _last_checked(optimizer: Any) -> _Checked:
-    """Return the last check. Look again if another rank, in another thread, has cleared it by building a unit."""
+    """Return the last check, or a new one if another rank, in another thread, has built a unit, which clears checks."""
     return _checked.get(optimizer) or _look_at(optimizer)
 
 
@@ -178,7 +178,7 @@ def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def refuse_local_state(optimizer: Any) -> None:
-    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save one rank's shards only."""
+    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save only one rank's shards."""
     caller = caller_in_checkpoint()
     name = None if caller is None else cut_flat(optimizer_parameters(optimizer))
     if name is not None:
@@ -192,7 +192,7 @@ def refuse_local_state(optimizer: Any) -> None:
 
 
 def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
-    """Warn if the step needs whole parameters, but plain tensors have only this rank's elements."""
+    """Warn if the optimizer or its scaler needs whole parameters, but plain tensors have only this rank's elements."""
     over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
     name = cut_flat(parameters)
     if name is not None and stepped_by_plain_scaler():  # not an error: a rank that skips this step would not raise
@@ -229,7 +229,7 @@ def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None
 
 
 def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if state and parameter differ in shape. Skips optimizers that may have such state."""
+    """Raise if state and its parameter differ in shape. Skips optimizers for which this may be correct."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind in _OVER_WHOLE:
         return
@@ -266,7 +266,7 @@ def refuse_stepped_by_another(optimizer: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if modules no longer have parameters of the optimizer: its steps would have no effect."""
+    """Raise if modules no longer hold some parameters of the optimizer, because its steps would have no effect."""
     held = set(map(id, parameters))
     by_sharding: dict[int, str] = {}
     by_program: dict[int, str] = {}
@@ -316,7 +316,7 @@ def _warn_of_dropped(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _refuse_unsharded(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if the optimizer was built while parameters were unsharded: it would step copies."""
+    """Raise if the optimizer was built while parameters were unsharded, because it would step copies."""
     for parameter in parameters:
         if name := unsharded_name(parameter):
             raise StateError(
@@ -327,7 +327,7 @@ def _refuse_unsharded(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if state was made for, or saved from, the parameters before they were sharded."""
+    """Raise if optimizer state was created for, or saved from, the parameters before they were sharded."""
     entries = {id(each): optimizer.state[each] for each in parameters if each in optimizer.state}
     for group in param_groups_of(parameters) if entries else ():
         sharded = group.sharded
@@ -347,13 +347,13 @@ def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _tensors(entry: Any) -> dict[Any, torch.Tensor]:
-    """The tensors of a parameter's state, without those that have no dimensions (counters)."""
+    """Return the tensors of a parameter's state, without those that have no dimensions (counters)."""
     items = entry.items() if isinstance(entry, Mapping) else ()
     return {key: value for key, value in items if isinstance(value, torch.Tensor) and value.ndim}
 
 
 def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if a plain optimizer would keep state on the device that the user wants on the host."""
+    """Raise if a plain optimizer steps parameters whose state the user wants on the host: it would be on the device."""
     wanted = set(map(id, parameters))
     for group in param_groups_of(parameters):
         sharded = group.sharded

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class _Member:
-    """Finds the group of a parameter. An attribute of the parameter would be copied and pickled with it.
+    """An entry of `_members`. An attribute of the parameter instead would be copied and pickled with the parameter.
 
-    The group owns this object. It refers to original and replaced parameters weakly, but to sharded ones strongly, as
-    the group does: torch does not convert DTensors that have weak references.
+    The group owns its entries. An entry refers to original and replaced parameters weakly, but to sharded ones
+    strongly, as the group does, because torch does not convert DTensors that have weak references.
     """
 
     __slots__ = ("__weakref__", "group", "tensor")
@@ -43,23 +43,23 @@ class _Member:
 
 
 _members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionary()
-"""By the id of the parameter."""
+"""The param group of each parameter, by the id of the parameter."""
 
 
 def param_group_of(parameter: torch.Tensor) -> ParamGroup | None:
-    """The param group that a parameter belongs to, or whose parameter replaced it; None if it is not sharded."""
+    """Return the param group of a sharded parameter, or of one that sharding has replaced; None for others."""
     member = _members.get(id(parameter))
     # Compared, because another object may have the id of a deleted parameter.
     return member.group() if member is not None and member.tensor() is parameter else None
 
 
 def param_groups_of(parameters: Iterable[torch.Tensor]) -> list[ParamGroup]:
-    """The param groups of several parameters, each once, in the order of the parameters."""
+    """Return the param groups of several parameters, each once, in the order of the parameters."""
     return list(dict.fromkeys(group for each in parameters if (group := param_group_of(each)) is not None))
 
 
 class ParamGroup:
-    """The shard, its all-gather, and its gradients. The unit decides when the methods are called."""
+    """Owns the shard, its all-gather and its gradients. The unit decides when the methods are called."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ParamGroup:
         self.unit: Callable[[], Unit | None] = lambda: None
         """The unit that owns this group; a weak reference."""
         self.users: list[weakref.ref[Unit]] = []
-        """The units that use this group, with the owner, if there are several; else empty. See `sharing.py`."""
+        """All units that use this group, including the owner, if there are several; else empty. See `sharing.py`."""
         self.holders: weakref.WeakSet[Unit] = weakref.WeakSet()
         """Users that have all-gathered the group and not resharded it since."""
         self.viewers: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -139,12 +139,12 @@ class ParamGroup:
 
     @property
     def held(self) -> bool:
-        """True if memory of unsharded parameters is in use."""
+        """True if an unsharded buffer holds memory."""
         return any(unsharded.buffer.held for unsharded in self._by_precision.values())
 
     @property
     def unsharded_is_shard(self) -> bool:
-        """True if the shard is the unsharded buffer itself: one rank, equal dtypes, a flat layout."""
+        """True if the shard is the unsharded buffer itself: on one rank, with equal dtypes and a flat layout."""
         return self._unsharded is not None and self._unsharded.is_shard
 
     @property
@@ -154,13 +154,13 @@ class ParamGroup:
 
     @property
     def in_flight(self) -> bool:
-        """True if an all-gather was issued and not waited for."""
+        """True if an all-gather was issued that nobody has waited for yet."""
         return self._in_flight is not None
 
     # -- all-gather -----------------------------------------------------------------------------------------
 
     def all_gather(self, from_slices: bool) -> None:
-        """Issue the all-gather, from the shard or the slices kept since forward. Call this at rest or while sliced."""
+        """Issue the all-gather, from the shard or, if `from_slices`, the slices. Call this at rest or while sliced."""
         sharded = self.sharded
         if from_slices and self._unsharded is not None and self._unsharded.slices is not None:
             plan, label = self._unsharded.slices.plan, self._slices_label
@@ -189,7 +189,7 @@ class ParamGroup:
             observer.current.all_gathering(self.params, plan.members, plan.inputs)
 
     def _make_unsharded(self) -> UnshardedParams:
-        """Create the unsharded parameters of a precision, at its first all-gather."""
+        """Return the unsharded parameters of the active precision; create them at its first all-gather."""
         if self._forgotten_in_graph:
             if current_graph_task() != -1:
                 raise StateError(
@@ -213,7 +213,7 @@ class ParamGroup:
         return self._unsharded
 
     def wait_for_all_gather(self) -> None:
-        """Wait, and put the unsharded parameters on the modules."""
+        """Wait for the all-gather and put the unsharded parameters on the modules."""
         self._wait()
         unsharded = self._unsharded
         assert unsharded is not None
@@ -242,7 +242,7 @@ class ParamGroup:
             plan.copy_out()
 
     def forget_in_flight(self) -> None:
-        """Forget collectives that were recorded and never ran, without waiting. Call `reshard` next."""
+        """Forget collectives that were recorded and never ran, without waiting for them. Call `reshard` next."""
         if self._in_flight is not None:
             self._in_flight[0].forget()
             self._in_flight = None
@@ -275,7 +275,7 @@ class ParamGroup:
                 unsharded.release_special()
 
     def show_unsharded(self) -> None:
-        """Put the unsharded parameters, which were kept, on the modules again."""
+        """Put the unsharded parameters back on the modules. Call this only while the unsharded buffer is kept."""
         in_forward = current_graph_task() == -1
         if in_forward and not self.sharded.is_bound():
             raise ParameterError(
@@ -287,7 +287,7 @@ class ParamGroup:
         self._swap.show_unsharded(follow_requires_grad=in_forward)
 
     def shown(self, sliced: bool) -> ShownParams:
-        """The unsharded parameters, or slices, that the program sees now."""
+        """Return the unsharded parameters, or the slices if `sliced`, that the program sees now."""
         return ShownParams(self.sharded, self.unsharded_is_shard, sliced)
 
     def show_sharded(self) -> None:
@@ -323,7 +323,7 @@ class ParamGroup:
         gradients.as_stored = stored and any(kind.reduce != kind.reduce_stored for kind in kinds)
 
     def _refresh_unsharded(self) -> None:
-        """Call this after params have received other unsharded parameters."""
+        """Use the params' current unsharded parameters. Call this after they were created or replaced."""
         self._swap.refresh()
         self.gradients.watch(self._swap.unsharded)
 
@@ -370,7 +370,7 @@ class ParamGroup:
             self.gradients.forget_buffers()
 
     def param_of(self, parameter: torch.Tensor) -> ManagedParam | None:
-        """The param with this sharded or original parameter."""
+        """Return the param whose sharded or original parameter is `parameter`, or None."""
         return next((each for each in self.params if self.sharded.shows(each, parameter)), None)
 
     def drop(self, params: list[ManagedParam], started: bool) -> None:
@@ -401,7 +401,7 @@ class ParamGroup:
         self._forget_unsharded()
 
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
-        """Reduce through another transport, over the ranks that shard or, if there is only one, over the replicas."""
+        """Let `change` replace the reduction's transport over the shards or, if one rank has all, over the replicas."""
         self.gradients.forget_buffers()
         if self.shards.world > 1 or self.replicas.world == 1:
             self.gradients.change_transports(self.shards.wrapped(change))

@@ -21,7 +21,7 @@ from .side_stream import SideStream, StreamEvent, reduce_stream
 from .states import Division, Options, division, sent_dtype
 
 Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
-"""By number of the parameter; a list if every parameter has one."""
+"""Gradients by index of the parameter; a list if every parameter has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pack:
     members: tuple[int, ...]
     filler: dict[torch.dtype, list[torch.Tensor]]
     dims: list[int]
-    """The dim along which each member is sharded; empty if that is 0 for all, and all are real."""
+    """The dim along which each member is sharded; empty if all members are real and sharded along dim 0."""
 
     def fill(self, gradients: Gradients) -> None:
         columns = [gradients[index] for index in self.members]
@@ -51,7 +51,7 @@ class Pack:
         return torch.view_as_real(turned.resolve_conj()) if turned.is_complex() else turned
 
     def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
-        """Replace `chunk_cat_into`, whose kernel reads addresses from host memory, which a replay cannot repeat."""
+        """Like `chunk_cat_into`, without a kernel that reads addresses from host memory, which a replay must not do."""
         world, start = self.table.shape[0], 0
         targets, sources, pads = [], [], []
         for column in columns:
@@ -74,7 +74,7 @@ class Pack:
 
 
 class Packing:
-    """Copies gradients to their places in `tensors`, one per region. Create this while `tensors` have memory."""
+    """Copies gradients to their places in `tensors`, which are one per region and need memory at construction."""
 
     def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
         self.tensors = tensors
@@ -87,7 +87,7 @@ class Packing:
             self._add_packed(region.runs[0], tensor) if region.packed else self._add_row(region.runs[0], tensor)
 
     def _add_row(self, run: DtypeRun, tensor: torch.Tensor) -> None:
-        """Add one parameter, or several in a row."""
+        """Add the parameters of a region that is not packed, one after the other."""
         end = 0
         if self._shard.segments.kinds[run.segment].original.is_complex:
             tensor = torch.view_as_complex(tensor.view(-1, 2))
@@ -116,7 +116,7 @@ class Packing:
         self._packs.append(Pack(table, run.members, filler, dims if is_complex or any(dims) else []))
 
     def fill(self, gradients: Gradients) -> list[int]:
-        """Copy and cast `gradients` to their places; return the parameters without one, whose places are zeroed."""
+        """Copy and cast `gradients` to their places; zero and return (by index) the parameters without a gradient."""
         rows, members, absent = self._rows, self._members, []
         if self._pads:
             foreach_zero(self._pads)
@@ -133,7 +133,7 @@ class Packing:
 
 
 class Stage(Enum):
-    """The operation that a reduction in flight waits for, or its result."""
+    """The operation that a reduction in flight waits for, or the way in which the reduction ended."""
 
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -144,7 +144,7 @@ class Stage(Enum):
 
 @dataclass
 class ReductionInFlight:
-    """A reduction from its reduce-scatter until its gradients are delivered or kept."""
+    """A reduction, from the issue of its reduce-scatter until its gradients are delivered or kept as partial sums."""
 
     reduction: Reduction
     grad: ShardedGrad
@@ -158,7 +158,7 @@ class ReductionInFlight:
     copied: StreamEvent | None = None
     """The end of the copy to the host."""
     packed_gradients: Gradients | None = None
-    """Keeps gradients alive that a side stream may still read, in a recorded step."""
+    """In a recorded step: keeps gradients alive that a side stream may still read."""
 
 
 class Reduction:
@@ -183,7 +183,7 @@ class Reduction:
         device: torch.device,
         labels: tuple[Label, Label],
     ):
-        """`labels`: of the reduce-scatter and of the all-reduce."""
+        """`labels`: the labels of the reduce-scatter and of the all-reduce."""
         segments, traits = shard.segments, shards.traits
         # If wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
@@ -213,7 +213,7 @@ class Reduction:
         self.has_partial = False
         """True if there are partial sums."""
         self.grads: list[ShardedGrad] = []
-        """One, or more: see `_idle_grad`."""
+        """Usually one; `_idle_grad` adds more if users hold gradients."""
         self._side_stream = reduce_stream(device) if traits.waits_in_stream and not self._in_place else None
         if self._side_stream is not None:
             # Recorded again in every step: at most one reduction of these parameters is in flight.
@@ -294,7 +294,7 @@ class Reduction:
         return Packing(tensors, self._regions, self._shard, self._transport.world)
 
     def _packing_in(self, flight: ReductionInFlight) -> Packing:
-        """Return the packing for one rank, which packs gradients directly into the output."""
+        """Return the packing that writes straight into the output. Used if one rank has the whole shard."""
         if not self._direct:
             self._packing = self._make_packing(self._reduced.pieces)
             return self._packing
@@ -307,14 +307,14 @@ class Reduction:
     def _copies_at_once(self, flight: ReductionInFlight) -> bool:
         """Return True if the copy to the host can be queued right behind the reduce-scatter.
 
-        Otherwise `advance` queues it, after the next unit's backward: if an all-reduce or a hook comes first, or if the
-        memory is not pinned, because this thread would wait for the copy.
+        Otherwise `advance` queues the copy, after the next unit's backward. This is so if an all-reduce or a hook comes
+        first, or if the host memory is not pinned, because then this thread would wait for the copy.
         """
         alone = self._replicas.world == 1 and flight.options.all_reduce_hook is None
         return alone and self._to_host is not None and flight.grad.pinned
 
     def resume(self, options: Options) -> ReductionInFlight:
-        """All-reduce only the partial sums: the outputs start at zero, and `advance` adds the sums."""
+        """Reduce the partial sums without new gradients: the outputs are zero, `advance` adds the sums to them."""
         flight = self._new_flight(options)
         flight.outputs.take()
         for flat in flight.outputs.flats:
@@ -409,7 +409,7 @@ class Reduction:
         self.has_partial = False
 
     def _idle_grad(self) -> ShardedGrad:
-        """Return a sharded gradient that is nobody's `.grad` and that no user holds. Accumulation needs a second."""
+        """Return a sharded gradient that is nobody's `.grad` and that no user holds; create one if there is none."""
         for grad in self.grads:
             if grad.idle:
                 return grad

@@ -38,7 +38,7 @@ from .unmanaged import Unmanaged, warn_of_untied
 
 
 class Root:
-    """Owns the order of units, prefetch, and the end of backward."""
+    """Keeps the order of units, prefetches units, and ends backward."""
 
     def __init__(self, units: list[Unit]):
         self.units = units
@@ -115,11 +115,11 @@ class Root:
         self._prefetched.discard(unit)
         unit.phase = Phase.FORWARD
         if recomputing:
-            # Resharded at the end of backward if its own backward never comes: a checkpoint may recompute more units.
+            # The end of backward reshards units without a backward of their own: checkpoints may recompute too many.
             self._prefetched.add(unit)
 
     def recover(self) -> None:
-        """Reset a backward, or a forward of the root, that an exception left and that still looks active."""
+        """Reset after an exception left a backward, or a forward of the root, that is still marked as active."""
         if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
@@ -127,7 +127,7 @@ class Root:
                 self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
-        """Let all units that follow `eval()` switch with the root: they are prefetched before their own forward."""
+        """Switch `unit`. If it is the root's, switch all units that follow `eval()`, because they may be prefetched."""
         unit.select(precision)
         if unit is self.unit:
             for other in self.units:
@@ -161,9 +161,9 @@ class Root:
     def after_forward(self, unit: Unit, graph: bool, returns: bool = True, unwatched: bool = False) -> None:
         """Reshard `unit`, unless it is kept, or was recomputed for the backward that follows at once.
 
-        `graph`: grad mode was on, so a backward may follow. `returns`: backward may come through the outputs of this
-        unit; it cannot if everything up to here is frozen. `unwatched`: backward may come, but no hook tells when it
-        begins.
+        `graph`: grad mode was on, so a backward may follow. `returns`: backward may reach this unit through its
+        outputs, which is impossible if everything up to here is frozen. `unwatched`: backward may reach this unit, but
+        no hook tells when.
         """
         unit.phase = Phase.IDLE
         if current_graph_task() != -1:
@@ -232,7 +232,7 @@ class Root:
             unit.phase = Phase.IDLE
 
     def _announce(self, error: BaseException | None, where: str) -> None:
-        """Tell the other ranks about an exception: they would wait for this rank's next collective."""
+        """Tell the other ranks about an exception, because they would wait for this rank's next collective."""
         if isinstance(error, (OrderError, CollectiveError)):
             return  # raised on all ranks
         what = "an exception" if error is None else first_line_of(error)
@@ -244,7 +244,7 @@ class Root:
     # -- backward -------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`, because a gradient has reached one of its outputs. Its forward ran in `precision`."""
+        """Unshard `unit`. Call this when a gradient has reached one of its outputs. Its forward ran in `precision`."""
         if not self.in_backward:
             self.queue_end_of_backward()
         if torch.is_grad_enabled():
@@ -330,16 +330,16 @@ class Root:
         self._evaluated = self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
-        """Clean up after an exception left backward. `error` is None if autograd does not tell which."""
+        """Clean up after an exception left backward. `error` is None if autograd does not reveal the exception."""
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
         self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
 
     def drop_backward(self, number: int) -> None:
-        """Clean up after an exception left backward `number`. No-op if it has ended, or another one has begun.
+        """Clean up after an exception left backward `number`. No-op if that backward has ended or another has begun.
 
-        After a backward on a GPU, autograd's thread may call this late: the program may be in its next forward, which
-        has reset already.
+        After a backward on a GPU, autograd's thread may call this so late that the program's next forward has already
+        reset the root.
         """
         with self._recovering:
             if self.in_backward and self._backwards == number:
@@ -348,7 +348,7 @@ class Root:
     def before_listing(self) -> None:
         """Call this when the program lists parameters.
 
-        After an evaluation, show the sharded ones, which have the gradients, even if units stay unsharded. After a
+        After an evaluation, put the sharded parameters, which have the gradients, on the modules of kept units. After a
         failed backward, reset if autograd's thread has not done so yet.
         """
         if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
@@ -359,7 +359,7 @@ class Root:
                     unit.show_sharded()
 
     def _came_to(self, unit: Unit) -> bool:
-        """Return True if this backward came to `unit`, or to one that uses its parameters."""
+        """Return True if this backward has reached `unit`, or another unit that uses the parameters of `unit`."""
         return not self._in_this_backward.isdisjoint([unit, *unit.sharers] if unit.lends else [unit])
 
     def _reshard_unused(self) -> None:
@@ -372,7 +372,7 @@ class Root:
                 unit.reshard()
 
     def awaits_backward(self, unit: Unit) -> bool:
-        """Return True if a graph of `unit` waits for its backward, as far as is known."""
+        """Return True if, as far as is known, a forward of `unit` waits for its backward."""
         return self._number[unit] in self.backward_order
 
     def wait_for_uploads(self) -> None:
@@ -381,14 +381,14 @@ class Root:
             streams.up.synchronize()
 
     def _wait_for_copies(self) -> None:
-        """Let the host wait for copies: it reads gradients and writes parameters next."""
+        """Let the host wait for copies in both directions, because it may read gradients and write parameters next."""
         for streams in self._copy_streams:
             streams.synchronize()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
     def _claim_prefetch(self, unit: Unit, backward: bool) -> bool:
-        """Return True if `unit` is sharded or sliced and will be used; note that it is prefetched."""
+        """If `unit` is sharded or sliced and will need an all-gather, note that it is prefetched and return True."""
         if unit.param_state is ParamState.SLICED:
             if not backward and unit.stale:
                 unit.reshard()
@@ -430,7 +430,7 @@ class Root:
         self.gave_up_units = True
 
     def abandon(self) -> None:
-        """Reset after a recording that failed. Nothing of it has run, so nothing is waited for."""
+        """Reset after a failed recording, without waiting for the recorded collectives, none of which has run."""
         for group in self.param_groups:
             group.forget_in_flight()
         self.reset()

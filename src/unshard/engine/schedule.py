@@ -9,9 +9,9 @@ from .unit import Unit
 
 
 class ForwardOrder:
-    """Records the order of units, as numbers, in a forward and expects the same in the next one.
+    """Records the order in which units, given as numbers, run in a forward, and expects this order in the next forward.
 
-    Once a forward deviates from the recorded order, nothing is expected until its end, and its own order is recorded.
+    Once a forward deviates from the record, nothing is expected until its end. Every forward replaces the record.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ForwardOrder:
         self._on_track = True
 
     def visit(self, unit: int) -> int | None:
-        """Record that `unit` runs now; returns the unit expected next."""
+        """Record that `unit` runs now; return the unit expected next, or None."""
         position = len(self._seen)
         self._seen.append(unit)
         self._on_track = self._on_track and position < len(self._learned) and self._learned[position] == unit
@@ -33,7 +33,7 @@ class ForwardOrder:
         return None
 
     def first(self, count: int) -> list[int]:
-        """The units that the next forward begins with."""
+        """Return the first `count` units that the next forward is expected to run."""
         return self._learned[:count]
 
     def end(self) -> None:
@@ -41,14 +41,14 @@ class ForwardOrder:
 
 
 class BackwardOrder(deque[int]):
-    """The units, as numbers, whose forwards wait for a backward. Bounded (`maxlen`): some backwards never come."""
+    """Numbers of the units whose forwards wait for a backward. Bounded by `maxlen`: some backwards never come."""
 
     def drop_to(self, length: int) -> None:
         while len(self) > length:
             self.pop()
 
     def visit(self, unit: int) -> int | None:
-        """Record that the backward of `unit` begins; returns the unit expected next."""
+        """Record that the backward of `unit` begins; return the unit expected next, or None."""
         if unit not in self:
             return None
         while self.pop() != unit:
@@ -69,7 +69,7 @@ class Reductions:
         """Units that ran more than once since the last backward, so their gradients may come in several parts."""
 
     def make_room(self, unit: Unit) -> None:
-        """Wait until the reduction of `unit` can start. Earlier reductions have overlapped with its backward."""
+        """Finish earlier reductions, which overlapped with this backward, until the reduction of `unit` can start."""
         if self._all_reducing:
             self._finish(self._all_reducing)
         while len(self.scattering) >= self._most or unit in self.scattering:
@@ -85,7 +85,7 @@ class Reductions:
             self._finish(self._all_reducing)
 
     def finish_unit(self, unit: Unit) -> None:
-        """Wait for the reduction of `unit`, if any, before its modules hold unsharded parameters again."""
+        """Wait for the reduction of `unit`, if any. Call this before its modules hold unsharded parameters again."""
         for units in (self.scattering, self._all_reducing):
             if unit in units:
                 units.remove(unit)
@@ -107,7 +107,7 @@ class Reductions:
                 self._tell_listeners(unit)
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """Hand over the gradients of `unit` if they are complete: it ran once, and no other unit uses its params."""
+        """Pass the gradients of `unit` on if they are complete: `unit` ran once, and no other unit uses its params."""
         if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
             ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
             for listener in listeners():

@@ -1,4 +1,4 @@
-"""Finds parameters in shards, and their gradients, roots and call orders, for optimizers, clipping and scalers.
+"""Finds the shards, gradients, roots and order checks of parameters, for optimizers, clipping and scalers.
 
 An elementwise operation on a range of a shard is the same operation on each parameter in it, as long as padding and
 gaps are zero and stay zero. The same range of the sharded gradient holds the gradients if these have the same order and
@@ -53,7 +53,7 @@ class GradRange:
 
 
 def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]:
-    """The ranges of parameters by id. Parameters that are in no shard right now have none."""
+    """Return the ranges of parameters, by id. Skips parameters that are in no shard now, or in a flat unit."""
     parameters = list(parameters)
     wanted, found = set(map(id, parameters)), {}
     for group in param_groups_of(parameters):
@@ -70,7 +70,7 @@ def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]
 
 
 def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """The parameters that modules no longer have because sharding replaced them: their names by id."""
+    """Return the names, by id, of those `parameters` that sharding has replaced on their modules."""
     names = {}
     for each in parameters:
         group = param_group_of(each)
@@ -82,12 +82,12 @@ def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
 
 
 def built_too_early(replaced: Iterable[str]) -> str:
-    """The words of all errors about an optimizer that holds parameters which sharding has replaced."""
+    """Return the text of errors about an optimizer that holds parameters which sharding has replaced."""
     return f"was built before the model was sharded, which has replaced {listed(replaced, 8)}"
 
 
 def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
-    """The roots of the models that the parameters belong to; a model that never ran has none."""
+    """Return the roots of the models that the parameters belong to. A model that never ran has no root."""
     return roots_of_groups(param_groups_of(parameters))
 
 
@@ -97,7 +97,7 @@ def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
 
 
 def orders_of(parameters: Iterable[torch.Tensor]) -> list[Order]:
-    """The order checks of the process groups that the parameters are sharded or replicated over."""
+    """Return the order checks of the process groups that the parameters are sharded or replicated over."""
     return orders_of_groups(param_groups_of(parameters))
 
 
@@ -107,13 +107,13 @@ def orders_of_groups(groups: Iterable[ParamGroup]) -> list[Order]:
 
 
 def sharded_grads_of(parameters: Iterable[torch.Tensor]) -> list[ShardedGrad]:
-    """The sharded gradients of the parameters' param groups, oldest first."""
+    """Return the sharded gradients of the parameters' param groups, oldest first."""
     found = [grad for group in param_groups_of(parameters) for grad in group.gradients.sharded_grads()]
     return sorted(found, key=attrgetter("number"))
 
 
 def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
-    """The ranges of all gradients that the engine gave the parameters, by the id of the `.grad` object."""
+    """Return the ranges of all gradients that the engine gave the parameters, by the id of the `.grad` object."""
     found = {}
     for grad in sharded_grads_of(parameters):
         for order, (each, local, begin) in enumerate(zip(grad.grads, grad.locals, grad.begins, strict=True)):
@@ -123,7 +123,7 @@ def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
 
 
 def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str | None:
-    """The name of the first parameter in a flat unit of at least `ranks` ranks, or None. Plain tensors do not tell."""
+    """Return the name of the first parameter that belongs to a flat unit of at least `ranks` ranks, or None."""
     for each in parameters:
         group = param_group_of(each)
         if group is not None and isinstance(group.sharded, FlatShardedParams) and group.shards.world >= ranks:
@@ -134,12 +134,12 @@ def name_in_flat_unit(parameters: Iterable[torch.Tensor], ranks: int = 1) -> str
 
 
 def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
-    """`name_in_flat_unit` for flat units of several ranks: a rank does not have the whole parameter."""
+    """Return the name of the first parameter that a flat unit shards over several ranks, or None."""
     return name_in_flat_unit(parameters, ranks=2)
 
 
 def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if any of them is offloaded to the host while a device computes."""
+    """Return True if any parameter is offloaded to the host while a device computes. Ignores flat units."""
     return any(
         group.sharded.offload.offloaded and not isinstance(group.sharded, FlatShardedParams)
         for group in param_groups_of(parameters)
@@ -164,7 +164,7 @@ class Scalable:
 
 
 def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
-    """Take a sharded gradient as one tensor if all of its gradients belong to `parameters`."""
+    """Return the gradients of `parameters`: flat for each sharded gradient that belongs to no other parameters."""
     given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in sharded_grads_of(parameters):
         if isinstance(shard, FlatShardedGrad):

@@ -54,8 +54,8 @@ class FlatGradient:
 class ShardedGrad:
     """This rank's reduced gradients: a flat buffer, and one `.grad` object per parameter, made once.
 
-    The local tensors are at offsets of one storage, which can be emptied. The DTensors around them have the same
-    offsets and copy themselves, because torch neither copies nor saves DTensors with an offset: see `make_gradient`.
+    The local tensors are at offsets of one storage, which can be emptied. Torch neither copies nor saves DTensors with
+    an offset, so `make_gradient` returns DTensors that do both themselves.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardedGrad:
         self.number = next(_made)
         """Order of creation: sums over several sharded gradients are added in this order, the same in every run."""
         self.offloaded = offload.offloaded
-        """True if it rests on the host and a device computes."""
+        """True if the buffer is on the host while a device computes."""
         self.wait_for_copy: Callable[[], None] = lambda: None
         """Makes the host wait for the copy from the device, if one is in flight."""
         self.stepper: weakref.ref[object] | None = None
@@ -116,13 +116,13 @@ class ShardedGrad:
         self.begins.append(offset)
 
     def _uses(self) -> int:
-        """Count the references to the grads, their local tensors and the storage, which any view of them adds to."""
+        """Count the references to the grads, their local tensors and the storage. Views of the storage also count."""
         held = sum(map(sys.getrefcount, self.grads)) + sum(map(sys.getrefcount, self.locals))
         return held + storage_use_count(self.buffer.storage)
 
     @property
     def attached(self) -> bool:
-        """True if a grad is some parameter's `.grad`."""
+        """True if at least one of the grads is the `.grad` of its parameter."""
         return any(map(is_, map(gradient_of, self.parameters), self.grads))  # a loop in C: called in every step
 
     def attached_members(self) -> tuple[int, ...]:
@@ -131,37 +131,37 @@ class ShardedGrad:
         return tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
 
     def attach(self, members: Sequence[int]) -> None:
-        """Become `.grad` of some parameters, which have none."""
+        """Set `.grad` of the parameters with the indices `members`, which must not have a `.grad`."""
         self._known_idle = False
         for number in members:
             self.parameters[number].grad = self.grads[number]
 
     @property
     def idle(self) -> bool:
-        """True if it can be overwritten or freed safely. A user may still hold the last step's `.grad`.
+        """True if the buffer can be overwritten or freed: no grad is attached, and no user holds one of an old step.
 
-        Idle gradients stay idle until they are delivered, because nobody can get a reference before.
+        Once True, this stays True until `deliver` or `attach`, because nobody can get a reference before.
         """
         if not self._known_idle:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
 
     def belongs_to(self, parameters: Set[int]) -> bool:
-        """Return True if every grad is the `.grad` of its parameter, and the ids of these are all in `parameters`."""
+        """Return True if every grad is the `.grad` of its parameter, whose id is in `parameters`."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False
         return bool(self.grads)
 
     def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
-        """Return a view, made once. Call this only while memory is held."""
+        """Return a view of the buffer; the same arguments return the same tensor. The buffer must hold memory."""
         key = dtype, begin, shape
         if key not in self._flats:
             self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
         return self._flats[key]
 
     def viewing(self, make: Callable[[], _Views]) -> _Views:
-        """Return the result of `make`. Its views of this gradient belong to the engine and do not count as uses."""
+        """Return `make()`. The views that `make` creates of this gradient are the engine's and do not count as uses."""
         before = self._uses()
         views = make()
         self._idle_uses += self._uses() - before
@@ -169,7 +169,7 @@ class ShardedGrad:
 
     @cached_property
     def gaps(self) -> list[torch.Tensor]:
-        """All bytes that belong to no gradient. First read it while memory is held."""
+        """Views of all bytes that belong to no gradient. The first read must happen while the buffer holds memory."""
         return self.viewing(self._find_gaps)
 
     def _find_gaps(self) -> list[torch.Tensor]:
@@ -182,7 +182,7 @@ class ShardedGrad:
 
     @cached_property
     def flat_gradients(self) -> list[FlatGradient]:
-        """All gradients, in as few tensors as possible. First read it while memory is held."""
+        """All gradients, in as few tensors as possible. The first read must happen while the buffer holds memory."""
 
         def kind(each: tuple[int, torch.Tensor, ManagedParam]) -> tuple[torch.dtype, int, object]:
             spec = spec_of(each[2].sharded)
@@ -212,11 +212,11 @@ class ShardedGrad:
         return listed(param.name for param in self._params)
 
     def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
-        """Become each parameter's `.grad`, or add to the one it has; then call the post-accumulate hooks.
+        """Set each parameter's `.grad`, or add to an existing one; then call the post-accumulate hooks.
 
-        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero:
-        then another rank had one. With offload, `.grad` is set while its copy to the host is still in flight. The
-        end of backward waits for the copy, and so does this method if anything reads the values here.
+        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero,
+        because then another rank had one. With offload, `.grad` is set while its copy to the host is still in flight.
+        The end of backward waits for the copy, and so does this method if anything reads the values here.
         """
         self._known_idle = False
         parameters, grads, locals_ = self.parameters, self.grads, self.locals
@@ -246,7 +246,7 @@ class ShardedGrad:
 
 
 class FlatShardedGrad(ShardedGrad):
-    """Gradients as plain tensors: one for the flat parameter, or a 1-D tensor for each parameter."""
+    """Gradients as plain tensors: one for the flat parameter, or one per parameter if there is no flat parameter."""
 
     def __init__(self, *arguments: Any, flat: Any):
         """`flat`: the flat parameter, if the unit has one."""
@@ -270,7 +270,7 @@ def _add(
     grads: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    """Add to existing gradients, and set those that are missing."""
+    """Add `locals_` to existing `gradients`, and set `.grad` of the parameters that have none."""
     existing, new = [], []
     for parameter, gradient, grad, local in zip(parameters, gradients, grads, locals_, strict=True):
         if gradient is None:
@@ -282,7 +282,7 @@ def _add(
 
 
 class UnreducedGradients:
-    """Sums of gradients that backwards did not synchronize, in one flat buffer; nearly always in the reduce dtype."""
+    """Sums of gradients of backwards without synchronization, in one flat buffer; nearly always in the reduce dtype."""
 
     def __init__(self, shard: Shard, device: torch.device):
         itemsizes = shard.segments.itemsizes("kept")
@@ -320,7 +320,7 @@ class UnreducedGradients:
         return {index: self._views[index] for index in sorted(self.present)}
 
     def flat(self, length: int) -> torch.Tensor:
-        """Return the sums of a flat unit as one tensor, with zeros for parameters without one."""
+        """Return the sums of a flat unit as one tensor, with zeros for parameters without a sum."""
         if length not in self._flats:
             dtype = next(iter(self._views.values())).dtype
             self._flats[length] = self.buffer.tensor(dtype, 0, (length,))
@@ -336,7 +336,7 @@ class UnreducedGradients:
         self.present.difference_update(indices)
 
     def clear(self) -> bool:
-        """Drop all sums; return False if a user holds the memory."""
+        """Drop all sums and free the memory; return False, without freeing it, if a user holds the memory."""
         self.present.clear()
         if self.buffer.held and storage_use_count(self.buffer.storage) > self._uses:
             return False
@@ -354,7 +354,7 @@ reads parameters.
 
 
 def listen(listener: Any) -> None:
-    """Call `listener` from now on, for its lifetime."""
+    """Call the methods of `listener` (see `LISTENERS`) from now on, as long as it exists."""
     key = id(listener)
     LISTENERS[key] = weakref.ref(listener, lambda _: LISTENERS.pop(key, None))
 
@@ -368,6 +368,6 @@ def listeners() -> list[Any]:
 
 
 def finish_steps() -> None:
-    """Call this before parameters are read outside backward."""
+    """Let all listeners finish their steps. Call this before parameters are read outside backward."""
     for listener in listeners():
         listener.finish_steps()

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def users_of(group: ParamGroup) -> list[Unit]:
-    """The units that use a shared group and still exist."""
+    """Return the units that use a shared group and still exist."""
     return [unit for ref in group.users if (unit := ref()) is not None]
 
 
 class SharedGroup:
-    """A shared group as one of its units uses it, with the methods of `ParamGroup` that a unit calls."""
+    """A shared group from the view of one unit that uses it, with the methods of `ParamGroup` that a unit calls."""
 
     def __init__(self, group: ParamGroup, unit: Unit):
         self.group, self.sharded = group, group.sharded
@@ -43,7 +43,7 @@ class SharedGroup:
 
     @property
     def in_flight(self) -> bool:
-        """True if the unit has issued the all-gather or joined the one of another unit."""
+        """True if the unit has issued the all-gather or joined another unit's, and has not resharded since."""
         return self._me in self.group.holders
 
     @property
@@ -55,7 +55,7 @@ class SharedGroup:
         return [each for each in users_of(self.group) if each is not me and each in self.group.holders]
 
     def all_gather(self, from_slices: bool) -> None:
-        """Issue the all-gather, unless another unit has. Slices of shared parameters are never kept."""
+        """Issue the all-gather, unless another unit has done so. Shared groups never gather from slices."""
         group, unit = self.group, self._me
         if not inside_backward():
             for other in self._other_holders():
@@ -75,7 +75,7 @@ class SharedGroup:
         group.holders.add(unit)
 
     def wait_for_all_gather(self) -> None:
-        """Wait, unless another unit has, and put the unsharded parameters on the modules of all units."""
+        """Wait, unless another unit has waited, and put the unsharded parameters on the modules of all users."""
         if self.group.in_flight:
             self.group.viewers.add(self._me)
             self.group.wait_for_all_gather()
@@ -83,7 +83,7 @@ class SharedGroup:
             self.show_unsharded()
 
     def reshard(self) -> None:
-        """Free the unsharded buffer if no other unit needs it."""
+        """Release this unit's hold; free the unsharded buffer if no other unit holds the group."""
         self.group.holders.discard(self._me)
         if self.group.holders:
             self.show_sharded()
@@ -109,7 +109,7 @@ class SharedGroup:
             self.group.upload_early()
 
     def select(self, precision: Precision) -> None:
-        """All-gather in `precision` from now on. While another unit holds the group, leave this to `all_gather`."""
+        """All-gather in `precision` from now on. No-op while another unit holds the group: see `all_gather`."""
         if self.group.precision is not precision and not self._other_holders():
             self.group.holders.discard(self._me)
             self.group.select(precision)
@@ -119,7 +119,7 @@ class SharedGroup:
 
 
 def share(group: ParamGroup, unit: Unit) -> None:
-    """All-gather `group` with `unit` from now on, together with the other units that use it."""
+    """Make `unit` a user of `group`: from now on, `group` is all-gathered with `unit`. No-op if it is one already."""
     if unit in users_of(group):
         return
     group.users.append(weakref.ref(unit))
@@ -146,7 +146,7 @@ def lend(group: ParamGroup, param: ManagedParam, locations: list[ParamLocation],
 
 
 def give_up_tied(group: ParamGroup, reader: Unit) -> bool:
-    """Drop params of `group` for which a program registered a sharded parameter of another unit (`tie_weights()`).
+    """Drop params of `group` that a program has replaced by sharded parameters of another unit (`tie_weights()`).
 
     The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Returns True if any was dropped.
     """
@@ -183,7 +183,7 @@ def refuse_different_units(
 ) -> None:
     """Raise if `reader` cannot use `param` of another unit instead of its own parameter `name`.
 
-    `policy`, `kind` and `mesh` (if it has one): how `reader` would shard the parameter itself.
+    `policy`, `kind` and `mesh` (None if there is none) say how `reader` would shard its own parameter.
     """
     owner = group.unit()
     differences = []

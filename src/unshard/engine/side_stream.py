@@ -1,6 +1,6 @@
-"""Side streams: queues of the device beside the compute stream, for copies from and to the host and for reductions.
+"""Side streams: streams other than the compute stream, for copies from and to the host and for reductions.
 
-The only file of the engine that creates streams. It also knows whether a step is being recorded as a CUDA graph,
+No other file of the engine creates streams. This one also knows whether a step is being recorded as a CUDA graph,
 because recorded steps use more streams.
 """
 
@@ -27,7 +27,7 @@ may have reused it.
 
 @contextmanager
 def recording_step() -> Iterator[None]:
-    """Set `recording` for all units of this process: a device records one step at a time."""
+    """Set `recording` for all units of this process, because a device records one step at a time."""
     global recording
     before, recording = recording, True
     try:
@@ -81,7 +81,7 @@ class SideStream:
         return self._context()
 
     def _context(self) -> torch.Stream:
-        """The stream as a context manager, one object per thread, because it remembers the stream to return to."""
+        """Return the stream as a context manager. Each thread has its own, which remembers the stream to return to."""
         try:
             return self._contexts.mine
         except AttributeError:
@@ -106,7 +106,7 @@ class SideStream:
             return StreamEvent(self._device).record()
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> StreamEvent:
-        """Copy `sources`, which the compute stream has written, on this stream."""
+        """Copy `sources` to `targets` on this stream, after the compute stream; return an event at the end."""
         return self.queue(lambda: foreach_copy(targets, sources, True))
 
     def synchronize(self) -> None:
@@ -138,11 +138,11 @@ def copy_streams_of(device: torch.device) -> CopyStreams | None:
 
 @cache
 def reduce_stream(device: torch.device) -> SideStream | None:
-    """The stream on which gradients are packed and reduced."""
+    """Return the stream on which gradients are packed and reduced."""
     return None if device.type == "cpu" else SideStream(device)
 
 
 @cache
 def gather_streams(device: torch.device) -> tuple[SideStream, SideStream] | None:
-    """For recorded steps: a stream that all-gathers the next unit while the other copies packed parameters out."""
+    """Return two streams for recorded steps: one for casts and all-gathers, one to copy packed parameters out."""
     return None if device.type == "cpu" else (SideStream(device), SideStream(device))

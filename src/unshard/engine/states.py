@@ -63,7 +63,7 @@ _State = TypeVar("_State", ParamState, GradState)
 
 
 def checked_move(owner: object, now: _State, to: _State) -> _State:
-    """Return `to` if it may follow `now`. A wrong order of hooks fails here, not later as a wrong gradient."""
+    """Return `to`; raise if it may not follow `now`. So a wrong order of hooks fails here, not as a wrong gradient."""
     moves: Any = PARAM_MOVES if isinstance(now, ParamState) else GRAD_MOVES
     if to not in moves[now]:
         raise StateError(
@@ -190,7 +190,7 @@ class Dtypes:
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which `dtype` is sent. Backends do not support complex numbers, so these become pairs of reals."""
+    """Return the dtype in which `dtype` is sent. Complex numbers, which backends lack, become pairs of reals."""
     return dtype.to_real()
 
 
@@ -209,7 +209,7 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 class Segments:
-    """The sets of dtypes in a param group (`kinds`), and the index of each parameter's set (`of`)."""
+    """The segments of a param group: the dtypes of each segment (`kinds`), and each parameter's segment (`of`)."""
 
     def __init__(self, originals: list[torch.dtype], policies: Sequence[MixedPrecisionPolicy]):
         each = [dtypes_for(original, policy) for original, policy in zip(originals, policies, strict=True)]
@@ -221,11 +221,11 @@ class Segments:
         return self.kinds[self.of[index]]
 
     def itemsizes(self, role: str) -> list[int]:
-        """Bytes per element of each segment in a role: "original", "compute", "reduce", and so on."""
+        """Return each segment's bytes per element in the dtype of `role`, a field of `Dtypes` such as "compute"."""
         return [getattr(kind, role).itemsize for kind in self.kinds]
 
     def stored(self) -> Segments:
-        """The same segments if the unit computes in the stored dtypes."""
+        """Return the same segments with the dtypes for a unit that computes in the stored dtypes."""
         same = copy.copy(self)
         same.kinds = [kind.stored for kind in self.kinds]
         return same

@@ -18,7 +18,7 @@ MakePool = Callable[[Any, torch.device], Pool | None]
 
 
 class TransportSettings:
-    """The user's settings. Each change gives every param group of the unit another transport."""
+    """The user's settings for a unit's transports. Each change gives every param group of the unit a new transport."""
 
     def __init__(self, unit: Unit):
         self._unit = unit
@@ -27,11 +27,11 @@ class TransportSettings:
         self._make_pool: MakePool | None = None
 
     def like(self, other: TransportSettings) -> None:
-        """Take over the settings of the unit that this one is a copy of. The copy already has its transports."""
+        """Copy the settings of another unit. Call this for a copy of that unit, which already has its transports."""
         self.plugins, self._separate, self._make_pool = other.plugins, other._separate, other._make_pool
 
     def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Send through a user's collectives. `None` keeps what is installed."""
+        """Use a user's all-gather or reduce-scatter. None keeps the current one."""
         if self._make_pool is not None:
             raise ConflictError(
                 f"{self._unit} takes the memory of its collectives from a pool, but custom collectives allocate their "
@@ -47,7 +47,7 @@ class TransportSettings:
         self._change()
 
     def separate(self, separate: bool) -> None:
-        """Give reduce-scatters their own process group, or let them share the one of the all-gathers."""
+        """Give reduce-scatters their own process group if `separate`, else let them share that of the all-gathers."""
         changes = separate != self._separates()
         if changes:
             self._refuse_pending_gradients()
@@ -56,7 +56,7 @@ class TransportSettings:
             self._change()
 
     def allocate_from(self, make_pool: MakePool | None) -> None:
-        """Take the memory of collectives from a pool made for the unit's process group, or from torch's allocator."""
+        """Take the memory of collectives from the pool that `make_pool` returns or, if None, from torch's allocator."""
         if make_pool is not None and self.plugins != (None, None):
             raise ConflictError(f"{self._unit} has custom collectives, which allocate their own memory.")
         self._refuse_pending_gradients()
@@ -64,7 +64,7 @@ class TransportSettings:
         self._change()
 
     def _refuse_pending_gradients(self) -> None:
-        """Raise if gradients that wait for their reduction are in buffers of the current transport."""
+        """Raise if unreduced gradients remain from earlier backwards: their buffers belong to the current transport."""
         if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self._unit.param_groups):
             raise StateError(
                 f"The collectives of {self._unit} cannot be changed now: it has gradients of backwards that did not "
@@ -78,7 +78,7 @@ class TransportSettings:
             group.change_transport(self._transport(group))
 
     def _separates(self) -> bool:
-        """True if reduce-scatters have their own process group: the user's choice, by default if that is faster."""
+        """Return True if reduce-scatters have their own process group. By default, they do if that is faster."""
         if self._separate is not None or self._make_pool is not None:
             # The backend registers the memory of a pool for one process group only.
             return bool(self._separate)

@@ -31,7 +31,7 @@ class Unit:
     """Parameters, their buffers and their state. The root decides when the methods are called.
 
     A unit has one param group for each set of ranks that its parameters are sharded over: one, unless a user chooses
-    other meshes for some of them. It asks its root only for the list of units, for errors that concern all of them.
+    other meshes for some parameters. It asks its root only for the list of units, for errors that concern all units.
     """
 
     built = 0
@@ -44,11 +44,11 @@ class Unit:
         self.name = ""
         self.param_groups = param_groups
         self.gathers: list[ParamGroup | SharedGroup] = list(param_groups)
-        """All-gathered with the unit: its param groups, and those of other units whose parameters it uses."""
+        """The param groups that are all-gathered with the unit: its own, and those that it uses of other units."""
         self.borrowed: list[tuple[ManagedParam, ParamLocation]] = []
-        """Params of other units that its modules hold, and where."""
+        """Params of other units that this unit's modules hold, with their locations on these modules."""
         self.lends = False
-        """True if other units use its parameters. Their gradients are then reduced at the end of backward."""
+        """True if other units use this unit's parameters, whose gradients are then reduced at the end of backward."""
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.param_state = ParamState.SHARDED
@@ -79,23 +79,23 @@ class Unit:
 
     @property
     def used_params(self) -> list[ManagedParam]:
-        """Its params, and those of other units that are all-gathered with it."""
+        """The params of this unit, and the params of other units that are all-gathered with this unit."""
         return [param for each in self.gathers for param in each.sharded.params]
 
     @property
     def used_groups(self) -> list[ParamGroup]:
-        """Its param groups, and those of other units that are all-gathered with it."""
+        """The param groups of this unit, and the param groups of other units that are all-gathered with this unit."""
         return [each.group if isinstance(each, SharedGroup) else each for each in self.gathers]
 
     @property
     def sharers(self) -> list[Unit]:
-        """The other units that use one of its param groups, or whose param groups it uses."""
+        """The other units that use a param group that this unit owns or uses."""
         users = [unit for group in self.used_groups for unit in users_of(group)]
         return [unit for unit in dict.fromkeys(users) if unit is not self]
 
     @property
     def borrows_from(self) -> list[Unit]:
-        """The units whose parameters it uses."""
+        """The other units whose parameters this unit uses."""
         owners = [owner for group in self.used_groups if (owner := group.unit()) is not None]
         return [unit for unit in dict.fromkeys(owners) if unit is not self]
 
@@ -123,7 +123,7 @@ class Unit:
         self.param_state = ParamState.GATHERING
 
     def refresh(self) -> None:
-        """All-gather before a forward. A unit that is not sharded gathers again if the program changed parameters."""
+        """All-gather before a forward. A kept or sliced unit is first resharded if the program changed parameters."""
         if self.param_state is not ParamState.SHARDED:
             self._refuse_replaced()
             if self.stale:
@@ -152,7 +152,7 @@ class Unit:
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters on the modules; keep the unsharded ones for the next `unshard`, drop slices."""
+        """Put the sharded parameters on the modules. Keep unsharded ones for the next `unshard`, but drop slices."""
         if self.param_state is ParamState.SLICED:
             self.reshard()
         elif self.param_state is ParamState.UNSHARDED:
@@ -196,12 +196,12 @@ class Unit:
             self._refuse_lost_writes(lost)
 
     def precision_in(self, training: bool) -> Precision:
-        """The precision of a forward in training or evaluation mode."""
+        """Return the precision of a forward in training or evaluation mode."""
         full = self.policy.full_precision_in_eval and not training
         return Precision.STORED if full else Precision.POLICY
 
     def compute_dtype_in(self, precision: Precision) -> torch.dtype | None:
-        """The dtype that forward inputs are cast to; None without param_dtype, or with several stored dtypes."""
+        """Return the dtype to cast forward inputs to; None if there is no param_dtype, or if stored dtypes differ."""
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
         stored = {param.local.dtype for param in self.used_params if param.local.is_floating_point()}
@@ -223,7 +223,7 @@ class Unit:
         self.precision = precision
 
     def watch_writes(self) -> None:
-        """Detect the program's writes from now on, to sharded parameters or to those that modules hold instead.
+        """Detect the program's writes from now on, to the sharded parameters and to what modules hold in their place.
 
         Call this only for a unit that stays unsharded or sliced: counting writes costs as much as an all-gather.
         """
@@ -242,15 +242,15 @@ class Unit:
         return self._writes_before != self._writes() or any(each.touched for each in self.shown or ())
 
     def _follow_changes(self) -> list[str]:
-        """Apply the program's changes of unsharded parameters or slices; return the parameters whose writes are lost.
+        """Apply the program's changes to unsharded parameters or slices; return the parameters whose writes are lost.
 
-        Callers raise the error last, so that it does not leave the unit half resharded.
+        If any are lost, callers raise only after resharding, so that the error does not leave the unit half resharded.
         """
         shown, self.shown = self.shown, None
         return [name for each in shown or () for name in each.follow()]
 
     def _refuse_replaced(self) -> None:
-        """Raise if the program replaced parameters of a unit that is not sharded: a reshard would drop the new ones."""
+        """Raise if the program replaced parameters while the unit was kept: resharding would drop the new ones."""
         groups = [group for group in self.param_groups if group.sharded.one_parameter_each]
         names = [repr(param.name) for group in groups for param in group.params if param.is_replaced]
         if names:
@@ -262,7 +262,7 @@ class Unit:
             )
 
     def _refuse_lost_writes(self, lost: list[str]) -> None:
-        """Raise for all units at once: most programs write all parameters."""
+        """Raise one error for the lost writes of all units, because most programs write all parameters."""
         for unit in self._units_of_model():
             if unit.shown is not None and unit.phase is Phase.IDLE:
                 lost += unit._follow_changes()
@@ -276,7 +276,7 @@ class Unit:
         )
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
-        """The version counters of unsharded parameters whose writes are lost, and whether their memory was replaced."""
+        """Return each unsharded parameter's version counter (0 if writes are kept), and True if it has other memory."""
         kept = self.unsharded_is_shard
         return {
             param: (0 if kept else version_of(param.unsharded), param.is_outside_buffer)
@@ -303,11 +303,11 @@ class Unit:
                     group.rebind(fewer=True)
 
     def give_up_tied(self, group: ParamGroup) -> bool:
-        """Drop params of its `group` that were tied to those of other units; return True if any was dropped."""
+        """Drop params of `group` that were tied to params of other units; return True if any was dropped."""
         return give_up_tied(group, self)
 
     def drop_empty(self) -> None:
-        """Drop param groups whose parameters were all tied to those of other units."""
+        """Drop param groups that have no params left, because all were tied to params of other units."""
         if self.param_state is ParamState.SHARDED:
             empty = [group.sharded for group in self.param_groups if not group.params]
             self.param_groups = [group for group in self.param_groups if group.params]
@@ -373,7 +373,7 @@ class Unit:
                 param.sharded.grad.zero_()
 
     def drop_unreduced(self) -> None:
-        """Drop the sums of backwards without synchronization."""
+        """Drop gradients that earlier backwards left unreduced or partially reduced."""
         for group in self.param_groups:
             group.gradients.drop_unreduced()
 

@@ -26,8 +26,8 @@ _SHOWN = 5
 class Unmanaged:
     """Searches for unmanaged parameters before the first forward, and after changes of the modules below the root.
 
-    Torch calls hooks when a parameter or a module is registered, so forwards in between cost nothing. Some libraries
-    write to `module._modules` instead, for which there is no hook, so the 2nd, 4th, 8th ... forward searches as well.
+    Torch calls hooks when a parameter or a module is registered, so other forwards need no search. Some libraries write
+    to `module._modules` instead, which calls no hook, so the 2nd, 4th, 8th ... forward searches as well.
     """
 
     _watched: weakref.WeakKeyDictionary[nn.Module, Unmanaged] = weakref.WeakKeyDictionary()
@@ -75,7 +75,7 @@ class Unmanaged:
 
     @classmethod
     def notice(cls, module: nn.Module, *unused: Any) -> None:
-        """Call this before a parameter or a module is registered in `module`."""
+        """Mark the model of `module` as changed. Call this before a parameter or a module is registered in `module`."""
         watched = cls._watched.get(module)
         if watched is not None:
             watched.changed = True
