@@ -1,4 +1,4 @@
-"""The public names of the package. `unshard/__init__.py` imports this module when one of them is first used."""
+"""The public names of the package. `unshard/__init__.py` imports this module when a program first uses such a name."""
 
 from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture

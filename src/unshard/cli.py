@@ -101,7 +101,7 @@ def _version() -> str:
 
 
 def _show(text: str, asked: bool = True) -> int:
-    """Print help that was asked for; if no command was given, print it as an error."""
+    """Print `text` as the help that the user asked for, or as an error if the user gave no command."""
     print(text, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 
@@ -216,7 +216,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run_processes(arguments: list[str]) -> int:
-    """Call `torchrun` with these arguments; its processes run `python -m unshard.dropin` with the program."""
+    """Call torchrun with these arguments. Each process that it starts runs `python -m unshard.dropin <program>`."""
     launcher = importlib.import_module("torch.distributed.run")
     parsed = launcher.get_args_parser().parse_args(arguments)
     if parsed.no_python:
@@ -248,7 +248,7 @@ def _run_script(path: str) -> None:
 
 
 def _put_first(place: str) -> None:
-    """Set the first entry of `sys.path` as Python would for the program; safe-path mode has no such entry."""
+    """Set the first entry of `sys.path`, as Python does for a program. Do nothing in safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = place
 
@@ -266,7 +266,7 @@ def _summarize() -> None:
 
 
 def _say(text: str) -> None:
-    """Print on rank 0 only, to stderr: stdout belongs to the program."""
+    """Print to stderr, on rank 0 only. stdout belongs to the program."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 

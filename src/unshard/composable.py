@@ -45,12 +45,12 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> _Module:
-    """Shard the parameters of `module` that no other unit has, as one flat parameter. Changes and returns the module.
+    """Shard the parameters of `module` that no other unit has, as one flat parameter, in place. Returns `module`.
 
     This is `FullyShardedDataParallel(module, use_orig_params=True, ...)`, except that names do not change, and that
-    every such module casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that class
-    (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) accept such modules, too. `state_dict()` is full
-    unless another type is set.
+    every sharded module casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that class
+    (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) also accept the returned module. `state_dict()`
+    returns full tensors unless another type is set.
     """
     check_module(module, "fully_shard")
     precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
@@ -84,20 +84,20 @@ def fully_shard(
 
 
 def _bound_weakly(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Bind without a reference cycle: a bound method as an attribute of the module would keep the module alive."""
+    """Bind `method` by a weak reference, because a bound method as an attribute would keep the module alive."""
     reference = weakref.ref(module)
     return lambda *args, **kwargs: method(reference(), *args, **kwargs)
 
 
 def _fqn_modifiers(self: nn.Module) -> Any:
-    """Called by PyTorch's checkpoint helpers."""
+    """Raise if the result of PyTorch's checkpoint helpers, which call this, would be wrong."""
     refuse_helpers(self, wrapped=False)
     own = getattr(type(self), "_fqn_modifiers", None)
     return {} if own is None else own(self)
 
 
 def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
-    """Let `.to()`, `.half()` and others convert the sharded parameters, as the wrapper's class does."""
+    """Convert the sharded parameters. `.to()`, `.half()` and similar methods call this."""
     state = state_of(self)
     assert state is not None
     state.unit.reshard()
@@ -107,5 +107,5 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
 
 
 def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    """Shard a module that the policy chose; `use_orig_params` is always true here."""
+    """Shard a module that the policy chose. `use_orig_params` is ignored, because it is always True here."""
     return fully_shard(module, **options)

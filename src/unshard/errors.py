@@ -25,11 +25,11 @@ class AppliedTwiceError(UnshardError, AssertionError):
 
 
 class UnnamedMeshError(UnshardError, AssertionError):
-    """A mesh with several dimensions has no names for them."""
+    """A mesh has several dimensions without names."""
 
 
 class DimensionError(UnshardError, AssertionError):
-    """A parameter does not have the dimension that it is to be sharded along."""
+    """A parameter lacks the dimension that `shard_placement_fn` chose."""
 
 
 class ConflictError(UnshardError, AssertionError):
@@ -37,7 +37,7 @@ class ConflictError(UnshardError, AssertionError):
 
 
 class ProtocolError(UnshardError, AssertionError):
-    """A tensor subclass defines its own all-gather (`fsdp_pre_all_gather`, ...) and breaks its protocol."""
+    """A tensor subclass violates the gather protocol (`fsdp_pre_all_gather`, ...)."""
 
 
 class UnsupportedError(UnshardError, NotImplementedError):
@@ -49,11 +49,11 @@ class PickleError(UnsupportedError, pickle.PicklingError):
 
 
 class StateError(UnshardError, RuntimeError):
-    """Methods were called in an impossible order."""
+    """Methods were called in a wrong order, or in a state that does not allow the call."""
 
 
 class ArgumentTypeError(PolicyError, ArgumentError):
-    """An argument has elements of a wrong type. PyTorch raises TypeError for some of these, ValueError for others."""
+    """An argument has a wrong type. PyTorch raises TypeError for some such arguments, ValueError for others."""
 
 
 class TrainingStateError(ConflictError, StateError, ArgumentError):

@@ -15,7 +15,7 @@ ALL_PREFIXES = (CHECKPOINT_PREFIX, COMPILE_PREFIX, FSDP_PREFIX)
 
 
 def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPOINT_PREFIX)) -> str:
-    """Remove these prefixes wherever they are in the name.
+    """Remove all occurrences of `prefixes` from `name`.
 
     By default, this returns the name that a parameter or buffer has in a state dict: `FullyShardedDataParallel` and
     activation checkpointing do not change state dict keys, `torch.compile` does.
@@ -43,9 +43,9 @@ def behind_data_parallel(model: nn.Module) -> nn.Module:
 def modules_until(
     top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `top` and the modules below it, parents first, each once, with the prefix of its names in `top`.
+    """Yield (prefix of names, module) for `top` and each module below `top`, parents first, each module once.
 
-    Skips modules for which `stop` is true, and everything that only they contain.
+    Skips modules for which `stop` returns True, and modules that only such modules contain.
     """
     seen = set() if seen is None else seen
     if top not in seen and not stop(top):
@@ -56,5 +56,5 @@ def modules_until(
 
 
 def optimizer_parameters(optimizer: Any) -> list[Any]:
-    """The parameters of all optimizer groups, in order."""
+    """Return the parameters of all optimizer groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

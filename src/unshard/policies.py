@@ -1,4 +1,4 @@
-"""Policies that users pass: frozen, and validated on creation."""
+"""Policies that users pass to `fully_shard`. They are frozen dataclasses, validated on creation."""
 
 from __future__ import annotations
 
@@ -129,17 +129,17 @@ class MixedPrecisionPolicy:
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
-        """Return True if forward casts its inputs. `root`: the unit is the root; `empty`: it has no parameters."""
+        """Return True if forward casts its inputs. `root`: the unit is the root. `empty`: the unit lacks parameters."""
         return self.cast_forward_inputs
 
     @property
     def without_casts(self) -> MixedPrecisionPolicy:
-        """The same gradient reduction, without casts of parameters, outputs and buffers."""
+        """This policy without casts of parameters, outputs and buffers. The gradient reduction stays the same."""
         return replace(self, param_dtype=None, output_dtype=None, buffer_dtype=None, overrides=())
 
 
 class DtypeOverride(MixedPrecisionPolicy):
-    """An override given as a dtype: outputs of its modules are cast back to the unit's `param_dtype`."""
+    """An override given as a dtype. Outputs of modules with this override are cast to the unit's `param_dtype`."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -173,12 +173,12 @@ def _pattern(field: str, pattern: Any) -> str:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards are stored between uses. This base class keeps them on the device."""
+    """Says where shards are stored between uses. This base class keeps shards on the device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and optimizer state are in host memory; collectives and compute use the device.
+    """Keeps sharded parameters, gradients and optimizer state in host memory. Compute and collectives use the device.
 
     ``pin_memory`` keeps them in page-locked memory, which makes copies faster. Without an accelerator there is no such
     memory, and the first unit warns.
@@ -192,7 +192,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class OptimizerOffloadPolicy(OffloadPolicy):
-    """Only the optimizer state is in host memory; parameters and gradients stay on the device.
+    """Keeps the optimizer state in host memory. Parameters and gradients stay on the device.
 
     A step copies the state of a few parameters at a time to the device and back, and computes on the device with
     identical results. The optimizer must be flat (``unshard.optim.flat``).

@@ -39,14 +39,14 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which `lambda_fn` is true."""
+    """Wrap the modules for which `lambda_fn` returns True."""
     return True if recurse else lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Wrap the instances of some classes."""
+    """Wrap the instances of the classes `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -72,8 +72,8 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Wrap modules with at least `min_num_params` elements that are not in other units, innermost first.
 
-    Does not look inside `force_leaf_modules`, which read parameters of modules that they never call, and does not wrap
-    `exclude_wrap_modules`, which have no forward. The defaults are attributes of this function.
+    Does not look inside `force_leaf_modules`, for modules that read parameters of inner modules without calling them.
+    Does not wrap `exclude_wrap_modules`, for modules without forward. The defaults are attributes of this function.
     """
     own: Any = size_based_auto_wrap_policy
     if recurse:
@@ -98,7 +98,7 @@ def _or_policy(
 
 
 class _Policy(ABC):
-    """Selects the modules of a model to wrap, and the arguments for each."""
+    """Selects the modules of a model to wrap, and the wrapper's arguments for each module."""
 
     @abstractmethod
     def _run_policy(
@@ -107,7 +107,7 @@ class _Policy(ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps the instances of some classes, with the arguments of the root."""
+    """Wraps the instances of `module_classes`, with the arguments of the root."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]):
         if isinstance(module_classes, type) or not isinstance(module_classes, Iterable):
@@ -128,7 +128,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Act as a policy function."""
+        """Decide like a policy function (see above)."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Calls a function with each module. The function returns a bool, or arguments (a dict) to override the root's."""
+    """Wraps the modules for which `lambda_fn` returns True, or a dict of arguments that override the root's."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]):
         if not callable(lambda_fn):
@@ -171,7 +171,7 @@ _enabled: ContextVar[tuple[Callable[..., nn.Module], Kwargs] | None] = ContextVa
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """In this context, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; elsewhere it is a no-op."""
+    """A context in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`. Outside, `wrap` is a no-op."""
     if _enabled.get() is not None:
         raise UnsupportedError("enable_wrap cannot be nested. Leave the first context before entering the second.")
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
@@ -182,7 +182,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` as the enclosing `enable_wrap` says; arguments passed here win. A no-op elsewhere."""
+    """Wrap `module` with the arguments of the enclosing `enable_wrap`, updated by these. Outside, return `module`."""
     enabled = _enabled.get()
     if enabled is None:
         return module

@@ -1,1 +1,1 @@
-"""`FullyShardedDataParallel` and the legacy composable call."""
+"""`FullyShardedDataParallel`, and the implementation of `composable.fully_shard`."""

@@ -1,4 +1,4 @@
-"""Arguments of `FullyShardedDataParallel` and of the legacy call, and their checks.
+"""Arguments of `FullyShardedDataParallel` and `composable.fully_shard`, and checks of these arguments.
 
 Names, fields, defaults and the order of enum values match PyTorch's FSDP1.
 """
@@ -39,19 +39,19 @@ class ShardingStrategy(Enum):
     """Which tensors are sharded over the ranks, and when a unit is resharded."""
 
     FULL_SHARD = auto()
-    """Parameters, gradients and optimizer state; a unit is unsharded only while it computes."""
+    """Shard parameters, gradients and optimizer state. A unit is unsharded only while it computes."""
     SHARD_GRAD_OP = auto()
     """Like FULL_SHARD, but parameters stay unsharded from forward to the end of backward."""
     NO_SHARD = auto()
-    """Nothing: every rank holds the whole model, and gradients are all-reduced."""
+    """Shard nothing: every rank holds the whole model, and gradients are all-reduced."""
     HYBRID_SHARD = auto()
-    """FULL_SHARD inside a group of ranks, with replicas over the groups."""
+    """FULL_SHARD within each group of ranks. The groups are replicas of each other."""
     _HYBRID_SHARD_ZERO2 = auto()
-    """SHARD_GRAD_OP inside a group of ranks, with replicas over the groups."""
+    """SHARD_GRAD_OP within each group of ranks. The groups are replicas of each other."""
 
 
 class BackwardPrefetch(Enum):
-    """When backward all-gathers the next unit: before or after it computes the gradients of this one."""
+    """When backward all-gathers the next unit: before or after it computes the current unit's gradients."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -62,7 +62,7 @@ class MixedPrecision:
     """The dtypes of a wrapped module; ``None`` keeps the stored dtype.
 
     ``param_dtype``: all-gathers and compute. ``reduce_dtype``: reduction of gradients, by default ``param_dtype``.
-    ``buffer_dtype``: the first forward casts floating-point buffers to it. ``keep_low_precision_grads`` leaves
+    ``buffer_dtype``: dtype of floating-point buffers, cast in the first forward. ``keep_low_precision_grads`` leaves
     gradients in the compute dtype. ``cast_root_forward_inputs`` casts floating-point inputs of the root,
     ``cast_forward_inputs`` those of other wrapped modules. With an ``auto_wrap_policy``, instances of
     ``_module_classes_to_ignore`` compute in full precision.
@@ -92,7 +92,7 @@ class StateDictType(Enum):
     LOCAL_STATE_DICT = auto()
     """This rank's shards of the flat parameters."""
     SHARDED_STATE_DICT = auto()
-    """Names and shapes of FULL_STATE_DICT; each tensor is a ShardedTensor or DTensor."""
+    """The names and shapes of FULL_STATE_DICT, with a ShardedTensor or DTensor for each parameter."""
 
 
 @dataclass
@@ -116,14 +116,14 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """``_use_dtensor`` is true for modules that were wrapped with a ``device_mesh``."""
+    """``_use_dtensor`` is True for modules that were wrapped with a ``device_mesh``."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Like ``StateDictConfig``, for optimizer state, which is copied to host memory by default."""
+    """The ``StateDictConfig`` of optimizer state, which is copied to host memory by default."""
 
     offload_to_cpu: bool = True
 
@@ -173,7 +173,7 @@ def check_module(module: Any, call: str) -> None:
 
 
 def checked_mixed_precision(given: Any) -> MixedPrecision:
-    """Check the fields, not the class: PyTorch's class, used before the drop-in was installed, has the same fields."""
+    """Return `given` if it has the fields of `MixedPrecision`. Programs may pass PyTorch's class, which has them."""
     if given is None:
         return MixedPrecision()
     if all(hasattr(given, name) for name in ("param_dtype", "buffer_dtype", "cast_root_forward_inputs")):
@@ -217,16 +217,16 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WrapperPolicy(MixedPrecisionPolicy):
-    """The policy of a wrapped module: FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
+    """The policy of a wrapped module, because FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
 
-    `WrapperState.cast_buffers` casts buffers, not this policy.
+    This policy does not cast buffers; `WrapperState.cast_buffers` does.
     """
 
     cast_root_forward_inputs: bool = True
     keep_low_precision_grads: bool = False
     shards_params: bool = True
     every_module_is_root: bool = False
-    """True for the legacy call: every module that it is applied to casts inputs like a root."""
+    """True for `composable.fully_shard`, where every sharded module casts inputs like a root."""
 
     def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
         if not self.keep_low_precision_grads:

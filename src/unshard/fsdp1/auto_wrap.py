@@ -27,11 +27,11 @@ def auto_wrap(
     ignored_modules: AbstractSet[nn.Module] = frozenset(),
     ignored_params: AbstractSet[nn.Parameter] = frozenset(),
 ) -> None:
-    """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`; never `module` itself.
+    """Replace each module below `module` that `policy` chooses by `wrapper(each, **kwargs)`. Keep `module` itself.
 
-    `kwargs` are the root's arguments, without the policy. If their `mixed_precision` has classes to ignore (batch
+    `kwargs` are the root's arguments, without the policy. If `mixed_precision` in `kwargs` has classes to ignore (batch
     norms, by default), instances of these are wrapped separately, without mixed precision. `ignored_modules` must
-    include the modules inside ignored ones. A module with several names is wrapped once, under all of them.
+    include the modules inside ignored modules. A module with several names is wrapped once, under all of its names.
     """
     if isinstance(policy, type):
         name = policy.__name__
@@ -79,8 +79,8 @@ def replace_modules(
 ) -> None:
     """Replace each module below `root` by `fn(each)`, children first, unless `fn` returns None.
 
-    `fn` is called once per module; a module with several names is replaced under all of them. Recursive calls pass
-    `results`: a recursive closure would be a reference cycle that keeps the modules alive.
+    `fn` is called once per module; a module with several names is replaced under all of them. `results` is only for
+    recursive calls. A recursive closure instead would be a reference cycle that keeps the modules alive.
     """
     results = {} if results is None else results
     results[root] = root  # a cycle ends here
@@ -98,8 +98,8 @@ def replace_modules(
 class _Choice:
     """Asks a policy function which modules to wrap.
 
-    Modules in `full_precision` are always separate units. Not a recursive closure, for the same reason as
-    `replace_modules`.
+    Modules in `full_precision` are always separate units. This is a class because a recursive closure would be a
+    reference cycle, as in `replace_modules`.
     """
 
     root: nn.Module
@@ -109,14 +109,14 @@ class _Choice:
     full_precision: AbstractSet[nn.Module] = frozenset()
     with_root: bool = False
     chosen: list[nn.Module] = field(default_factory=list)
-    """Children first."""
+    """Modules to wrap, children first."""
     wrapped: dict[nn.Module, int] = field(default_factory=dict)
 
     def _numel(self, module: nn.Module) -> int:
         return sum(each.numel() for each in module.parameters() if each not in self.ignored_params)
 
     def visit(self, module: nn.Module) -> int:
-        """Return how many elements of `module` are wrapped: in its own unit, or in units inside it."""
+        """Choose modules at and below `module`. Return how many elements of `module` are in chosen modules."""
         wrapped = self.wrapped
         if module in wrapped:
             return wrapped[module]
@@ -138,7 +138,7 @@ class _Choice:
 
 
 def _cast_at_boundary(module: nn.Module) -> None:
-    """Cast inputs of a module to the dtype of its parameters, and outputs back to the dtype of the inputs."""
+    """Add hooks that cast a module's inputs to the dtype of its parameters, and outputs to the dtype of the inputs."""
     input_dtype: torch.dtype | None = None
 
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _check_frozen(
     ignored: AbstractSet[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """Refuse units with frozen and trained parameters; with `use_orig_params`, warn that frozen ones cost memory."""
+    """Refuse units that mix frozen and trained parameters. With `use_orig_params`, only warn about wasted memory."""
     taken: set[nn.Parameter] = set(ignored)
     names = {module: name for name, module in root.named_modules()}
     for module in reversed([each for each in root.modules() if each in chosen]):  # inner modules take theirs first
@@ -210,9 +210,9 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap modules that the policy chooses, including `module` unless `only_wrap_children`.
+    """Wrap the modules that the policy chooses. `module` itself may be one of these, unless `only_wrap_children`.
 
-    Returns the module and the number of wrapped elements.
+    Returns `module` or its wrapper, and the number of wrapped elements.
     """
     _check_unwrapped(module, wrapper_cls)
     choice = _Choice(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
@@ -224,7 +224,7 @@ def _recursive_wrap(
 def _construct_wrap_fn(
     root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function that wraps targets, except the root, and returns None for other modules."""
+    """Return a function that wraps a target module (but not the root) and returns None for any other module."""
 
     def fn(module: nn.Module) -> nn.Module | None:
         if module in target_module_to_kwargs and module is not root_module:

@@ -1,4 +1,4 @@
-"""Builds a flat unit and its state from the arguments of the wrapper or of the legacy call."""
+"""Builds a flat unit and its state from the arguments of the wrapper or of `composable.fully_shard`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from .groups import Groups, check_tensor_parallel
 from .state import FLAT_PARAM, Handle, WrapperState, flat_sharded_of
 
 Places = list[tuple[str, nn.Module, str]]
-"""Full name of a parameter, its module, and its name in the module, for each place where it is registered."""
+"""For each registration of a parameter: its full name, the module that holds it, and its name in that module."""
 Parameters = dict[nn.Parameter, Places]
 
 _wrapped_in = WeakTensorKeyDictionary()
-"""Class names of the wrapped modules, by original parameter, also after the unit is gone."""
+"""Maps each original parameter to the class name of its wrapped module. Entries outlive the unit."""
 
 
 def build_state(
@@ -77,7 +77,7 @@ def build_state(
     use_orig_params: bool = True,
     legacy: bool = False,
 ) -> WrapperState:
-    """Build one unit of the parameters of `module` that no other unit has. The caller attaches the returned state."""
+    """Build one unit from the parameters of `module` that no other unit has. The caller must attach the result."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
     modules, parameters = _managed_by(module, ignored)
@@ -134,13 +134,13 @@ class Ignored:
     """Modules (including all modules inside them) and parameters to exclude from sharding."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The argument that lists them, to pass on to wrapped modules inside."""
+    """The argument `ignored_modules` or `ignored_states`, to pass on to wrapped modules inside."""
     modules: frozenset[nn.Module] = frozenset()
     parameters: frozenset[nn.Parameter] = frozenset()
 
 
 def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
-    """Resolve the arguments `ignored_modules` and `ignored_states`."""
+    """Check the arguments `ignored_modules` and `ignored_states`, and return what they exclude."""
     if modules is not None and states is not None:
         raise ArgumentError("Pass ignored_states or ignored_modules, not both; the former takes modules too.")
     name, given = ("ignored_modules", modules) if modules is not None else ("ignored_states", states)
@@ -170,7 +170,7 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
 
 
 def _managed_by(module: nn.Module, ignored: Ignored) -> tuple[list[nn.Module], Parameters]:
-    """The modules of a unit and its distinct parameters, parents first. Skips other units and ignored modules."""
+    """Return a unit's modules and distinct parameters, parents first, without other units and ignored modules."""
     modules: list[nn.Module] = []
     parameters: Parameters = {}
 
@@ -325,7 +325,7 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 
 
 def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
-    """`device_id`, else the device of the tensors, else the accelerator if the group has a backend for it."""
+    """Return `device_id`, else the tensors' accelerator, else the mesh's device, else one that the group supports."""
     found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):
@@ -376,9 +376,9 @@ def _initialize_from_meta(
     device: torch.device,
     init: Callable[[nn.Module], Any] | None,
 ) -> bool:
-    """Materialize modules on meta with `init`, or with `to_empty` and their own `reset_parameters`.
+    """Initialize modules on the meta device with `init`, or with `to_empty` and the module's `reset_parameters`.
 
-    Return False if no module is on meta.
+    Return False if no module is on the meta device.
     """
     on_meta = [
         module

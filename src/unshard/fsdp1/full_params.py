@@ -81,7 +81,7 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """`summon_full_params` for these units, but not for other units whose parameters they share."""
+    """Like `summon_full_params`, but for exactly these units, without other units that own parameters they use."""
     for state in states:
         if state.in_summon_full_params:
             raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
@@ -128,14 +128,14 @@ class FullParams:
         self._precision = self._unit.precision
 
     def rest(self) -> None:
-        """Reshard the unit and its sharers: weights may have changed since the last all-gather."""
+        """Reshard the unit and units that use its parameters, because weights may differ from the last all-gather."""
         self._unit.reshard()
         for state in states_of(self._unit.sharers):
             if not state.in_summon_full_params:
                 state.unit.reshard()
 
     def gather(self) -> None:
-        """All-gather in the stored dtype."""
+        """Start the all-gather in the stored dtype."""
         unit, dtypes = self._unit, self._sharded.shard.segments.kinds[0]
         if dtypes.compute != dtypes.original or unit.sharers:
             unit.select(Precision.STORED)
@@ -163,9 +163,9 @@ class FullParams:
             self._unshard_gradients()
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of the unsharded buffer, and the values to copy into them.
+        """Return (place in the unsharded buffer, value) for each parameter that is no longer in the buffer.
 
-        The program has given these values other memory, by assigning a parameter or its `data`.
+        The program has replaced the memory of such a parameter, by assigning the parameter or its `data`.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._exposes:
@@ -219,7 +219,7 @@ class FullParams:
 
     @torch.no_grad()
     def _unshard_gradients(self) -> None:
-        """All-gather the gradients, unless no rank has any."""
+        """All-gather gradients into the `.grad`s of unsharded parameters, unless no rank has a gradient."""
         shards, shard_numel = self._state.transports[0], self._sharded.flat.local.numel()
         dtype, device = self._sharded.shard.segments.kinds[0].gradient, self._unit.device
         local = torch.zeros(shard_numel, dtype=dtype, device=device)
@@ -268,7 +268,7 @@ def _write_back(units: list[FullParams]) -> None:
 
 
 def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Return True for the same view of the same memory, not, for example, for its transpose."""
+    """Return True if both tensors are the same view of the same memory. A transpose, for example, is another view."""
     same = tensor.data_ptr() == place.data_ptr() and tensor.dtype == place.dtype
     return same and tensor.shape == place.shape and tensor.stride() == place.stride()
 
@@ -277,7 +277,7 @@ def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) -> Any:
-    """Shard an unsharded parameter or state for a sharded state dict. Pass tensor-parallel ones as DTensors.
+    """Shard an unsharded tensor for a sharded state dict. Tensor-parallel tensors must be DTensors.
 
     In a model with tensor parallelism, plain parameters are replicated on the tensor-parallel mesh.
     """
@@ -290,10 +290,10 @@ def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) ->
 
 
 def _shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
-    """This rank's rows, as a DTensor on the mesh or, without a mesh, as a ShardedTensor of the group.
+    """Return this rank's rows, as a DTensor on the mesh or, without a mesh, as a ShardedTensor of the group.
 
-    A rank without rows has an empty shard. `torch.distributed.checkpoint` skips a ShardedTensor without local shards,
-    then takes the checkpoint for one of an old version, and does not find the optimizer's `param_groups`.
+    A rank without rows gets an empty shard, because `torch.distributed.checkpoint` skips a ShardedTensor without local
+    shards. It would then assume an old version of the checkpoint and not find the optimizer's `param_groups`.
     """
     cut = RowSharding(tuple(unsharded.shape), group.size())
     rows = unsharded.narrow(0, *cut.rows(group.rank())).clone()
@@ -325,7 +325,7 @@ def is_sharded(value: Any) -> bool:
 
 @torch.no_grad()
 def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
-    """Unshard a DTensor or ShardedTensor; return any other value unchanged. Collective over the group."""
+    """Unshard a DTensor or ShardedTensor; return any other value unchanged. All ranks of `group` must call this."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
@@ -339,7 +339,7 @@ def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
 
 
 def all_gathered(shard: torch.Tensor, group: Any, device: torch.device) -> torch.Tensor:
-    """All-gather shards of equal shape along dim 0. They are sent as bytes: backends do not support all dtypes."""
+    """All-gather shards of equal shape along dim 0, as bytes, because backends do not support all dtypes."""
     if group is None or group.size() == 1:
         return shard
     shard = shard.contiguous().to(device)
@@ -356,12 +356,12 @@ def offloaded(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
 
 
 def full_value(value: torch.Tensor) -> torch.Tensor:
-    """The full tensor of an unsharded parameter or state. Collective over the tensor-parallel mesh."""
+    """Return the full tensor of an unsharded parameter or state. All ranks of a DTensor's mesh must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def tp_local(param: ManagedParam, value: Any) -> Any:
-    """Cut a full parameter or state to what this rank computes with, if the parameter is tensor parallel.
+    """Return the part of a full parameter or state that this rank computes with, if the parameter is tensor parallel.
 
     `value` may also be a DTensor on the tensor-parallel mesh, as in `summon_full_params`. Values of another shape are
     returned unchanged.
@@ -377,9 +377,9 @@ def tp_local(param: ManagedParam, value: Any) -> Any:
 
 
 def _shard_on_meshes(value: torch.Tensor, groups: Groups, tp_mesh: DeviceMesh, offload: bool) -> DTensor:
-    """Convert an unsharded parameter or state to a DTensor over the mesh of the unit and `tp_mesh` together.
+    """Convert an unsharded parameter or state to a DTensor over the unit's mesh combined with `tp_mesh`.
 
-    Like PyTorch's wrapper: data parallelism shards dim 0 first, and tensor parallelism shards the result.
+    As in PyTorch, data parallelism shards dim 0 first, and tensor parallelism shards the result.
     """
     if groups.mesh is None:
         raise UnsupportedError(
@@ -398,7 +398,7 @@ def _shard_on_meshes(value: torch.Tensor, groups: Groups, tp_mesh: DeviceMesh, o
 
 
 def _cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """A view of this rank's elements: each mesh dimension in turn chunks the result of the previous one."""
+    """Return a view of this rank's elements. Each mesh dimension chunks the result of the previous dimension."""
     for number, placement in enumerate(placements):
         if isinstance(placement, Shard):
             rows = RowSharding((whole.shape[placement.dim],), mesh.size(number))

@@ -25,17 +25,17 @@ from .groups import Groups
 from .state import WrapperState, flat_sharded_of, shard_begins, states_below_root
 
 Params = dict[nn.Parameter, None]
-"""An ordered set."""
+"""An ordered set of parameters."""
 Kind = tuple[bool, tuple[Any, ...]]
-"""True if the wrapper's ranks hold shards, False if they hold copies; and the groups that tensor parallelism shards
-over."""
+"""True if the wrapper's ranks hold shards, False if they hold copies; then the process groups over which tensor
+parallelism shards."""
 
 
 @contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """A context in which backward accumulates unsharded gradients; the next backward outside it reduces them.
+    """A context in which backward accumulates unsharded gradients. The next backward outside reduces the sum.
 
-    Call it on the root. For modules that the legacy call sharded, use `FullyShardedDataParallel.no_sync(module)`.
+    Call it on the root. After `composable.fully_shard`, use `FullyShardedDataParallel.no_sync(module)`.
     """
     states = states_below_root(self, "no_sync")
     before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
@@ -58,7 +58,7 @@ def no_sync(self: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
 
-    Call it on the root. For modules that the legacy call sharded: `FullyShardedDataParallel.clip_grad_norm_(module)`.
+    Call it on the root. After `composable.fully_shard`, use `FullyShardedDataParallel.clip_grad_norm_(module, ...)`.
     """
     states = states_below_root(self, "clip_grad_norm_")
     limit, order = checked_limit(max_norm), checked_order(norm_type, positive=True)
@@ -95,7 +95,7 @@ def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 def _add_tensor_parallel(
     flat: FlatShardedParams, shards: Transport, apart: dict[Kind, list[torch.Tensor]]
 ) -> Iterable[nn.Parameter]:
-    """Add the gradients of parameters that tensor parallelism shards to `apart`, by kind; return these parameters.
+    """Add gradients of tensor-parallel parameters to `apart`, by kind, and return these parameters.
 
     All ranks get the same kinds in the same order, even if their gradients differ. A flat parameter is returned as a
     whole, although its gradients may be of several kinds.
@@ -131,7 +131,7 @@ def _total_norm(
     device: torch.device,
     groups: Groups,
 ) -> torch.Tensor:
-    """The norm over the ranks of `groups.own`, which hold shards of some parameters and copies of the others."""
+    """Return the norm of all gradients. Ranks of `groups.own` hold shards of some parameters and copies of others."""
     if not sharded and not apart:
         return _norm(_gradients(others), order, device)
     call, largest = SharedCall(CLIP, [groups.own, groups.replicas]), math.isinf(order)
@@ -161,7 +161,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """The norm of the gradients' norms, in float32 for any gradient dtypes; float64 norms are rounded at the end."""
+    """Return the norm of the gradients' norms, rounded to float32 at the end. It is computed in at least float32."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]
@@ -174,7 +174,7 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
 
 
 def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    """Let `hook` reduce and divide the gradients of all units. Call it once, on the root, before the first forward.
+    """Let `hook` reduce and divide the gradients of all units. Call this once, on the root, before the first forward.
 
     `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
     """
@@ -247,9 +247,9 @@ class HookedTransport(Transport):
 
 
 def _compressed_dtype(hook: Any, state: Any, wrapper: WrapperState, originals: set[torch.dtype]) -> Any:
-    """The dtype that PyTorch's compression hooks reduce in; None if the hook does, or may do, anything else.
+    """Return the dtype that `hook` reduces in if it is a compression hook of PyTorch, else None.
 
-    If not None, the engine reduces in that dtype, like `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
+    The engine then reduces in that dtype itself, as with `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
     `originals`: the dtypes of the unit's parameters.
     """
     names = ("process_group", "gradient_predivide_factor", "gradient_postdivide_factor")

@@ -1,6 +1,6 @@
 """The process groups of a wrapped model: which ranks shard, which are replicas, and tensor parallelism.
 
-They follow from the arguments `process_group`, `device_mesh` and `sharding_strategy`.
+The arguments `process_group`, `device_mesh` and `sharding_strategy` determine these groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingS
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a wrapped module. `own` is the one that users see as `process_group`."""
+    """The process groups of a wrapped module. `own` is the group that users see as `process_group`."""
 
     strategy: ShardingStrategy
     own: Any
@@ -44,14 +44,14 @@ class Groups:
         return None if self.strategy is ShardingStrategy.NO_SHARD else self.own
 
     def transports(self, device: torch.device) -> tuple[Transport, Transport]:
-        """Transports over the shards, and over the replicas."""
+        """Return the transport over the shards and the transport over the replicas."""
         over_own = transport_for(self.own, device)
         if self.shards is None:
             return SoloTransport(), over_own
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
 
     def options(self) -> Options:
-        """The root stays unsharded after forward. If other units are resharded, it still exposes sharded parameters."""
+        """Return options. The root stays unsharded after forward, but exposes sharded parameters if others reshard."""
         reshards = self.shards is not None and self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         return Options(
             reshard_after_forward=None if reshards else False,
@@ -61,14 +61,14 @@ class Groups:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments that make a wrapped module inside use the same groups."""
+        """Return arguments that make inner wrapped modules use the same groups."""
         if self.mesh is not None:
             return {"device_mesh": self.mesh}
         return {"process_group": self.own if self.replicas is None else (self.own, self.replicas)}
 
 
 def resolve_groups(process_group: Any, mesh: Any, strategy: Any, by_policy: bool) -> Groups:
-    """Resolve `process_group`, `device_mesh` and `sharding_strategy`.
+    """Check `process_group`, `device_mesh` and `sharding_strategy`, and return the groups that they determine.
 
     `by_policy`: the call has an `auto_wrap_policy`, so all wrapped modules get the same groups.
     """
@@ -133,7 +133,7 @@ def _hybrid(process_group: Any, mesh: Any, strategy: ShardingStrategy, by_policy
 
 
 def _groups_by_node() -> tuple[Any, Any]:
-    """Process groups for shards inside a node and for replicas over the nodes."""
+    """Return the process group for shards within this node and the process group for replicas across nodes."""
     _default_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     if torch.accelerator.is_available():
@@ -163,8 +163,8 @@ def _default_group() -> Any:
 def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> None:
     """Refuse DTensors that a flat unit cannot shard. `where` names the parameter.
 
-    `ManagedParam.tp_spec` keeps how `parallelize_module` distributed a parameter. A flat unit shards the local tensor;
-    the unsharded parameter is a DTensor on the tensor-parallel mesh again.
+    `ManagedParam.tp_spec` records how `parallelize_module` distributed a parameter. A flat unit shards the local
+    tensor; the unsharded parameter is again a DTensor on the tensor-parallel mesh.
     """
     mesh = parameter.device_mesh
     for placement in parameter.placements:
@@ -185,10 +185,10 @@ def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> Non
 
 
 def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iterable[FSDPState]) -> Any:
-    """Drop the last dimension of `mesh` if it has one more than the strategy takes: it is for tensor parallelism.
+    """Drop the last, tensor-parallel dimension of `mesh` if `mesh` has one dimension more than the strategy takes.
 
-    Any other mesh is returned unchanged, to be checked with the other arguments. That includes a mesh for a hybrid
-    strategy if the mesh's last dimension is not tensor parallel. `states`: of the units inside `module`.
+    Return any other mesh unchanged, because `resolve_groups` checks it. For a hybrid strategy, drop the last dimension
+    only if parameters are tensor parallel on that dimension. `states`: states of the units inside `module`.
     """
     hybrid = strategy in HYBRID_SHARDING_STRATEGIES
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):
@@ -212,6 +212,6 @@ def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iter
 
 
 def tensor_parallel_groups(params: Iterable[ManagedParam]) -> list[Any]:
-    """Distinct process groups of the tensor-parallel meshes of these parameters."""
+    """Return the distinct process groups of the tensor-parallel meshes of `params`."""
     meshes = {id(param.tp_spec.mesh): param.tp_spec.mesh for param in params if param.tp_spec is not None}
     return list(dict.fromkeys(group for mesh in meshes.values() for group in mesh.get_all_groups()))

@@ -1,4 +1,4 @@
-"""Loads optimizer state of a wrapped model, and the deprecated methods for optimizer state."""
+"""Loading optimizer state of a wrapped model, and FSDP1's deprecated functions for optimizer state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def optim_state_dict_to_load(
 ) -> StateDict:
     """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`.
 
-    `load_directly` also loads it.
+    `load_directly` also loads the result into `optim`.
     """
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _broadcast(optim_state_dict, group)
@@ -93,7 +93,7 @@ def _states_to_load(model: nn.Module, optim: Any, optim_state_dict: StateDict, i
 
 
 def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) -> StateDict:
-    """This rank's state of the optimizer's parameter `number`, from full states of the parameters inside it."""
+    """Return this rank's state of the optimizer's parameter `number`. `own`: full states of the parameters inside."""
     result: StateDict = {}
     param, inside = unit.sharded.params[number], unit.parameters[number][1]
     for name in dict.fromkeys(name for states in own.values() for name in states):
@@ -113,7 +113,7 @@ def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) ->
 
 
 def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam]) -> None:
-    """Refuse unfit states: a flat parameter needs the state of each parameter inside it, in that parameter's shape."""
+    """Raise if a parameter in `inside` lacks this state, has it in a wrong shape, or has another scalar value."""
     first, one = next(iter(values.items()))
     missing = [each.name for each in inside if each.name not in values]
     if missing:
@@ -137,7 +137,7 @@ def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two states without dimensions are equal, on any devices."""
+    """Return True if two scalar states (numbers or 0-D tensors) are equal, regardless of their devices."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
     return other.ndim == 0 and one.dtype == other.dtype and one.item() == other.item()
@@ -159,7 +159,7 @@ def _require_state_dict(optim: Any, given: Any) -> None:
 def _param_groups(
     optim: Any, given: list[StateDict], names: dict[int, list[str]], keys: dict[int, Any]
 ) -> list[StateDict]:
-    """Return the options of the given groups, with the optimizer's own parameters listed by their `keys`."""
+    """Return the groups of `optim`, with the options of `given` and with parameters replaced by their `keys`."""
     groups: list[StateDict] = []
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
@@ -210,7 +210,7 @@ def _creates_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> boo
 
 
 class OptimStateKeyType(Enum):
-    """Keys of an optimizer's state dict: names or numbers of parameters."""
+    """The kind of keys in an optimizer's state dict: names or numbers of parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -232,13 +232,13 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> StateDict:
-    """Unsharded states by original name, on rank 0 or on all ranks."""
+    """Return unsharded optimizer states by original parameter name, on rank 0 or on all ranks."""
     _deprecated("full_optim_state_dict", optim_input)
     return states_to_save(model, optim, default_settings(rank0_only=rank0_only), group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
-    """Sharded states by original name."""
+    """Return sharded optimizer states by original parameter name."""
     _deprecated("sharded_optim_state_dict")
     return states_to_save(model, optim, default_settings(StateDictType.SHARDED_STATE_DICT), group=group)
 
@@ -246,7 +246,7 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Any = None
 ) -> StateDict:
-    """This rank's shards of a full state dict that all ranks have."""
+    """Return this rank's shards of a full optimizer state dict. All ranks must pass the full state dict."""
     _deprecated("shard_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict)
 
@@ -254,7 +254,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """This rank's shards of a sharded state dict."""
+    """Convert the result of `sharded_optim_state_dict` for `optim.load_state_dict` on this rank."""
     _deprecated("flatten_sharded_optim_state_dict")
     return _to_load(model, optim, sharded_optim_state_dict)
 
@@ -266,14 +266,14 @@ def scatter_full_optim_state_dict(
     optim: Any = None,
     group: Any = None,
 ) -> StateDict:
-    """This rank's shards of a full state dict that rank 0 has."""
+    """Return this rank's shards of a full optimizer state dict. Only rank 0 needs to pass the full state dict."""
     _deprecated("scatter_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), _broadcast(full_optim_state_dict, group))
 
 
 @torch.no_grad()
 def _to_load(model: nn.Module, optim: Any, given: StateDict) -> StateDict:
-    """Keep the optimizer groups of `given`, like PyTorch. Programs themselves add parameters that `given` lacks."""
+    """Convert `given` for loading, but keep its groups, as PyTorch does: programs add missing parameters themselves."""
     result = _states_to_load(model, optim, given, is_named_optimizer=False)
     if "param_groups" in given:
         names = names_of(model, units_of(model))
@@ -291,7 +291,7 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Any = None,
 ) -> StateDict:
-    """Convert keys from numbers to names, or back, for a model that is not wrapped."""
+    """Convert the keys of an unwrapped model's optimizer state dict from numbers to names, or back."""
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
     parameters = enumerate(optimizer_parameters(_listed(model, optim, optim_input)))
@@ -307,7 +307,7 @@ def rekey_optim_state_dict(
 
 
 def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """`optim`, or optimizer groups like those of an optimizer built from `optim_input` (by default, all parameters)."""
+    """Return `optim` or, without it, a stand-in for an optimizer built from `optim_input` (default: all parameters)."""
     if optim is not None:
         return optim
     inputs = list(model.parameters() if optim_input is None else optim_input)

@@ -1,4 +1,4 @@
-"""Optimizer state of a wrapped model by the names of the original parameters; `optim_load.py` loads it."""
+"""Saving optimizer state of a wrapped model by original parameter name. `optim_load.py` loads such state."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class UnitParams:
-    """A unit with parameters, and their original names, in order."""
+    """A unit that has parameters, and the original names of these parameters, in order."""
 
     state: WrapperState
     sharded: FlatShardedParams
     names: tuple[str, ...]
     parameters: list[tuple[nn.Parameter, list[OptimizedParam]]]
-    """The parameters that an optimizer has, each with the original parameters inside it."""
+    """The unit's parameters as an optimizer sees them, each with the original parameters inside."""
 
     def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of one state. `states`: by parameter number; parameters without state get zeros."""
+        """Return this rank's shard of one kind of state. `states`: by parameter number; missing states become zeros."""
         if states and not self.sharded.originals:
             return next(iter(states.values()))
         flat = torch.zeros_like(self.sharded.flat.local, dtype=dtype)
@@ -49,7 +49,7 @@ class UnitParams:
 
 
 def units_of(model: nn.Module) -> list[UnitParams]:
-    """The units below `model` that have parameters, in the order of `modules()`."""
+    """Return the units at and below `model` that have parameters, in the order of `modules()`."""
     paths = {id(module): clean_tensor_name(f"{name}.") if name else "" for name, module in model.named_modules()}
     found = []
     for state in wrapper_states(model):
@@ -68,7 +68,7 @@ def units_of(model: nn.Module) -> list[UnitParams]:
 
 
 def names_of(model: nn.Module, units: list[UnitParams]) -> dict[int, list[str]]:
-    """Original names by the parameter's id; a flat parameter has several."""
+    """Return the original names of each parameter, by the parameter's id. A flat parameter has several names."""
     names = {id(parameter): [clean_tensor_name(name)] for name, parameter in model.named_parameters()}
     for unit in units:
         names.update({id(parameter): [each.name for each in inside] for parameter, inside in unit.parameters})
@@ -86,10 +86,10 @@ def optim_state_dict(
     *,
     for_loading: bool = False,
 ) -> StateDict:
-    """The optimizer's state by original name, in the type that is set for the model. All ranks must call this.
+    """Return the optimizer's state by original name, in the model's state dict type. All ranks must call this.
 
-    `torch.distributed.checkpoint.load` fills only entries of the state dict that it is given, and an optimizer
-    has no state before its first step. `for_loading=True` adds the state that the first step would create, without
+    `torch.distributed.checkpoint.load` fills only existing entries of its argument, and an optimizer has no state
+    before its first step. `for_loading=True` adds the state that the first step would create, without
     changing the optimizer or the parameters.
     """
     return states_to_save(model, optim, get_state_dict_type(model), optim_state_dict, group, for_loading)
@@ -104,7 +104,7 @@ def states_to_save(
     group: Any = None,
     for_loading: bool = False,
 ) -> StateDict:
-    """`optim_state_dict` with these settings. With `rank0_only`, the other ranks get an empty dict."""
+    """Return `optim_state_dict` for these settings. With `rank0_only`, the other ranks get an empty dict."""
     units, state = units_of(model), {}
     names = names_of(model, units)
     refuse_unknown_parameters(optim, names, ArgumentError)
@@ -134,7 +134,7 @@ def states_to_save(
 
 
 def _keys(optim: torch.optim.Optimizer, given: StateDict, model: nn.Module) -> dict[int, Any]:
-    """The key of each parameter in the optimizer's own state dict, by the parameter's id.
+    """Return the key of each parameter in the optimizer's own state dict, by the parameter's id.
 
     The key is the parameter's number or, for optimizers that keep state by name, its name in the model.
     """
@@ -154,16 +154,16 @@ def sharded_ids(units: list[UnitParams]) -> set[int]:
 
 
 def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: StateDictSettings) -> dict[str, StateDict]:
-    """Unsharded states of a unit's parameters by original name, whichever ranks have them.
+    """Return the unsharded states of a unit's parameters by original name, gathered from the ranks that have states.
 
-    `own`: this rank's states, by number among the unit's parameters in the optimizer.
+    `own`: this rank's states, by number in `unit.parameters`.
     """
     numels = [parameter.numel() for parameter, _ in unit.parameters]
     mine = {n: {name: _describe(each, numels[n]) for name, each in states.items()} for n, states in own.items()}
     described = _described_by_all_ranks(unit, mine, {n for n, numel in enumerate(numels) if numel and n not in own})
 
     def originals(number: int) -> Iterable[int]:
-        """Numbers of the original parameters inside one of the optimizer's."""
+        """Return the numbers of the original parameters inside the optimizer's parameter `number`."""
         return (number,) if unit.sharded.originals else range(len(unit.names))
 
     result: dict[str, StateDict] = {
@@ -190,7 +190,7 @@ def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: Sta
 def _describe(value: Any, numel: int) -> tuple[str, Any]:
     """Return ("sharded", dtype) for a state that is sharded like its parameter, otherwise ("same", value).
 
-    `numel`: the parameter's elements on this rank.
+    `numel`: number of elements of the parameter on this rank.
     """
     if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == numel:
         return "sharded", value.dtype
@@ -198,17 +198,17 @@ def _describe(value: Any, numel: int) -> tuple[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy tensors: optimizers count steps in place, so parameters must not share a counter."""
+    """Copy a tensor, because optimizers count steps in place and parameters must not share a counter."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _described_by_all_ranks(
     unit: UnitParams, mine: dict[int, dict[str, Any]], absent: set[int]
 ) -> dict[int, dict[str, Any]]:
-    """Descriptions of each parameter's state from all ranks that have any.
+    """Merge the descriptions of each parameter's state from all ranks. `mine`: this rank's descriptions.
 
-    A rank without elements of a parameter has no state of it, or state that was loaded and that no step has updated.
-    `absent`: parameters with elements on this rank that its optimizer does not have.
+    Ranks with elements of a parameter take precedence, because on ranks without elements no step updates loaded state.
+    `absent`: parameters with elements on this rank that this rank's optimizer does not have.
     """
     params, group = unit.sharded.params, unit.state.groups.shards
     empty = {number for number in mine if unit.sharded.originals and params[number].sharded.numel() == 0}
@@ -244,7 +244,7 @@ def _described_by_all_ranks(
 
 
 def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: StateDict, rank: int) -> None:
-    """Refuse a state that is neither sharded like the parameter nor equal on all ranks."""
+    """Raise if a state is neither sharded like the parameter nor equal on all ranks."""
     for name, (kind, value) in states.items():
         other = before.get(name, (kind, value))
         if {kind, other[0]} == {"same"} and not (isinstance(value, torch.Tensor) and value.ndim):
@@ -270,9 +270,9 @@ def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSetti
 
 
 def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
-    """The state that the first step would create for each of these parameters, by id.
+    """Return the state that the first step would create for each of these parameters, by id.
 
-    The optimizer steps zeros instead, with zero gradients, so neither the optimizer nor the parameters change.
+    The optimizer steps temporary zeros with zero gradients, so neither the optimizer nor the parameters change.
     """
     zeros = {id(each): nn.Parameter(torch.zeros_like(each)) for each in parameters}
     for zero in zeros.values():
@@ -291,7 +291,7 @@ def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
 
 
 def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
-    """Add the state that the first step would create to `given`, the optimizer's own state dict."""
+    """Return the optimizer's own state dict `given`, plus the state that the first step would create."""
     without = [each for each in trainable(optim) if not given["state"].get(keys[id(each)])]
     try:
         created = first_states(optim, without) if without else {}
@@ -304,7 +304,7 @@ def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict
 
 
 def trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Parameters that a step can change on this rank: trainable, with elements here."""
+    """Return the parameters that a step can change on this rank: trainable parameters with elements here."""
     return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]
 
 
@@ -314,10 +314,10 @@ DROPIN = "unshard.dropin.install() at the start of the program makes these funct
 
 
 def refuse_helpers(module: nn.Module, wrapped: bool) -> None:
-    """Refuse calls that PyTorch's helpers would get wrong. Call this in `_fqn_modifiers`, which they call first.
+    """Refuse calls that PyTorch's checkpoint helpers get wrong. Call this in `_fqn_modifiers`, which they call first.
 
-    The optimizer state of a sharded module is a plain tensor that differs on each rank. `wrapped`: a wrapper adds a
-    prefix to the names of its parameters, but not in state dicts.
+    The helpers would save a rank's shard of optimizer state as if it were all of it. `wrapped`: True for a wrapper,
+    which adds a prefix to the names of parameters, but not to the keys of state dicts.
     """
     if (call := helper_call()) is None:
         return

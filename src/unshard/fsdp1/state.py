@@ -1,4 +1,4 @@
-"""State of a module that was wrapped, or sharded by the legacy call: unit, flat parameter, arguments and buffers."""
+"""State of a module that the wrapper or `composable.fully_shard` sharded: unit, flat parameter, arguments, buffers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def states_of(units: list[Unit]) -> list[WrapperState]:
 
 
 class WrapperState(FSDPState):
-    """Connects a flat unit to a wrapper, or to the module that the legacy call was applied to."""
+    """Connects a flat unit to a wrapper, or to a module that `composable.fully_shard` was applied to."""
 
     full_state_dict: ClassVar[str] = (
         "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
@@ -86,12 +86,12 @@ class WrapperState(FSDPState):
 
     @property
     def handle(self) -> Handle | None:
-        """None if the unit has no parameters."""
+        """The handle of the unit, or None if the unit has no parameters."""
         return self._handle if self.unit.param_groups else None
 
     @property
     def owners(self) -> list[WrapperState]:
-        """States of the units that own shared parameters of this unit."""
+        """States of other units that own parameters that this unit uses."""
         return states_of(self.unit.borrows_from)
 
     def __getstate__(self) -> Any:
@@ -105,7 +105,7 @@ class WrapperState(FSDPState):
         super().attach_wrapper(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
-        """Register none of the engine's hooks: they would save a plain shard as if it were the parameter."""
+        """Register nothing, because the engine's hooks would save a plain shard as if it were the whole parameter."""
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
         found = ((buffers.get(name), original) for buffers, name, original in self._float_buffers)
@@ -113,7 +113,7 @@ class WrapperState(FSDPState):
 
     @torch.no_grad()
     def cast_buffers(self, restore: bool = False) -> None:
-        """Cast floating-point buffers of the unit's modules to `buffer_dtype`, or back to their original dtypes."""
+        """Cast floating-point buffers of the unit's modules to `buffer_dtype`; if `restore`, to the original dtypes."""
         dtype = self.mixed_precision.buffer_dtype
         for buffers, name, original in self._float_buffers if dtype is not None else ():
             buffer, wanted = buffers.get(name), original if restore else dtype
@@ -122,7 +122,7 @@ class WrapperState(FSDPState):
 
     @property
     def transports(self) -> tuple[Transport, Transport]:
-        """Transports over the shards, and over the replicas."""
+        """The transport over the shards and the transport over the replicas."""
         if self.unit.param_groups:
             return self.unit.param_groups[0].shards, self.unit.param_groups[0].replicas
         return self.groups.transports(self.unit.device)
@@ -135,7 +135,7 @@ class WrapperState(FSDPState):
 
     @property
     def _fsdp_extension(self) -> Any:
-        """Like PyTorch's attribute, not None if the mesh is a slice of another one. unshard itself never reads it."""
+        """As in PyTorch, not None if the mesh is a slice of a larger mesh. unshard never reads this attribute."""
         mesh = self.groups.mesh
         if self._extension is None and mesh is not None and root_mesh(mesh) != mesh:
             self._extension = dtensor_extensions(self.unit.device)
@@ -146,14 +146,14 @@ class WrapperState(FSDPState):
         self._extension = value
 
     def tensor_parallel_meshes(self) -> list[DeviceMesh]:
-        """Distinct meshes of the tensor-parallel parameters below the root."""
+        """Return the distinct meshes of all tensor-parallel parameters under this unit's root."""
         root = None if self.unit.root is None else self.unit.root()
         units = [self.unit] if root is None else root.units
         specs = [param.tp_spec for unit in units for param in unit.params]
         return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None))
 
     def division(self) -> tuple[float, float]:
-        """Divisors of the gradients before and after they are reduced."""
+        """Return the divisors of gradients before and after the reduction."""
         shards, replicas = self.transports
         factors = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
         return factors.before, factors.after
@@ -167,7 +167,7 @@ class WrapperState(FSDPState):
         return super().pre_forward(module, args, kwargs)
 
     def is_root(self, module: nn.Module) -> bool:
-        """Return True if `module` is the root. Before the first forward, this call makes it the root."""
+        """Return True if `module` is the root. If the root is not known yet, `module` becomes the root."""
         return self.find_root(module).unit is self.unit
 
     def _make_root(self, module: nn.Module) -> Root:
@@ -185,7 +185,7 @@ def wrapper_state_of(module: nn.Module) -> WrapperState | None:
 
 
 def wrapper_states(module: nn.Module) -> list[WrapperState]:
-    """States of `module` and of the modules below it, in the order of `modules()`."""
+    """Return the states of `module` and of the modules below `module`, in the order of `modules()`."""
     found = (wrapper_state_of(each) for each in module.modules())
     return list(dict.fromkeys(state for state in found if state is not None))
 
@@ -206,7 +206,7 @@ def _check_agreement(states: list[WrapperState]) -> None:
 
 
 def states_below_root(module: Any, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
-    """States of all units below `module`, which must be a root: wrapped, or sharded by the legacy call."""
+    """Return the states of all units at and below `module`. Raise unless `module` is the root of wrapped modules."""
     state = wrapper_state_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         raise ArgumentError(
@@ -223,13 +223,13 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
 
 
 def _get_module_fsdp_state(module: Any) -> Any:
-    """Return a wrapper itself, the state of a module that the legacy call was applied to, or None for other modules."""
+    """Return a wrapper itself, the state of a module that `composable.fully_shard` sharded, or None for others."""
     state = module if isinstance(module, WrapperState) else wrapper_state_of(module)
     return module if state is not None and state.is_of_wrapper else state
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[nn.Module]]:
-    """States of the units at and below `module`, and the modules that have them, in the order of `modules()`."""
+    """Return the states of the units at and below `module`, and the modules of these units, in `modules()` order."""
     found = {state: each for each in module.modules() if (state := _get_module_fsdp_state(each)) is not None}
     return list(found), list(found.values())
 
@@ -239,7 +239,7 @@ def _get_fsdp_states(module: nn.Module) -> list[Any]:
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
-    """Handles of the units that have parameters."""
+    """Return the handles of all units at and below `module` that have parameters."""
     return [state.handle for state in wrapper_states(module) if state.handle is not None]
 
 
@@ -251,24 +251,24 @@ _IS_FLAT_PARAM = "_is_flat_param"
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    """Makes `isinstance` true for marked plain parameters: optimizers use no fused kernels for subclasses."""
+    """Makes `isinstance` true for marked plain parameters. A real subclass would disable fused optimizer kernels."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, _IS_FLAT_PARAM, False)
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """All parameters of a unit as one 1-D tensor. At rest it is this rank's shard, including padding.
+    """All parameters of a unit as one 1-D tensor. At rest, the tensor is this rank's shard, including padding.
 
-    `_fqns`, `_shapes`, `_numels`: names, shapes and sizes of the original parameters. `_numels_with_padding`: also the
-    padding between them. `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has
+    `_fqns`, `_shapes`, `_numels`: names, shapes and sizes of the original parameters. `_numels_with_padding`: sizes,
+    and paddings between them. `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has
     memory only while the unit is unsharded. `_mp_shard`: exists if the unit computes in another dtype, and never has
     memory, because the shard is cast directly into the unsharded buffer.
     """
 
 
 class ParamInfo(NamedTuple):
-    """The module and the name that an original parameter is registered under."""
+    """The module that an original parameter is registered on, and its name in that module."""
 
     param_name: str
     module: nn.Module | None
@@ -276,7 +276,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """A further registration of a shared parameter, and its first one (`prim_`)."""
+    """Another registration of a shared parameter, and the first registration of that parameter (`prim_`)."""
 
     param_name: str
     module: nn.Module | None
@@ -287,7 +287,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Handle:
-    """The handle of one unit. It copies nothing and reads everything from the unit."""
+    """PyTorch's handle of one unit. All values are read from the unit; the handle stores no copies."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class Handle:
             parameter.grad = self._gradient()
 
     def _gradient(self) -> torch.Tensor | None:
-        """The sharded gradient, of which the gradients of the original parameters are views."""
+        """Return the sharded gradient, or None if there is none. Gradients of original parameters are views of it."""
         dtype, numel = self._dtypes.gradient, self._sharded.flat.local.numel()
         for grad in sharded_grads_of(self._sharded.parameters()):
             return grad.flat(dtype, 0, numel)
@@ -368,7 +368,7 @@ class Handle:
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
 
     def _set_param_infos(self, parameter: Any) -> None:
-        """Call this only when a program reads the parameter, because it creates a reference cycle with the modules."""
+        """Set modules and names of parameters. Call this only if a program reads them: it creates a reference cycle."""
         infos, shared = [], []
         for param in self._sharded.params:
             first, *others = [(location.name, location.module()) for location in param.locations]
@@ -380,7 +380,7 @@ class Handle:
 
 
 def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
-    """The sharded parameters of a flat unit; None if the unit has no parameters."""
+    """Return the sharded parameters of a flat unit, or None if the unit has no parameters."""
     if not unit.param_groups:
         return None
     sharded = unit.param_groups[0].sharded
@@ -389,21 +389,21 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
-    """Numbers of the parameters that `rank` has elements of, and the offsets of these in its shard."""
+    """Yield the number of each parameter with elements on `rank`, and their offset in that rank's shard."""
     for region in sharded.shard.regions:  # one, or none if the unit has no elements here
         yield from region.begins(region.runs[0], rank)
 
 
 def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """A view of the elements of a parameter in the unsharded flat parameter, its gradient or its state."""
+    """View the part of an unsharded flat parameter, gradient or state that belongs to `param`, in its shape."""
     cut = param.sharding
     return unsharded.as_strided(cut.shape, cut.stride, cut.begin)  # type: ignore[arg-type, union-attr]
 
 
 def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """The elements of a parameter, its gradient or its state, in the order of the flat parameter.
+    """Return the elements of a parameter, gradient or state as a 1-D tensor, in the order of the flat parameter.
 
-    If the tensor's shape is not the parameter's, it holds only this rank's elements, already in this order.
+    A tensor of another shape than `param` must hold only this rank's elements, already in this order.
     """
     if tensor.shape != torch.Size(param.sharding.shape) or tensor.ndim == 1:
         return tensor.reshape(-1)

@@ -38,23 +38,23 @@ from .full_params import full_params, full_tensor, full_value, is_sharded, offlo
 from .state import FLAT_PARAM, WrapperState, flat_sharded_of, wrapper_states
 
 Keys = list[tuple[str, ManagedParam, ParamLocation]]
-"""Keys of a state dict, and the parameters that they name."""
+"""Keys of a state dict, each with its parameter and the location of that parameter."""
 
 
 class StateDictHandler:
-    """Saves and loads the parameters and buffers of one unit; units inside it have their own handlers.
+    """Saves and loads the parameters and buffers of one unit. Units inside this unit have their own handlers.
 
-    `wrapper_prefix`: the prefix that the wrapper adds to names.
+    `wrapper_prefix`: the prefix that the wrapper adds to names; empty without a wrapper.
     """
 
     def __init__(self, state: WrapperState, wrapper_prefix: str = FSDP_PREFIX):
         self._state, self._wrapper_prefix = state, wrapper_prefix
         self._summoned: ExitStack | None = None
         self._missing: list[str] = []
-        """Keys of shared parameters, owned by other units, that the state dict to load lacks."""
+        """Keys that the state dict to load lacks, of shared parameters that other units own."""
 
     def attach(self, module: nn.Module) -> None:
-        """Save and load through hooks on the module, for the legacy call, which has no wrapper."""
+        """Register hooks that save and load on `module`, because `composable.fully_shard` creates no wrapper."""
         module.register_state_dict_pre_hook(self._begin_saving)
         # torch sets an attribute on this hook, which a bound method cannot have.
         module.register_state_dict_post_hook(partial(self._end_saving))
@@ -63,7 +63,7 @@ class StateDictHandler:
 
     @property
     def _type(self) -> StateDictType:
-        """The type that is set. Units that are not sharded always have full state dicts."""
+        """The type set by `set_state_dict_type`, or FULL_STATE_DICT if the unit is not sharded."""
         state_dict_type = self._state.settings.state_dict_type
         if state_dict_type is not StateDictType.FULL_STATE_DICT and self._state.groups.shards is None:
             message = f"NO_SHARD has full state dicts only; {state_dict_type.name} is ignored."
@@ -74,7 +74,7 @@ class StateDictHandler:
     # -- saving ---------------------------------------------------------------------------------------------
 
     def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        """Return the result of `fill()`, the module's own `state_dict`, with this unit's entries converted."""
+        """Return the state dict of `fill()`, which is torch's own `state_dict`, with this unit's entries converted."""
         self._begin_saving(module)
         try:
             state_dict = fill()
@@ -113,7 +113,7 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Convert parameters to the type that is set, buffers to their original dtypes; `rank0_only` removes both."""
+        """Convert parameters to `_type` and buffers to their original dtypes. Remove both if `_drops`."""
         offload, drop = self._state.settings.state_dict_config.offload_to_cpu, self._drops
         views = [param.unsharded_view for param in self._state.unit.params]
         storages = {view.untyped_storage().data_ptr() for view in views if view is not None}
@@ -139,7 +139,7 @@ class StateDictHandler:
                 del state_dict[key]
 
     def _to_save(self, unsharded: torch.Tensor, offload: bool) -> Any:
-        """Convert an unsharded parameter, a DTensor if it is tensor parallel, to an entry of the type that is set."""
+        """Convert an unsharded parameter (a DTensor if it is tensor parallel) to a state dict entry of type `_type`."""
         if self._type is StateDictType.SHARDED_STATE_DICT:
             return shard_tensor(unsharded, self._state, offload)
         if isinstance(unsharded, DTensor):
@@ -148,7 +148,7 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _save_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add shared parameters that other units own, under their names in this unit."""
+        """Add the shared parameters that other units own, under the names that they have in this unit."""
         offload = self._state.settings.state_dict_config.offload_to_cpu
         for owner, entries in self._shared_keys(module, prefix):
             owner.find_root(owner.modules()[0])
@@ -160,11 +160,11 @@ class StateDictHandler:
                         del state_dict[key]
 
     def _borrowed_keys(self, module: nn.Module, prefix: str) -> Keys:
-        """Keys of shared parameters that other units own."""
+        """Return the keys, in this unit, of shared parameters that other units own."""
         return self._keys(module, prefix, self._state.unit.borrowed)
 
     def _shared_keys(self, module: nn.Module, prefix: str) -> list[tuple[WrapperState, Keys]]:
-        """`_borrowed_keys` by owner. Omits owners inside `summon_full_params`, which exposes all locations."""
+        """Group `_borrowed_keys` by owner. Skip owners inside `summon_full_params`, which exposes all locations."""
         keys = self._borrowed_keys(module, prefix)
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
@@ -216,7 +216,7 @@ class StateDictHandler:
                 state_dict[key] = param.unsharded
 
     def _unshard_entries(self, state_dict: dict[str, Any], entries: Iterable[tuple[str, ManagedParam]]) -> None:
-        """Convert sharded entries to what the unsharded module holds. torch reports entries with a wrong shape."""
+        """Convert sharded entries to tensors for the unsharded module. torch reports any wrong shape later."""
         for key, param in entries:
             value, spec = state_dict.get(key), param.tp_spec
             if spec is None:
@@ -244,7 +244,7 @@ class StateDictHandler:
             stack.close()
 
     def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam]]:
-        """Keys of the unit's own parameters, under all names of their modules."""
+        """Return the keys of the unit's own parameters. A module with several names contributes several keys."""
         unit = self._state.unit
         others = {id(location) for other in unit.sharers for _, location in other.borrowed}
         places = [(param, location) for param in unit.params for location in param.locations]
@@ -263,7 +263,7 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _load_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Copy entries for shared parameters into the units that own these."""
+        """Load the entries of shared parameters into the units that own these parameters."""
         if not self._state.owners:
             return
         self._state.find_root(module)
@@ -278,7 +278,7 @@ class StateDictHandler:
                         param.unsharded.copy_(value)
 
     def _skip_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Keep torch from loading again what `_load_shared` has loaded."""
+        """Keep torch from loading the shared parameters that `_load_shared` has already loaded."""
         for key, _, location in [entry for _, entries in self._shared_keys(module, prefix) for entry in entries]:
             if not self._state.use_orig_params:
                 if state_dict.pop(key, None) is None:
@@ -309,7 +309,7 @@ class StateDictHandler:
 
 
 def _key(name: str) -> str:
-    """A name without the prefixes of activation checkpointing, whose own hooks add and remove them."""
+    """Remove activation-checkpoint prefixes from a name. The hooks of activation checkpointing add and remove them."""
     return clean_tensor_name(name, (CHECKPOINT_PREFIX,))
 
 
@@ -322,7 +322,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the type for all wrapped modules below `module`; return the previous settings."""
+    """Set the type of state dicts for all wrapped modules at and below `module`; return the previous settings."""
     warnings.warn(
         # PyTorch's checkpoint helpers ignore warnings that begin with these words.
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. After "
@@ -349,14 +349,14 @@ def set_state_dict_type(
 
 
 def _for_mesh(state: WrapperState, config: Any) -> Any:
-    """Use DTensors for sharded tensors if the module was wrapped with a mesh."""
+    """Return `config`. Sharded configs are set to use DTensors if and only if the module was wrapped with a mesh."""
     if isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
         return replace(config, _use_dtensor=state.groups.mesh is not None)
     return config
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of all wrapped modules below `module`, which must agree."""
+    """Return the settings of the wrapped modules at and below `module`. Raise if two modules have different ones."""
     found: StateDictSettings | None = None
     for state in wrapper_states(module):
         if found is not None and state.settings != found:
@@ -375,7 +375,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Call `set_state_dict_type` for the duration of the context."""
+    """Set the type of state dicts inside the context, and restore the previous settings at its end."""
     before = [(state, state.settings) for state in wrapper_states(module)]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

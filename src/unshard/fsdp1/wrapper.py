@@ -46,11 +46,11 @@ FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module and shards its parameters over ranks, as one flat parameter.
+    """Wraps a module and shards its parameters over ranks, as one flat parameter per wrapped module.
 
-    Wrapped modules inside keep their own parameters. Build the optimizer afterwards: `parameters()` returns one flat
-    parameter per unit or, with `use_orig_params`, the original parameters, of which each rank holds consecutive
-    elements. Parameters are unsharded inside forward and `summon_full_params`.
+    Wrapped modules inside `module` keep their own flat parameters. Build the optimizer after wrapping: `parameters()`
+    returns one flat parameter per unit or, with `use_orig_params`, the original parameters, of which each rank holds
+    consecutive elements. Parameters are unsharded inside forward and `summon_full_params`.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class FullyShardedDataParallel(nn.Module):
     ):
         """Wrap and shard `module`.
 
-        `process_group` or `device_mesh` choose the ranks; hybrid strategies take a pair of groups, or a mesh of two
+        `process_group` or `device_mesh` chooses the ranks; hybrid strategies take a pair of groups, or a mesh of two
         dimensions. Parameters may be tensor parallel (DTensors) on another dimension of the mesh. `auto_wrap_policy`
-        wraps modules inside first. `device_id` is the compute device, by default the module's. `sync_module_states`
-        broadcasts rank 0's values. `param_init_fn` initializes modules on meta. Forward always prefetches one unit
-        ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
+        chooses inner modules to wrap first. `device_id` is the compute device, by default the module's device.
+        `sync_module_states` broadcasts rank 0's values. `param_init_fn` initializes modules on the meta device. Forward
+        always prefetches one unit ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
         """
         super().__init__()
         check_module(module, "FullyShardedDataParallel")
@@ -165,9 +165,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The wrapped modules at and below `module`, in the order of `modules()`.
+        """Return the wrapped modules at and below `module`, in the order of `modules()`.
 
-        For modules that the legacy call sharded without a wrapper, this lists their states, like PyTorch.
+        As in PyTorch, the list has the state of each module that `composable.fully_shard` sharded without a wrapper.
         """
         found: list[Any] = []
         for each in module.modules():
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call `fn` with every module inside while this unit is unsharded; writes are kept."""
+        """Call `fn` with every module inside while this unit's parameters are unsharded, and keep what `fn` writes."""
         if self._state.in_summon_full_params:
             raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
         with summon_full_params(self, recurse=False):
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
     state_dict_type = staticmethod(state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state dict of the type that is set. All ranks must call this, even with `rank0_only`."""
+        """Return a state dict of the type that is set. All ranks must call this, even if `rank0_only` is set."""
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._state.find_root(self)
@@ -280,7 +280,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The unit's flat parameter, if it has parameters."""
+        """A list with the unit's flat parameter. Empty if the unit has no parameters."""
         return [] if self._handle is None else [self._handle.flat_param]
 
     @property

@@ -1,1 +1,1 @@
-"""`fully_shard`: from its arguments to units of the engine."""
+"""`fully_shard`, which converts its arguments to a unit of the engine, and `FSDPModule`."""

@@ -66,7 +66,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _Modules:
-    """Shard the parameters of `module` that no earlier call sharded, as one unit. Changes the module and returns it.
+    """Shard the parameters of `module` that no earlier call sharded, as one unit. Returns `module`, changed in place.
 
     Call it bottom-up, on the blocks and then on the model, and build the optimizer afterwards: parameters become
     DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second and
@@ -75,10 +75,10 @@ def fully_shard(
 
     `reshard_after_forward` frees the unsharded parameters between forward and backward. `None` does so except on the
     root; an integer k keeps a slice of 1/k on each rank, so that backward all-gathers among k neighbors only.
-    `shard_placement_fn` may choose another dimension for a parameter, if the number of shards divides its size, or
-    another mesh (`ShardPlacementResult`). `ignored_params` are neither sharded nor moved, and their gradients are not
-    reduced. Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition; with
-    `dp_mesh_dims` they are DTensors on `mesh` itself, whose named dimensions shard and replicate.
+    `shard_placement_fn` may choose another mesh (`ShardPlacementResult`) or dimension for a parameter. The number of
+    shards must divide the size of a dimension other than 0. `ignored_params` are neither sharded nor moved, and their
+    gradients are not reduced. Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition.
+    With `dp_mesh_dims`, all parameters must be DTensors on `mesh`, whose named dimensions shard and replicate.
     """
     given = module if isinstance(module, list | tuple) else [module]
     if not given:
@@ -136,7 +136,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Unshard and reshard the module around a method other than forward, such as `generate` or `encode`."""
+    """Make a method other than forward, such as `generate`, unshard the module first and reshard it afterwards."""
     state = state_of(module)
     if state is None:
         return
@@ -240,14 +240,14 @@ def _warn_about_one() -> None:
 
 
 def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The given modules, except modules inside another given module."""
+    """Return the given modules, except modules inside another given module."""
     given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
     inside = {child for each in given for child in each.modules() if child is not each}
     return [each for each in given if each not in inside]
 
 
 def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
-    """The prefix of names in each module. With several outermost modules, it begins with the outermost one's index."""
+    """Map each module to the prefix of its names. With several outermost modules, the prefix starts with an index."""
     prefixes: dict[nn.Module, str] = {}
     for number, each in enumerate(outermost):
         for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):
@@ -256,9 +256,9 @@ def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
-    """Add the modules whose own parameters and buffers belong to this call, children first.
+    """Add modules whose own parameters and buffers belong to this call to `managed`, children first.
 
-    Excludes modules of other calls and replicated modules, with everything inside them.
+    Skip modules of other calls and replicated modules, with everything inside them.
     """
     if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
@@ -269,7 +269,7 @@ def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
 def _params_to_shard(
     modules: list[nn.Module], prefixes: dict[nn.Module, str], ignored: set[nn.Parameter], info: DataParallelMeshInfo
 ) -> list[ParamToShard]:
-    """Each distinct parameter with all its names."""
+    """Return the distinct parameters of `modules` that are not ignored, each with all of its names."""
     found: dict[nn.Parameter, ParamToShard] = {}
     for module in modules:
         for name, parameter in own_parameters(module).items():
@@ -281,7 +281,7 @@ def _params_to_shard(
 
 
 def _facts(title: str, params: list[ParamToShard], policy: MixedPrecisionPolicy) -> list[str]:
-    """Facts that must be equal on all ranks."""
+    """Describe everything that must be equal on all ranks, one text per fact."""
     return [
         f"module {title}",
         *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
@@ -304,7 +304,7 @@ def _make_param_groups(
     offload: OffloadPlan,
     slices: int | None,
 ) -> list[ParamGroup]:
-    """One param group for each set of ranks."""
+    """Make one param group for each set of ranks that shard and replicate parameters."""
     by_ranks: dict[Any, list[ParamToShard]] = {}
     for param in params:
         info = param.mesh_info
@@ -334,7 +334,7 @@ def _make_managed_param(
     device: torch.device,
     policy: MixedPrecisionPolicy,
 ) -> ManagedParam:
-    """Make the engine's record of a parameter and the sharded parameter. The unit copies the values into its shard."""
+    """Make the sharded parameter and the engine's record of it. The unit later copies the values into its shard."""
     parameter, local = param.parameter, param.local
     mesh, placements = mesh_and_placements(param, dims)
     sharding = RowSharding(tuple(local.shape), param.mesh_info.shard_mesh_size, param.dim)
@@ -378,7 +378,7 @@ def _attach(
     policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Register sharded parameters, casts of buffers and hooks on the modules. `prefixes` lists the managed modules."""
+    """Register sharded parameters, buffer casts and hooks on the modules. `prefixes`: name prefix by managed module."""
     for module in prefixes:
         for buffer in module.buffers(recurse=False):
             if buffer.device != unit.device and not buffer.is_meta:

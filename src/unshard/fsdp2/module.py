@@ -34,14 +34,14 @@ _FSDP_CLASSES: dict[type, type] = {}
 
 
 class FSDPModule:
-    """Methods of a sharded module, whose class is `FSDP<Original>`, derived from this and the original class."""
+    """Methods of a sharded module. Its class is `FSDP<Original>`, which derives from this and the original class."""
 
     # Read by generation loops of other libraries, to keep ranks in step, and by PyTorch's compiler.
     _is_fsdp_managed_module = True
     _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance of the original class: a slice of a sharded Sequential is a Sequential."""
+        """Create an instance of the original class, so that a slice of a sharded Sequential is a plain Sequential."""
         original = cls.__mro__[2]
         instance = original.__new__(original, *args, **kwargs)
         if not _skips_init.get():
@@ -65,14 +65,14 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones again. Units inside the module do not change."""
+        """Free the unsharded parameters and register the sharded parameters. Units inside the module do not change."""
         self._get_fsdp_state().unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Reshard the model and drop the state of an unfinished iteration. Call it on the root.
+        """Reshard the model and drop the state of an unfinished iteration. Call this on the root.
 
-        It also drops gradients that were accumulated without synchronization. It is not needed after an exception: the
-        model recovers by itself.
+        This also drops gradients that were accumulated without synchronization. The call is not needed after an
+        exception, because the model recovers by itself.
         """
         self._get_fsdp_state().reset()
 
@@ -84,7 +84,7 @@ class FSDPModule:
         self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With replicas, set whether backward also all-reduces over them, or only reduce-scatters and accumulates."""
+        """Set whether backward all-reduces over replicas. If not, it reduce-scatters and accumulates the results."""
         self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
 
     # PyTorch's versions of the next four change one unit and have no `recurse`.
@@ -104,7 +104,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Sum in collectives, and divide the sharded gradients afterwards. By default, this changes only this unit."""
+        """Let collectives sum, and divide the sharded gradients afterwards. By default, this changes only this unit."""
         self._set("force_sum", _bool("enable", enable), recurse)
 
     def set_all_reduce_hook(
@@ -116,8 +116,8 @@ class FSDPModule:
     ) -> None:
         """Call `hook` with a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
-        By default, the hook is called for this unit only. It may change the tensor in place. With `stream`, the hook
-        runs on that stream; a mesh of replicas does not support this.
+        By default, this changes only this unit. The hook may change the tensor in place. With `stream`, the hook runs
+        on that stream, which is not supported on a mesh with replicas.
         """
         if stream is None:
             self._set("all_reduce_hook", hook, recurse)
@@ -168,18 +168,18 @@ class FSDPModule:
         self._get_fsdp_state().root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Pass False if more backwards follow in this iteration (pipeline schedules)."""
+        """Set whether the next backward is the last of the iteration. Pipeline schedules pass False before others."""
         self._get_fsdp_state().root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Pass True to end the iteration's backwards with `finalize_backward` (pipeline schedules of torch 2.15)."""
+        """Pass True if `finalize_backward` will end an iteration's backwards (pipeline schedules of torch 2.15)."""
         self._get_fsdp_state().root_options().last_backward = not _bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since `set_manual_backward_finalization(True)`: reduce pending gradients, and reshard.
 
         To reduce gradients that were accumulated without synchronization, first turn synchronization on. With
-        `async_op`, returns a handle; the gradients are already complete.
+        `async_op`, returns a handle for compatibility, although the gradients are already complete.
         """
         state = self._get_fsdp_state()
         if state.is_initialized:
@@ -205,7 +205,7 @@ class FSDPModule:
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
 
     def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may run at once. The model's largest value at its first forward applies."""
+        """Set how many reductions may run at once. The first forward fixes the limit: the model's largest value."""
         if isinstance(buffers, bool) or not isinstance(buffers, int):
             raise PolicyError(f"buffers must be an int, got {buffers!r}.")
         if buffers < 1:
@@ -217,13 +217,13 @@ class FSDPModule:
         self._get_fsdp_state().unit.options.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """When backward unshards this module, prefetch these modules instead of the previous one in forward."""
+        """When backward unshards this module, prefetch these modules instead of the previous one in forward order."""
         self._get_fsdp_state().unit.options.backward_prefetch = _units_of(modules)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter over a separate process group, so that reductions do not queue behind all-gathers.
 
-        This is the default with NCCL, except for units that take memory from a pool. All ranks must call it, because
+        This is the default with NCCL, except for units that take memory from a pool. All ranks must call this, because
         the next reduce-scatter creates a process group.
         """
         _bool("enable", enable)
@@ -240,7 +240,7 @@ class FSDPModule:
             state.transport_settings.allocate_from(pool_of_group if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
-        """Allocate buffers of collectives in torch's symmetric memory (CUDA only). By default, for this unit only."""
+        """Allocate buffers of collectives in torch's symmetric memory (CUDA only), by default for this unit only."""
         for state in self._states(recurse):
             state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
@@ -262,7 +262,7 @@ class FSDPModule:
             setattr(state.unit.options, option, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `nn.Module.named_parameters`: the sharded parameters, except between forward and backward."""
+        """Like `nn.Module.named_parameters`. Yields the sharded parameters, except between forward and backward."""
         if not torch.compiler.is_compiling():
             self._get_fsdp_state().before_listing()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
@@ -270,7 +270,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of unsharded parameters and those accumulated without synchronization.
 
-        An optimizer's `zero_grad` does not reach the accumulated ones.
+        An optimizer's `zero_grad` does not clear gradients accumulated without synchronization.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
@@ -278,7 +278,7 @@ class FSDPModule:
             state.unit.clear_gradients(set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`.to()`, `.half()` and `to_empty()` convert the sharded parameters."""
+        """Convert the sharded parameters. `.to()`, `.half()` and `to_empty()` call this."""
         state = self._get_fsdp_state()
         refuse_shared_memory(state.unit, fn)
         state.unit.rest()
@@ -319,7 +319,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """The `FSDP<Original>` class of each original class."""
+    """Return a dict that maps each original class to its `FSDP<Original>` class."""
     return _FSDP_CLASSES
 
 
@@ -341,7 +341,7 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def swap_class(module: nn.Module) -> None:
-    """Change the class of `module` to `FSDP<Original>`; there is one such class per original class."""
+    """Change the class of `module` to `FSDP<Original>`. Create that class if no module of the same class has it yet."""
     cls = type(module)
     if cls not in _FSDP_CLASSES:
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
@@ -356,9 +356,9 @@ _IN_PROGRESS = "unshard copies a model"
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Copy values, policies and hooks, but not gradients. The copy has its own root.
+    """Copy a sharded module with values, policies and hooks, but without gradients. The copy has its own root.
 
-    Called for every sharded module inside the copied one; the outermost call copies the units.
+    `copy.deepcopy` calls this for every sharded module inside the copied module; the outermost call copies all units.
     """
     is_outermost = _IN_PROGRESS not in memo
     states = _prepare(module, memo) if is_outermost else []
@@ -378,7 +378,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
-    """Reshard all units, and put their states and sharded parameters into the memo, so that deepcopy skips them."""
+    """Reshard all units, and put copies of states and sharded parameters into the memo, where deepcopy finds them."""
     memo[_IN_PROGRESS] = True
     states = list(dict.fromkeys(state for child in module.modules() if (state := state_of(child))))
     for state in states:
@@ -400,7 +400,7 @@ def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
 
 
 def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
-    """Create the unit of the copied state, with the parameters of the copied modules."""
+    """Initialize the copy of `state` with a new unit, which has the parameters of the copied modules."""
     old = state.unit
     # Prefetch lists refer to units of the original; the copy learns its own order.
     options = dataclasses.replace(old.options, forward_prefetch=None, backward_prefetch=None)

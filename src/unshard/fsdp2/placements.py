@@ -35,10 +35,10 @@ class DataParallelMeshInfo:
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
     spmd_mesh: DeviceMesh | None = None
-    """The mesh of all parallelisms, on which parameters already are DTensors; see `DataParallelMeshDims`."""
+    """The mesh of all parallelisms, on which parameters already are DTensors. None without `dp_mesh_dims`."""
 
     needs: ClassVar[dict[str, str]] = {}
-    """Fields that must not be None, and what their dimension does."""
+    """Fields that must not be None, each with a verb that says what its dimension does, for errors."""
 
     def __post_init__(self) -> None:
         for field, verb in self.needs.items():
@@ -68,7 +68,7 @@ class DataParallelMeshInfo:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """The dimension that shards, as a mesh of one dimension."""
+        """The dimension that shards, as a mesh of one dimension. None if no dimension shards."""
         if self.shard_mesh_dim is None:
             return None
         if self.mesh.ndim == 1:
@@ -78,7 +78,7 @@ class DataParallelMeshInfo:
         return self.mesh[self.mesh.mesh_dim_names[self.shard_mesh_dim]]
 
     def transports(self, device: torch.device) -> tuple[Transport, Transport]:
-        """The transports over the ranks that shard and over the ranks that replicate."""
+        """Return the transport over the shards and the transport over the replicas."""
         shards, replicas = (
             SoloTransport() if group is None else transport_for(group, device)
             for group in (self.shard_process_group, self.replicate_process_group)
@@ -86,7 +86,7 @@ class DataParallelMeshInfo:
         return shards, replicas
 
     def slices_after_forward(self, size: int, device: torch.device) -> Slicing:
-        """Process groups of `size` neighbors, whose ranks keep slices between forward and backward."""
+        """Return the process group and mesh of `size` neighbors that keep slices between forward and backward."""
         table = self.mesh.mesh.reshape(-1, size)
         row, column = (table == dist.get_rank()).nonzero()[0].tolist()
         neighbors = group_of(table[row].tolist(), "slices")
@@ -98,13 +98,13 @@ class DataParallelMeshInfo:
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that shards."""
+    """A mesh with a dimension that shards parameters."""
 
     needs = {"shard_mesh_dim": "shards"}
 
 
 class DDPMeshInfo(DataParallelMeshInfo):
-    """A mesh that replicates."""
+    """A mesh with a dimension that replicates parameters."""
 
     needs = {"replicate_mesh_dim": "replicates"}
 
@@ -136,7 +136,7 @@ class DataParallelMeshDims:
 
 
 def resolve_mesh_info(mesh: Any, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
-    """Resolve the arguments `mesh` and `dp_mesh_dims`."""
+    """Check the arguments `mesh` and `dp_mesh_dims`, and return the mesh and its data-parallel dimensions."""
     if dims is not None:
         return _resolve_spmd(mesh, dims)
     if mesh is None:
@@ -190,7 +190,7 @@ def _resolve_spmd(mesh: Any, dims: DataParallelMeshDims) -> DataParallelMeshInfo
 
 
 def _flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """The named dimensions as a mesh of one dimension."""
+    """Return the named dimensions as a mesh of one dimension, or None if `names` is empty."""
     if not names:
         return None
     return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)], "_".join(names))
@@ -207,7 +207,7 @@ def _as_names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """A possible result of `shard_placement_fn`: a dimension (None: the first), and the mesh to shard over."""
+    """A result of `shard_placement_fn`: the dimension to shard (None means dimension 0), and the mesh to shard over."""
 
     placement: Shard | None
     mesh_info: DataParallelMeshInfo
@@ -218,7 +218,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 @dataclass
 class ParamToShard:
-    """A parameter that a call of `fully_shard` shards, with all its names and all modules that have it."""
+    """A parameter that a call of `fully_shard` shards, with all of its names and locations."""
 
     parameter: nn.Parameter
     names: list[str]
@@ -228,9 +228,9 @@ class ParamToShard:
 
     @property
     def owner(self) -> tuple[ParamGroup, ManagedParam] | None:
-        """The param group of an earlier call that sharded the parameter, and the engine's record of the parameter.
+        """The param group of an earlier call that sharded the parameter, and the engine's record of it, or None.
 
-        Modules of both calls share the parameter.
+        If not None, modules of both calls share the parameter.
         """
         group = param_group_of(self.parameter)
         theirs = None if group is None else group.param_of(self.parameter)
@@ -241,7 +241,7 @@ class ParamToShard:
         return self.names[0]
 
     def refuse_same_place(self, group: ParamGroup, theirs: ManagedParam) -> None:
-        """Raise if the owner sharded the parameter in this very module, rather than in one that is tied to it."""
+        """Raise if an earlier call sharded the parameter in the same module, not just in a module tied to that one."""
         held = {(id(each.parameters), each.name) for each in theirs.locations}
         if any((id(each.parameters), each.name) in held for each in self.locations):
             raise UnsupportedError(
@@ -250,11 +250,11 @@ class ParamToShard:
 
     @property
     def local(self) -> torch.Tensor:
-        """The parameter as a plain tensor: the local tensor of a tensor-parallel one."""
+        """The parameter as a plain tensor. For a tensor-parallel parameter, this is the local tensor."""
         return local_part(self.parameter.detach())
 
     def choose_placement(self, fn: ShardPlacementFn | None) -> None:
-        """Set mesh and dimension to those that the user's function returns (default: the call's mesh, dimension 0)."""
+        """Set the mesh and dimension that the user's `fn` returns (default: the mesh of the call, dimension 0)."""
         self._check_kind()
         chosen: Any = fn(self.parameter) if fn is not None else None
         if isinstance(chosen, ShardPlacementResult):
@@ -314,7 +314,7 @@ class ParamToShard:
 def mesh_and_placements(
     param: ParamToShard, dims: DataParallelMeshDims | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of the sharded parameter."""
+    """Return the mesh and the placements of the sharded parameter."""
     if dims is not None:
         return _placements_on_spmd_mesh(param, dims)
     info, parameter = param.mesh_info, param.parameter
@@ -331,7 +331,7 @@ def mesh_and_placements(
 
 
 def _shard(param: ParamToShard, mesh: DeviceMesh, later: Any) -> Placement:
-    """The placement on a mesh dimension before those in `later`, some of which may shard the same tensor dimension."""
+    """Return the placement on a mesh dimension. `later`: the mesh dimensions after it, which may shard the same dim."""
     placements = param.parameter.placements  # type: ignore[attr-defined]
     factor = prod(mesh.size(i) for i in later if placements[i].is_shard(param.dim))
     return strided_shard(param.dim, factor) if factor > 1 else Shard(param.dim)
@@ -356,7 +356,7 @@ def _check_tp_mesh(name: str, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
 def _placements_on_spmd_mesh(
     param: ParamToShard, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a DTensor on the mesh of all parallelisms: only data-parallel placements change."""
+    """Like `mesh_and_placements`, on the mesh of all parallelisms. Only the data-parallel placements change."""
     name, parameter, mesh = param.name, param.parameter, param.mesh_info.spmd_mesh
     if mesh is None:
         raise UnsupportedError(
