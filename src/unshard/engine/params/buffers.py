@@ -16,7 +16,7 @@ from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..states import Segments, sent_dtype
 
 EMPTIED: set[int] = set()
-"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty storage ends the process."""
+"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty storage crashes the process."""
 
 
 def will_empty(owner: object, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -30,12 +30,12 @@ class Buffer:
     """A storage that is emptied and refilled while the tensors over it stay the same objects.
 
     Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing. Memory belongs to
-    the stream that is current at `take`. `release` does not wait: call it after that stream has queued the last use, or
-    a wait for it.
+    the stream that is current at `take`. `release` does not wait: call it after that stream has queued the last use of
+    the memory, or a wait for the last use.
     """
 
     def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None, memory: torch.Tensor | None = None):
-        """`memory`: bytes to use instead of allocating any. They are never freed."""
+        """`memory`: bytes to use instead of allocating any. These bytes are never freed."""
         self.nbytes = nbytes
         self.device = device
         self.stays = memory is not None
@@ -49,7 +49,7 @@ class Buffer:
         self._pool = pool
 
     def take(self) -> None:
-        """Allocate the memory, with undefined contents, unless it is held."""
+        """Allocate the memory, with undefined contents, unless it is already held."""
         if not self.held:
             if self._pool is None:
                 self.storage.resize_(self.nbytes)
@@ -65,7 +65,7 @@ class Buffer:
             self.held = False
 
     def stay(self) -> None:
-        """Never free the memory from now on: recorded steps read and write it at its present address."""
+        """Allocate the memory and never free it again, because recorded steps use it at its present address."""
         self.take()
         self.stays = True
 
@@ -74,8 +74,8 @@ class Buffer:
     ) -> torch.Tensor:
         """Return a tensor at a byte offset, contiguous by default. Call this only while memory is held.
 
-        Made with `set_` instead of slicing, so it has its own version counter: an all-gather into the buffer must not
-        look like a write to parameters that autograd saved.
+        The tensor is made with `set_` instead of slicing and has its own version counter, because an all-gather into
+        the buffer must not look like a write to parameters that autograd saved.
         """
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(
@@ -145,11 +145,11 @@ class ShardLayout:
         return self.flat(torch.uint8, at.offset, at.piece)
 
     def flat(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """Return a range as a flat tensor; `offset` is in bytes."""
+        """Return `numel` elements of the memory, from byte `offset` on, as a flat tensor."""
         return self.memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield each parameter and its first byte, in the order of memory."""
+        """Yield the index and the first byte of each parameter, in the order of memory."""
         for region, at in zip(self.regions, self.buffer_layout.ranges, strict=True):
             for run, start in zip(region.runs, at.runs, strict=True):
                 itemsize = self.segments.kinds[run.segment].original.itemsize
@@ -160,8 +160,8 @@ class ShardLayout:
 class Shard(ShardLayout):
     """This rank's part of a param group in the original dtypes, one flat tensor that stays allocated.
 
-    Each local tensor is at offset 0 of a slice of the storage: a DTensor over a tensor with a storage offset can be
-    neither saved nor deep-copied, and a slice saves only the parameter's own bytes. On meta there is no storage.
+    Each local tensor is at offset 0 of its own slice of the storage, because torch neither saves nor deep-copies a
+    DTensor with a storage offset. Saving a slice writes only the parameter's own bytes. On meta there is no storage.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Shard(ShardLayout):
             local.set_(storage, 0, local.shape, local.stride())
 
     def stored(self) -> Shard:
-        """Return this shard for a unit that computes in the stored dtypes."""
+        """Return the same shard, over the same memory, for a unit that computes in the stored dtypes."""
         same = copy.copy(self)
         same.segments = self.segments.stored()
         return same
@@ -248,7 +248,7 @@ class UnshardedBuffer(Buffer):
         }
 
     def parameter(self, shard: ShardLayout, index: int) -> torch.Tensor:
-        """Return the place of a parameter, as a tensor. Call this only while memory is held."""
+        """Return a tensor over the place of a parameter in the buffer. Call this only while memory is held."""
         sharding, dtype = shard.shardings[index], shard.segments.dtypes(index).compute
         return self.tensor(dtype, self.offsets.get(index, 0), sharding.shape, sharding.stride)
 
@@ -256,7 +256,7 @@ class UnshardedBuffer(Buffer):
 class ShardBuffer(Buffer):
     """This rank's pieces of a collective, one per region, with padding. `bodies` are the pieces without padding.
 
-    `flats` are whole segments. Padding and gaps are zero, because flat optimizers and all-reduces read them.
+    `flats` has one tensor per segment. Padding and gaps are zero, because flat optimizers and all-reduces read them.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from .sharded import ShardedParams
 class PlaceholderParam(torch.Tensor):
     """Has the shape, dtype and device of a sharded parameter; computing with it raises a helpful error.
 
-    Modules cannot hold the emptied unsharded parameter instead, because reading that ends the process. Code that reads
-    the memory of a placeholder without calling torch finds NaN.
+    Modules cannot hold the emptied unsharded parameter instead, because reading it would crash the process. Code that
+    reads the memory of a placeholder without calling torch finds NaN.
     """
 
     _param: weakref.ref[ManagedParam]
@@ -95,7 +95,7 @@ class FlatParam:
     """A tensor that a program assigned to `sharded.data`; the next forward adopts it."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
-        """Point `sharded` at the unsharded buffer, which must be allocated. `view`: any tensor over its storage."""
+        """Point `sharded` at the unsharded buffer, which must be allocated. `view`: any tensor over the buffer."""
         if self._of is not view:
             with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
@@ -116,9 +116,9 @@ class FlatParam:
 
 
 class FlatParamSwap(ParamSwap):
-    """Also lets the flat parameter show the unsharded buffer.
+    """Swaps parameters on modules, and points the flat parameter at the shard or at the unsharded buffer.
 
-    `placeholders`: what modules hold at rest instead of their parameters, if anything.
+    `placeholders`: the tensors that modules hold at rest instead of their parameters, if any.
     """
 
     def __init__(self, params: Iterable[ManagedParam], flat: Any, placeholders: Mapping[ManagedParam, torch.Tensor]):
@@ -146,9 +146,9 @@ class FlatParamSwap(ParamSwap):
 
 
 class FlatShardedParams(ShardedParams):
-    """Plain tensors instead of DTensors: one flat parameter, or the original ones with this rank's elements.
+    """Sharded parameters as plain tensors: one flat parameter, or the original ones with this rank's elements.
 
-    The caller has set `local` of each param to this rank's elements.
+    Before construction, the caller sets `local` of each param to this rank's elements.
     """
 
     layout: ClassVar[UnitLayout] = FLAT_LAYOUT
@@ -163,7 +163,7 @@ class FlatShardedParams(ShardedParams):
         length: int,
         originals: bool,
     ):
-        """`locations`: where the flat parameter is registered. `originals`: users see the original ones instead."""
+        """`locations`: where the flat parameter is registered. `originals`: users see original parameters instead."""
         self.originals = self.one_parameter_each = originals
         self.kind = self.kind_of(originals)
         nothing = torch.empty(0, dtype=params[0].sharded.dtype, device=offload.device)
@@ -196,13 +196,13 @@ class FlatShardedParams(ShardedParams):
         return [location for each in self._resting for location in each.locations]
 
     def is_bound(self) -> bool:
-        """Return True if every module has its parameter, and every parameter its address in the shard."""
+        """Return True if modules hold the sharded parameters, and these are at their addresses in the shard."""
         if not self.is_registered():
             return False
         return all(each.sharded.data_ptr() == address for *_, each, address in self._places)
 
     def is_registered(self) -> bool:
-        """Return True if every module has its parameter, at whatever address."""
+        """Return True if modules hold the sharded parameters, at whatever addresses these are."""
         return all(parameters.get(name) is each.sharded for parameters, name, each, _ in self._places)
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
@@ -219,7 +219,7 @@ class FlatShardedParams(ShardedParams):
         return parameter is param.origin() or parameter is self._at_rest(param)
 
     def _at_rest(self, param: ManagedParam) -> Any:
-        """Return what modules have for `param` at rest."""
+        """Return the tensor that modules hold for `param` at rest."""
         return self._placeholders.get(param, param.sharded)
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
@@ -261,7 +261,7 @@ class FlatShardedParams(ShardedParams):
             return False
 
     def undo_assigned_data(self) -> list[str]:
-        """Undo nothing: `rebind` adopts the data of plain tensors."""
+        """Return an empty list: `rebind` adopts data that programs assign to plain tensors, so there is no undo."""
         return []
 
     def find_extended(self) -> bool:
@@ -352,7 +352,7 @@ class FlatShardedParams(ShardedParams):
         return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat=flat)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return all parameters if any has a gradient. Ranks may use different ones: the unit is reduced as a whole."""
+        """Return all indices if any parameter has a gradient: ranks may use different ones, so all are reduced."""
         for index, gradient in gradients.items():
             if gradient.requires_grad:
                 raise StateError(
@@ -443,7 +443,7 @@ class FlatShardedParams(ShardedParams):
 
 
 def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:
-    """Move a parameter that was given other memory back into the shard, with its present values."""
+    """Move a parameter that was given other memory back into the shard. It keeps its present values."""
     if parameter.device == inside.device and parameter.data_ptr() != inside.data_ptr():
         inside.copy_(parameter.detach())
         parameter.data = inside

@@ -30,7 +30,7 @@ class Entry:
     name: str
     path: str
     written_unseen: bool
-    """True for the statistics of batch norm, which it writes without changing version counters."""
+    """True for the statistics of batch norm: batch norm writes them without changing version counters."""
     stored: torch.Tensor | None = None
     cast: torch.Tensor | None = None
     version: int | None = None
@@ -41,7 +41,7 @@ class Entry:
 class ModuleBuffers:
     """Casts the buffers of a unit's modules (rotary tables, running statistics) to the policy's dtype during forward.
 
-    Stored, saved and loaded buffers keep their dtype. What forward writes is copied back when forward ends.
+    Stored, saved and loaded buffers keep their dtype. Values that forward writes are copied back when forward ends.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str):
@@ -67,7 +67,7 @@ class ModuleBuffers:
         return any(entry.buffers is own_buffers(module) and entry.name == name for entry in self._entries)
 
     def enter(self, cast: bool) -> None:
-        """Call this when forward begins. In nested forwards, the outermost one casts."""
+        """If `cast`, put cast buffers on the modules, unless an outer forward has. Call this when forward begins."""
         if cast and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
@@ -75,14 +75,14 @@ class ModuleBuffers:
         self._shown.append(cast)
 
     def leave(self) -> None:
-        """Call this when forward ends or raises."""
+        """Put the stored buffers back on the modules. Call this when forward ends or raises."""
         if self._shown.pop() and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
                     self._restore(entry)
 
     def forget_casts(self) -> None:
-        """Cast again in the next forward: stored buffers may change unnoticed. Do not call this during a forward."""
+        """Drop the cast copies, because stored buffers may change unnoticed. Do not call this during a forward."""
         for entry in self._entries:
             entry.stored = entry.cast = None
 
@@ -128,7 +128,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _warn(message: str) -> None:
-    """Warn on one rank, once for all units with the same text."""
+    """Log a warning on rank 0, once per text, even if several units have the same text."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _warn_once(message)
 
@@ -165,10 +165,10 @@ def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecis
 
 
 class CastBoundary:
-    """Casts inputs of a module with an override to its dtype, and outputs to the dtype of the modules around it."""
+    """Casts inputs of a module to the dtype of its override, and outputs to the dtype of the modules around it."""
 
     def __init__(self, state: Any, policy: MixedPrecisionPolicy):
-        """`state`: the hooks of the unit. Not the unit itself, because a deep copy of the model has another one."""
+        """`state`: the hooks of the unit. Not the unit itself, because a deep copy of the model has another unit."""
         self._state, self._policy = state, policy
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def cast_boundaries(
 
 
 def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the policy for inputs and outputs of the unit: the override, if all its parameters have the same one."""
+    """Return the policy for inputs and outputs of a unit. If all `params` have the same override, it applies."""
     policies = {param.policy for param in params}
     if len(policies) != 1 or policy in policies:
         return policy

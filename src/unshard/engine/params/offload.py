@@ -1,4 +1,4 @@
-"""Offload: where shards and optimizer state rest, and copies of offloaded shards to the device."""
+"""Offload: where shards and optimizer state are kept, and how offloaded shards are copied to the device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .buffers import Buffer, Shard
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The memory of shards and sharded gradients. If units compute on another device, `copy_streams` copy both ways."""
+    """Where shards and sharded gradients are kept. `copy_streams` is set if the units compute on another device."""
 
     device: torch.device
     pin: bool = False
     copy_streams: CopyStreams | None = None
     states: OffloadPlan | None = None
-    """The memory of optimizer state, if it is not with the shards."""
+    """Where optimizer state is kept, if not with the shards."""
 
     @property
     def offloaded(self) -> bool:
@@ -60,7 +60,7 @@ def offload_plan_for(policy: OffloadPolicy, compute: torch.device) -> OffloadPla
 
 @cache
 def _warn_of_unpinned() -> None:
-    """Warn once per process, not once per unit."""
+    """Warn that memory is not page-locked, once per process instead of once per unit."""
     warnings.warn(
         "pin_memory=True needs an accelerator and none is available: shards and optimizer state are in ordinary host "
         "memory. Pass pin_memory=False to the offload policy to silence this warning.",
@@ -78,7 +78,7 @@ class Upload:
     SAMPLES = 64
 
     def __init__(self, shard: Shard, device: torch.device, stream: SideStream, writes: Callable[[], tuple[int, int]]):
-        """`writes`: its result changes when the shard is written, as far as writes are counted."""
+        """`writes` returns a value that changes when the shard is written, as far as torch counts writes."""
         self._source, self._locals = shard.memory, shard.locals
         self._buffer = Buffer(self._source.numel(), device)
         self._target = self._buffer.tensor(torch.uint8, 0, (self._source.numel(),))
@@ -105,7 +105,7 @@ class Upload:
         self._stream.queue(lambda: None, first=self._copy)
 
     def forget(self) -> None:
-        """Discard an early copy, because it is out of date."""
+        """Discard the copy that `start_early` made. Call this when the shard has changed."""
         self._early = None
 
     def start(self, targets: list[torch.Tensor], views: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
@@ -123,7 +123,7 @@ class Upload:
         return IssuedOnSideStream(self._stream, cast_and_issue, first=None if current else self._copy)
 
     def _is_current(self) -> bool:
-        """Return True if an early copy exists and the shard was not written since; NaN counts as written."""
+        """Return True if an early copy exists and the shard was not written since. A NaN sample counts as a write."""
         if self._early is None:
             return False
         writes, samples = self._early
@@ -131,7 +131,7 @@ class Upload:
 
     @cached_property
     def _samples(self) -> list[torch.Tensor]:
-        """A few elements of every parameter, evenly spread. They reveal writes through `.data`, which do not count."""
+        """A few elements of every parameter, evenly spread. Uncounted writes, through `.data`, change them."""
         steps = [max(1, each.numel() // self.SAMPLES) for each in self._locals]
         return [
             each.detach().as_strided((-(-each.numel() // step),), (step,))
@@ -144,7 +144,7 @@ class Upload:
 
 
 class IssuedOnSideStream:
-    """A collective that is issued on a side stream, after what the compute stream has queued so far."""
+    """A collective that is issued on a side stream, after everything that the compute stream has queued so far."""
 
     def __init__(self, stream: SideStream, issue: Callable[[], Work], first: Callable[[], object] | None = None):
         """`first` is queued before `issue`, and does not wait for the compute stream."""

@@ -67,7 +67,7 @@ class ManagedParam:
     locations: list[ParamLocation]
     sharding: RowSharding | FlatSharding
     origin: weakref.ref[nn.Parameter]
-    """The parameter before it was sharded; shows whether two units were given the same one."""
+    """The parameter before it was sharded; tells whether two units were given the same parameter."""
     sharded: nn.Parameter
     """The parameter that modules hold at rest."""
     local: torch.Tensor
@@ -76,7 +76,7 @@ class ManagedParam:
     tp_spec: DTensorSpec | None = None
     """Distribution of the unsharded parameter over other ranks (tensor parallelism), if any."""
     partial_dims: frozenset[int] = frozenset()
-    """Mesh dimensions of `tp_spec` that the reduction sums over: gradients may be partial there."""
+    """Mesh dimensions of `tp_spec` that the reduction sums over, so gradients may be partial in these dimensions."""
     unsharded: nn.Parameter | None = None
     """The parameter that modules hold while they compute."""
     sliced: nn.Parameter | None = None
@@ -99,7 +99,7 @@ class ManagedParam:
 
     @property
     def is_replaced(self) -> bool:
-        """True if a program has registered another parameter in its place."""
+        """True if a program has registered another parameter in place of this one."""
         known = (self.sharded, self.unsharded, self.sliced)
         return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
 
@@ -119,25 +119,25 @@ dropped_name: Callable[[Any], tuple[str, str] | None] = _dropped.get
 
 
 class Replacements:
-    """Counts the sharded parameters that programs have replaced. Optimizers are checked again when it changes."""
+    """Counts the sharded parameters that programs have replaced. A new count causes new checks of all optimizers."""
 
     seen = 0
 
 
 def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
-    """Remember a sharded parameter that a program has replaced: optimizers may still have it."""
+    """Remember a sharded parameter that a program has replaced, because optimizers may still hold it."""
     _former[parameter] = name
     _former.pop(by, None)  # a former parameter that was put back
     Replacements.seen += 1
 
 
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
-    """Remember an unsharded parameter, to refuse optimizers that hold it."""
+    """Remember an unsharded parameter, in order to refuse optimizers that hold it."""
     _unsharded[parameter] = name
 
 
 def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
-    """Remember a sharded parameter that no module has any more, because it was tied to another unit's."""
+    """Remember a sharded parameter that no module holds any more: `owner`, of another unit, has taken its place."""
     _dropped[parameter] = name, owner
     Replacements.seen += 1
 
@@ -177,7 +177,7 @@ def steps_of_this_rank() -> Steps:
 
 
 class ParamSwap:
-    """Swaps parameters on modules: assigns to their `_parameters`, from lists that are made once."""
+    """Swaps parameters on modules, by assigning to `_parameters` from lists that are made once."""
 
     def __init__(self, params: Iterable[ManagedParam]):
         self._params = list(params)
@@ -191,7 +191,7 @@ class ParamSwap:
         self.refresh()
 
     def refresh(self) -> None:
-        """Call this after the params were given other parameters."""
+        """Rebuild the lists. Call this after params were given other sharded or unsharded parameters."""
         unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
         self.unsharded = unsharded if len(unsharded) == len(self._params) else []
         """The unsharded parameters of all params, once all have one; else empty."""
@@ -200,7 +200,7 @@ class ParamSwap:
         self._sharded_values: Sequence[Any] = [param.sharded for param in self._plain]
 
     def show_unsharded(self, follow_requires_grad: bool = False) -> None:
-        """`follow_requires_grad`: copy it from the sharded parameters, which users freeze and unfreeze."""
+        """`follow_requires_grad`: copy `requires_grad` of the sharded parameters, which users freeze and unfreeze."""
         if follow_requires_grad and any(
             map(is_not, map(_requires_grad, self.unsharded), map(_requires_grad, self._at_rest))
         ):
@@ -283,7 +283,7 @@ _QUANT_STATE = "quant_state"
 
 
 class _OwnMemory:
-    """Stands for a tensor over the parameter's own memory."""
+    """Replaces, in `ManagedParam.attributes`, a tensor over the parameter's own memory."""
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def _is_memory_of(parameter: nn.Parameter, value: Any) -> bool:
 
 
 def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory: torch.Tensor | None) -> None:
-    """Set the attributes on a sharded or unsharded parameter, except those that it has.
+    """Set `attributes` on a sharded or unsharded parameter, except those that it already has.
 
     `memory`: the value of attributes that are the parameter's own memory.
     """
@@ -318,7 +318,7 @@ def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory:
 
 
 def is_packed(parameter: Any) -> bool:
-    """Return True if the elements are packed bits, whatever the dtype. They must not be cast."""
+    """Return True if the elements are packed bits, whatever the dtype, so that casts would destroy them."""
     return getattr(parameter, _QUANT_STATE, None) is not None
 
 
@@ -346,7 +346,7 @@ def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def set_quant_state(parameter: Any, entries: dict[str, Any], name: str) -> None:
-    """Change the scales of a packed parameter, which its layer and its sharded and unsharded parameter share."""
+    """Set the scales of a packed parameter in place: its layer and its sharded and unsharded parameters share them."""
     state = getattr(parameter, _QUANT_STATE)
     try:
         loaded = type(state).from_dict(dict(entries), device=state.absmax.device)

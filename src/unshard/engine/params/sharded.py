@@ -1,4 +1,4 @@
-"""The sharded parameters of a param group: views of its shard, also after a program replaced or moved them."""
+"""The sharded parameters of a param group. They stay views of its shard if a program replaces or moves them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ShardedParams:
         """True if every parameter is in its place, so that the shard can be gathered."""
         self._warned_of_hooks = False
         self.extended: set[int] = set()
-        """Parameters with their own gather protocol, which keep their memory outside the shard."""
+        """Indices of the parameters with their own gather protocol, which keep their memory outside the shard."""
         self._transport = transport
         self.steps = steps_of_this_rank()
         self.shard = self._lay_out()
@@ -78,14 +78,14 @@ class ShardedParams:
         return [location for param in self.params for location in param.locations]
 
     def is_bound(self) -> bool:
-        """Return True if every module has its parameter, and every parameter its local tensor in the shard."""
+        """Return True if modules hold the sharded parameters, and these hold their local tensors in the shard."""
         # Loops in C: called before every all-gather.
         if not all(map(is_, map(dict.get, self._dicts, self._names), self._given)):
             return False
         return all(map(is_, map(local_of, self._given), self._locals))
 
     def is_registered(self) -> bool:
-        """Return True if every module has its parameter, whatever tensor that holds."""
+        """Return True if modules hold the sharded parameters, whatever local tensors these hold."""
         return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
@@ -99,7 +99,7 @@ class ShardedParams:
         return found
 
     def shows(self, param: ManagedParam, parameter: Any) -> bool:
-        """Return True if `parameter` is what modules have for `param` at rest, or had before it was sharded."""
+        """Return True if modules hold `parameter` for `param` at rest, or held it before sharding."""
         return param.sharded is parameter or param.origin() is parameter
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
@@ -184,26 +184,26 @@ class ShardedParams:
             self.shard = self._lay_out()
 
     def make_swap(self) -> ParamSwap:
-        """Return the object that swaps parameters on modules."""
+        """Return a new object that swaps these parameters on their modules."""
         return ParamSwap(self.params)
 
     def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
-        """Return the object that gives reduced gradients to the sharded parameters."""
+        """Return a new object that gives reduced gradients to the sharded parameters."""
         return ShardedGrad(shard, regions, self.params, transport, self.offload)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return the parameters to reduce, given the gradients by parameter."""
+        """Return the indices of the parameters to reduce, given the gradients by index."""
         return tuple(gradients)
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show users gradients that were not synchronized. A no-op except in flat units."""
+        """Show users the unreduced sums as `.grad`. A no-op except in flat units."""
 
     @property
     def shows_unreduced(self) -> bool:
         return False
 
     def hide_unreduced(self) -> list[int]:
-        """Undo `show_unreduced`; return the parameters whose sums a user cleared."""
+        """Undo `show_unreduced`; return the indices of the parameters whose sums a user cleared."""
         return []
 
     def writes(self) -> tuple[int, int]:
@@ -228,7 +228,7 @@ class ShardedParams:
         return unsharded.narrow(sharding.dim, *sharding.rows(self._transport.rank))
 
     def copy_flat(self) -> bool:
-        """`copy_unsharded` for the flat parameter, if programs see one."""
+        """Like `copy_unsharded`, for the flat parameter. Call this only if programs see a flat parameter."""
         return False
 
     def _lay_out(self) -> Shard:
@@ -249,7 +249,7 @@ class ShardedParams:
             local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
-        """Return meta until parameters are materialized, so that a model on meta needs no memory."""
+        """Return the shard's device: meta until parameters are materialized, so that models on meta need no memory."""
         on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
         return META if on_meta else self.offload.device
 
@@ -269,20 +269,20 @@ class ShardedParams:
         self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
 
     def bind_locations(self) -> None:
-        """Call this after the locations of params changed."""
+        """Rebuild the lists of locations, for `is_bound`. Call this after the locations of params have changed."""
         names = [(location.parameters, location.name, param) for param in self.params for location in param.locations]
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
 
     @torch.no_grad()
     def widen_tied(self) -> None:
-        """Call this before state dicts are made: see `Shard.widen`."""
+        """Apply `Shard.widen` to tied parameters. Call this before a state dict is made."""
         for param, local in zip(self.params, self.shard.locals, strict=True):
             if len(param.locations) > 1 and param.local is local:
                 self.shard.widen(local)
 
     def undo_assigned_data(self) -> list[str]:
-        """Undo `parameter.data = tensor`; return the names of these parameters.
+        """Undo assignments `parameter.data = tensor`; return the names of the parameters that had one.
 
         After the assignment, a DTensor has another storage, which it does not use, and the same local tensor.
         """
@@ -296,7 +296,7 @@ class ShardedParams:
         return names
 
     def warn_of_hooks(self, unit: str) -> None:
-        """Warn of `parameter.register_hook`: autograd never calls it, because graphs have the unsharded parameter."""
+        """Warn of hooks on sharded parameters: autograd never calls them, because graphs use the unsharded ones."""
         names = [param.name for param in self.params if has_gradient_hooks(param.sharded)]
         if names and not self._warned_of_hooks:
             self._warned_of_hooks = True
@@ -308,7 +308,7 @@ class ShardedParams:
             )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
-        """Use the parameter that is registered now, and register it in all locations."""
+        """Take the parameter that a module holds now as the sharded parameter, and register it in all locations."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
         # `functional_call` restores an unsharded parameter, if modules held that when the call began.
         own = (param.sharded, param.unsharded)

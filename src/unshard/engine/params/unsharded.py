@@ -1,4 +1,4 @@
-"""The unsharded parameters of a param group: their buffer and all-gather, and what programs write to them."""
+"""The unsharded parameters of a param group: their buffer, their all-gather, and the program's writes to them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class UnshardedParams:
     def _moved(
         self, shard: Shard, index: int, made: tuple[ManagedParam, torch.Tensor, nn.Parameter]
     ) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
-        """Move a parameter to its place in the new buffer. Tensors that graphs saved stay in the old one."""
+        """Move a parameter to its place in the new buffer. Tensors that graphs saved stay in the old buffer."""
         param, _, parameter = made
         view = self.buffer.parameter(shard, index)
         if param.tp_spec is None:
@@ -107,7 +107,7 @@ class UnshardedParams:
         return Extension(param, self._transport, mesh, policy, dtype, self._device)
 
     def enter(self) -> None:
-        """Let the params refer to these parameters."""
+        """Set `unsharded` of each param to its parameter in this precision."""
         for param, view, parameter in self._made:
             param.unsharded_view, param.unsharded = view, parameter
             give_attributes(parameter, param.attributes, parameter.detach())
@@ -121,14 +121,14 @@ class UnshardedParams:
     # -- gather protocols and slices ------------------------------------------------------------------------
 
     def finish_special(self) -> None:
-        """Unshard parameters with a gather protocol and free slices, after the all-gather."""
+        """Unshard parameters with a gather protocol and free slices. Call this after waiting for the all-gather."""
         if self._extensions is not None:
             self._extensions.finish()
         if self.slices is not None:
             self.slices.release()
 
     def release_special(self) -> None:
-        """Free everything besides the unsharded buffer."""
+        """Free the memory of gather protocols and slices, which is not in the unsharded buffer."""
         if self._extensions is not None:
             self._extensions.release()
         if self.slices is not None:
@@ -161,7 +161,7 @@ _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
 
 class ShownParams:
-    """Finds out what a program did to unsharded parameters or slices while modules hold them outside a step."""
+    """Detects a program's changes to unsharded parameters or slices while modules hold them outside a step."""
 
     def __init__(self, sharded: ShardedParams, is_shard: bool, sliced: bool):
         """`is_shard`: the shard is the unsharded buffer. `sliced`: modules hold slices."""
@@ -174,7 +174,7 @@ class ShownParams:
 
     @property
     def touched(self) -> bool:
-        """True if the program has written, moved, frozen or unfrozen any of them."""
+        """True if the program has written, moved, frozen or unfrozen any of these parameters or slices."""
         return self._now() != self._before
 
     def _now(self) -> tuple[list[int], list[bool], list[int]]:
@@ -216,7 +216,7 @@ class ShownParams:
 
     @staticmethod
     def _move_back(param: ManagedParam, shown: torch.Tensor) -> bool:
-        """Move a parameter that was given other memory back to its place, which all-gathers write to."""
+        """Move a parameter with other memory back to the unsharded buffer; return False if its values do not fit."""
         place = param.unsharded_view
         if place is None:
             return False
