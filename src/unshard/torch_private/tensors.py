@@ -172,6 +172,24 @@ def make_sharded_parameter(
     return parameter
 
 
+def _hash_local_shapes() -> None:
+    """Let DTensors with different local shapes have different hashes in inductor's cache on disk.
+
+    Torch's hash lacks the local shape. If shards differ in size, a rank would load another rank's compiled graph, which
+    fails. Torch 2.12 to 2.15; earlier versions have no such hash.
+    """
+    torch_hash = DTensor._stable_hash_for_caching
+
+    def with_local_shape(dtensor: DTensor) -> str:
+        return f"{torch_hash(dtensor)}{tuple(local_of(dtensor).shape)}"
+
+    DTensor._stable_hash_for_caching = with_local_shape  # type: ignore[method-assign,assignment]
+
+
+if hasattr(DTensor, "_stable_hash_for_caching"):
+    _hash_local_shapes()
+
+
 def _without_offset(local: torch.Tensor) -> torch.Tensor:
     """A tensor like `local` at storage offset 0, to make a DTensor with.
 
