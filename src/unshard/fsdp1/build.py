@@ -107,10 +107,11 @@ def build_state(
         shards_params=groups.shards is not None,
         every_module_is_root=legacy,
     )
-    unit, handle = Unit([], device, policy, options), None
     if parameters:
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload.offload_params else OffloadPolicy()
         unit, handle = _flat_unit(module, parameters, groups, device, policy, options, offload, use_orig_params)
+    else:
+        unit, handle = Unit([], device, policy, options), None
     unit.name = type(module).__name__
     state = WrapperState(
         unit, handle, groups, modules, mixed_precision, cpu_offload, use_orig_params, limit_all_gathers
