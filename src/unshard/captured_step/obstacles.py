@@ -20,7 +20,7 @@ from .trained import Trained
 
 _SEED = 0x2D99787926D46932  # a seed that no program sets
 _watching: list[HostEffects] = []
-"""Instances whose steps are running."""
+"""Instances whose step is running now."""
 
 
 class HostEffects:
@@ -39,7 +39,7 @@ class HostEffects:
         _watching.append(self)
 
     def stop(self) -> None:
-        """Call this when the step has ended, also if it raised."""
+        """Stop watching optimizers. Call this when the step has ended, even if it raised."""
         _watching.remove(self)
 
     def found(self) -> str:
@@ -76,12 +76,12 @@ class HostEffects:
         )
 
     def _learning_rates(self) -> list[tuple[int, int]]:
-        """Identities of the learning rates, and version counters of those that are tensors."""
+        """Return the id of each learning rate, and its version counter if it is a tensor."""
         rates = [group.get("lr") for optimizer in self.trained.optimizers for group in optimizer.param_groups]
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
-        """Numbers in optimizers and version counters of their CPU tensors, by class name and state key or attribute."""
+        """Return optimizers' numbers and version counters of CPU tensors, by class name and state key or attribute."""
         found: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for optimizer in self.trained.optimizers:
             name, device = type(optimizer).__name__, self.trained.device
@@ -98,7 +98,7 @@ class HostEffects:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register the hook once and never remove it, because removing it would invalidate other recordings."""
+    """Register `_note_step` once, for all optimizers. Removing the hook later would invalidate recordings."""
     register_optimizer_step_pre_hook(_note_step)
 
 
@@ -109,7 +109,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 
 def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
-    """Numbers, and version counters of CPU tensors, also inside containers."""
+    """Yield numbers, and version counters of CPU tensors, in `value` and its nested containers."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, torch.Tensor):
@@ -121,7 +121,7 @@ def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
 
 
 def _generators() -> dict[str, Any]:
-    """Comparable states of the host's random number generators. Skips numpy if the program has not imported it."""
+    """Return comparable states of the host's random number generators, including numpy's if it is imported."""
     states = {"torch (a CPU generator)": torch.random.get_rng_state().tolist(), "random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -132,10 +132,10 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def refusing_seeds(trained: Trained) -> Iterator[None]:
-    """Make a recording raise if the step sets the seed or the random state of the device; a replay would not set it.
+    """Make a recording raise if the step sets the device's seed or random state, because a replay would not set these.
 
-    CUDA refuses a seed that differs from the current one, and ignores an equal one, so this context sets a seed that
-    no program uses.
+    In a recording, CUDA refuses a seed that differs from the current seed and ignores an equal one, so this context
+    sets a seed that no program uses.
     """
     device = trained.device
     if device is None or device.type != "cuda" or trained.has_dropout_of_cudnn():

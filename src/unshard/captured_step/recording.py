@@ -47,23 +47,23 @@ class Answer(Enum):
 
 
 def next_number() -> int:
-    """Return the number of a new captured step. Steps with the same number on all ranks decide together."""
+    """Return the number of a new captured step. Captured steps of different ranks with the same number agree."""
     grouped = dist.is_initialized()
     return next(_numbers.setdefault(dist.group.WORLD, count(1)) if grouped else _numbers_without_group)
 
 
 class Agreement:
-    """Lets ranks agree, through the job's store, on calls of one captured step. All ranks get the same answer."""
+    """Lets ranks agree, through the job's store, on whether to record a call of one captured step."""
 
     def __init__(self, ranks: Sequence[int], number: int):
-        """`ranks` decide together; if there are none, this process decides alone."""
+        """`ranks` decide together. If `ranks` is empty, this process decides alone."""
         self._size, self._cleans = len(ranks), bool(ranks) and dist.get_rank() == ranks[0]
         self._store: dist.Store | None = None
         if self._size > 1:
             self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
 
     def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
-        """Return the ranks' answer for call number `call`. Wait at most `patience` seconds for other ranks."""
+        """Return the ranks' common answer for call number `call`. Wait at most `patience` seconds for other ranks."""
         store, name = self._store, f"{call} {about}"
         if store is None:
             return Answer.YES if wanted else Answer.NO
@@ -81,7 +81,7 @@ class Agreement:
         return Answer(store.get(name).decode())
 
     def refuse(self, call: int, about: str) -> None:
-        """Tell the other ranks that this one cannot record, so that they do not wait for it."""
+        """Tell the other ranks that this rank cannot record, so that they do not wait."""
         if self._store is not None:
             self._clean(self._store, call, about)
             self._settle(self._store, f"{call} {about}", Answer.REFUSED)
@@ -93,7 +93,7 @@ class Agreement:
 
     @staticmethod
     def _settle(store: dist.Store, name: str, answer: Answer) -> Answer:
-        """Write the answer, unless another rank was first; return the answer that holds."""
+        """Write the answer, unless another rank has already written one. Return the answer in the store."""
         return Answer(store.compare_set(name, "", answer.value).decode())
 
 
@@ -102,7 +102,7 @@ class Agreement:
 
 @cache
 def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captured steps: cuBLAS keeps 32 MiB for each stream and thread that multiplies matrices."""
+    """Return the stream that all captured steps share, because cuBLAS keeps 32 MiB for each stream and thread."""
     # High priority: casts and copies on side streams run in the gaps of compute.
     stream = torch.cuda.Stream(device, priority=-1)
     # Let cuBLAS allocate now. In a step, it would get part of a larger block, which could then never be freed.
@@ -121,16 +121,16 @@ class Recorder:
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """According to torch's sources, a pool is unusable after a failed recording, or once all were dropped."""
+        """True after a failed recording, which makes the pool unusable according to torch's sources."""
         self._failed: list[torch.cuda.CUDAGraph] = []
-        """Graphs of failed recordings, kept alive: the allocator may still ask them whether a stream is theirs."""
+        """Graphs of failed recordings, kept alive because the allocator may still ask whether they use a stream."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run on the stream of steps, after earlier and before later work of the current stream.
+        """A context that runs work on the stream of steps, between earlier and later work of the current stream.
 
-        Eager steps also use the stream that steps are recorded on: autograd remembers the stream that first used a
-        parameter, and a recording must not depend on other streams.
+        Eager steps also use the stream that steps are recorded on, because autograd remembers the stream that first
+        used a parameter, and a recording must not depend on other streams.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -168,7 +168,7 @@ class Recorder:
         self._alive -= 1
 
     def _give_back(self) -> int:
-        """Free the memory that eager steps left cached; return an upper bound of a step's peak memory."""
+        """Free the memory that eager steps left cached, and return an upper bound of a step's peak memory."""
         torch.cuda.synchronize(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
@@ -190,7 +190,7 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Like `torch.cuda.graph`, but cleans up after a failed recording; torch would leave its stream current."""
+        """Like `torch.cuda.graph`, but cleans up after a failed recording. torch would keep its stream current."""
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads, such as data loaders, may use the device meanwhile.
@@ -213,7 +213,7 @@ class Recorder:
 
 @dataclass(eq=False)
 class Recording:
-    """A recorded step. Recording does not run the step; `replay` does."""
+    """A recorded step. Only `replay` runs the step; recording it does not."""
 
     _static: Arguments
     _collectives: Recorded
@@ -221,7 +221,7 @@ class Recording:
     _returned: Any
     _on_drop: Callable[[], None]
     gradients: Snapshots | None = None
-    """Gradients after a replay; None if they are the same as before it."""
+    """Gradients after a replay. None if a replay leaves the same gradients as before the call."""
     written: list[ShardedGrad] = field(default_factory=list)
     """Gradients that a replay may write; the program must not hold any of them."""
     used: int = 0
@@ -244,7 +244,7 @@ class Recording:
         return tree_unflatten(self._returned, self._structure)  # new containers: the program may change them
 
     def drop(self) -> None:
-        """Free the memory. Call this before destroying the process group, which waits for the graph when destroyed."""
+        """Free the recording's memory. Call this before destroying the process group, which waits for the graph."""
         self._graph.reset()
         self._returned = []
         self._on_drop()
@@ -259,7 +259,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
     dicts += [(vars(each), dict(vars(each))) for each in trained.optimizers]
 
     def restore() -> None:
-        """Undo the host's changes of the failed recording, which ran nothing on the device."""
+        """Undo the changes of a failed recording on the host. There are none on the device, because nothing ran."""
         for root in trained.roots():
             root.abandon()
         for each in trained.unmanaged:  # they had no gradients before
@@ -282,7 +282,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
 
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
-    """Clear autocast's cache of casts: a recording must neither read earlier casts nor leave its own in the cache."""
+    """Clear autocast's cache, because a recording must neither read earlier casts nor leave its own in the cache."""
     torch.clear_autocast_cache()
     try:
         yield

@@ -35,7 +35,7 @@ _NO_SETTINGS = ("params", "param_names")
 
 
 class SameObjects:
-    """A list of objects, equal to a list of the same objects in the same order. It holds them, so ids are not reused.
+    """A list that equals any list of the same objects in the same order. It keeps them alive, so ids are not reused.
 
     Objects are compared with `is`: tensors with equal values are different objects, and programs may override `==`.
     Every call compares such lists with the previous call, so the loops run in C.
@@ -45,7 +45,7 @@ class SameObjects:
         self.objects = objects
 
     def followed_by(self, objects: list[Any]) -> SameObjects:
-        """Return self if it has these objects, else a new list."""
+        """Return self if it has exactly these objects, else a new list of them."""
         mine = self.objects
         return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else SameObjects(objects)
 
@@ -63,7 +63,7 @@ class SameObjects:
 
 
 def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
-    """The values of all dicts in one list, in order."""
+    """Return the values of all dicts in one list, in order."""
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
@@ -81,13 +81,13 @@ class Arguments:
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def signature(self) -> Any:
-        """Equal for calls that can share a recording. Tensors count by their metadata."""
+        """Return a value that is equal for arguments that can share a recording. Tensors count by their metadata."""
         return self._structure, tuple(map(_described, self.leaves))
 
     def obstacle(self, device: torch.device, is_part: Callable[[Any], bool]) -> str:
         """Return the reason why a recording on `device` cannot take these arguments, or an empty string.
 
-        `is_part` returns True for models and optimizers of the step, whose changes are noticed anyway.
+        `is_part` returns True for models and optimizers of the step, because their changes are detected separately.
         """
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not is_part(leaf):
@@ -111,14 +111,14 @@ class Arguments:
         return ""
 
     def versions(self) -> list[int]:
-        """Version counters of the tensors, which grow with every write."""
+        """Return the version counters of the tensors, which grow with every write."""
         return list(map(version_of, self.tensors))
 
     def run(self, step: Callable[..., Any]) -> Any:
         return step(*self._args, **self._kwargs)
 
     def static(self) -> Arguments:
-        """Copies of the arguments with tensors at fixed addresses, which replays read."""
+        """Return a copy of the arguments, with tensors at fixed addresses, which replays read."""
         static = Arguments(*tree_map(_copied, (self._args, self._kwargs)))
         # Detach: the step may make the copies require gradients, and then `fill` could not write them.
         static.tensors = [each.detach() for each in static.tensors]
@@ -184,9 +184,9 @@ class LearningRates:
 
     @contextmanager
     def shown(self, recorded: bool = False) -> Iterator[None]:
-        """Put the tensors into the optimizer groups. A scheduler that steps in this context writes to them.
+        """A context in which optimizer groups hold the tensors, so that a scheduler's step writes to these.
 
-        `recorded`: the step is recorded and does not run, so the tensors have no new values to read.
+        `recorded`: True if the step is recorded instead of run, so that the tensors get no new values.
         """
         optimizer = self._optimizer
         shown = [
@@ -237,7 +237,7 @@ class OptimizerSettings:
         """Names and values for each optimizer group: equal for calls that can share a recording."""
 
     def look(self) -> None:
-        """Update the attributes below if the program has assigned a setting, or may have changed one in place."""
+        """Update `tensors` and `compared` if the program has assigned a setting, or may have changed one in place."""
         groups = [(each, group) for each in self._optimizers for group in each.param_groups]
         before, self._all = self._all, self._all.followed_by(values_of([group for _, group in groups]))
         if before is self._all and not self._can_change_in_place:
@@ -249,13 +249,13 @@ class OptimizerSettings:
 
 
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Settings that a recording repeats, including the learning rate only if the optimizer reads it on the host."""
+    """Return the settings that a recording repeats: the learning rate only if the optimizer reads it on the host."""
     left_out = (*_NO_SETTINGS, "lr") if _reads_on_device(optimizer, group) else _NO_SETTINGS
     return tuple([(name, _comparable(value)) for name, value in group.items() if name not in left_out])
 
 
 def _comparable(value: Any) -> Any:
-    """Compare numbers and flags by value, other objects by identity: a replay reads tensors on the device."""
+    """Return a value that compares numbers by value and device tensors, which replays read, by identity."""
     if isinstance(value, int | float | str | NoneType | Number):
         return value
     if isinstance(value, tuple | list):
@@ -264,7 +264,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _can_change_in_place(value: Any) -> bool:
-    """Return True if `_comparable` can change although `value` is the same object."""
+    """Return True if the result of `_comparable(value)` can change while `value` stays the same object."""
     if isinstance(value, tuple):
         return any(map(_can_change_in_place, value))
     return isinstance(value, list) or _is_read_on_host(value)
@@ -313,7 +313,7 @@ class Signature:
 
 
 def changed_rates(one: Signature, other: Signature) -> list[int]:
-    """Indices of the optimizer groups whose learning rates differ; empty if anything else differs as well."""
+    """Return the indices of optimizer groups with different learning rates, or [] if anything else differs, too."""
     mine, theirs = one.settings_of_optimizer_groups, other.settings_of_optimizer_groups
     if replace(one, settings_of_optimizer_groups=theirs) != other or len(mine) != len(theirs):
         return []
@@ -326,7 +326,7 @@ def _without_rate(settings: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]
 
 
 def difference(one: Signature, other: Signature) -> str:
-    """Describe the first difference."""
+    """Describe the first difference between two signatures that are not equal."""
     if one.arguments != other.arguments:
         (_, mine), (_, theirs) = one.arguments, other.arguments
         pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]

@@ -41,11 +41,11 @@ _PREVENTED = {
     "and settings",
     Answer.REFUSED: "could not record a call",
 }
-"""Completes "another rank ..."."""
+"""Reasons that complete the words "another rank"."""
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Default process groups that drop recordings before they are destroyed."""
+"""Default process groups whose destruction drops all recordings first."""
 
 
 def capture(
@@ -68,7 +68,7 @@ def capture(
     recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode, whether gradients
     are synchronized, optimizer settings), and at most `max_graphs`.
 
-    Steps that cannot be recorded run eagerly, with a warning that says why; on a CPU without a warning.
+    Steps that cannot be recorded run eagerly, with a warning that says why. On a CPU, there is no warning.
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -87,7 +87,7 @@ def capture(
 
 
 class CapturedStep(Generic[P, R]):
-    """Created by `capture`."""
+    """A step that is run eagerly, recorded or replayed. Created by `capture`."""
 
     def __init__(self, step: Callable[P, R], trained: Trained, warmup: int, max_graphs: int):
         update_wrapper(self, step, updated=())
@@ -99,7 +99,7 @@ class CapturedStep(Generic[P, R]):
         self._warned: set[str] = set()
         self._identity: Identity | None = None
         self._last_signature: Signature | None = None
-        """Replaces an equal signature, because its hash is cached."""
+        """The signature of the last call. It replaces an equal signature, because its hash is already cached."""
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -149,7 +149,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def forget(self) -> None:
-        """Drop all recordings and free their memory; the next calls run eagerly, later ones record again."""
+        """Drop all recordings and free their memory. The next calls run eagerly; later calls record again."""
         self._wait()
         self._forget()
 
@@ -176,7 +176,7 @@ class CapturedStep(Generic[P, R]):
             rates.refresh()
 
     def _signature(self, arguments: Arguments, device: torch.device) -> Signature | None:
-        """Return None if the call can be neither recorded nor replayed. Drops outdated recordings."""
+        """Drop outdated recordings. Return the call's signature, or None if it can be neither recorded nor replayed."""
         trained = self._trained
         trained.rest()
         gradients = trained.gradients()
@@ -224,7 +224,7 @@ class CapturedStep(Generic[P, R]):
         return True
 
     def _all_record(self, signature: Signature) -> bool:
-        """Return True if all ranks record this call, each with its own signature."""
+        """Return True if all ranks agree to record this call. Their signatures may differ."""
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
         if signature in self._refused:
@@ -269,7 +269,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, then reshard units kept for the next forward: replays start and end with sharded units."""
+        """Run the step, then reshard units kept for the next forward, because replays must end with sharded units."""
         awaited = self._trained.awaited()
         result = self._step(*args, **kwargs)
         if self._trained.awaited() <= awaited:
@@ -297,7 +297,7 @@ class CapturedStep(Generic[P, R]):
             )
 
     def _count_rates(self, signature: Signature) -> None:
-        """Warn if a schedule gives every call a new signature."""
+        """Warn if a learning rate schedule gives every call a new signature."""
         groups = next(filter(None, (changed_rates(signature, each) for each in self._counts)), [])
         self._new_rates += bool(groups)
         if groups and self._new_rates == RATES:
@@ -319,7 +319,7 @@ class CapturedStep(Generic[P, R]):
     # -- recording ------------------------------------------------------------------------------------------
 
     def _record(self, signature: Signature, arguments: Arguments) -> Recording | None:
-        """Record the call; return None if any rank cannot record. Then all ranks run the step eagerly."""
+        """Record the call. Return None if any rank could not record, so that all ranks run the step eagerly."""
         assert self._recorder is not None and self._agreement is not None
         trained = self._trained
         while len(self._recorded) >= self._max_graphs:
@@ -361,14 +361,14 @@ class CapturedStep(Generic[P, R]):
         return None
 
     def _refuse(self, signature: Signature, reason: str) -> None:
-        """Warn, and do not try to record this signature again."""
+        """Warn, and remember not to record this signature again."""
         self._refused[signature] = None
         if len(self._refused) > SIGNATURES:
             del self._refused[next(iter(self._refused))]
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        """Warn once for each kind of reason, ignoring the shapes and names that it contains."""
+        """Warn once for each kind of reason. Reasons that differ only in shapes or names are of the same kind."""
         kind = re.sub(r"[\d, ()]+|'[^']*'", "", reason)
         if kind not in self._warned:
             self._warned.add(kind)
@@ -377,12 +377,12 @@ class CapturedStep(Generic[P, R]):
 
 
 def can_record(device: torch.device) -> bool:
-    """Return False on a CPU, and while another captured step is recorded, because its recording includes this step."""
+    """Return False on a CPU, and while another captured step, whose recording includes this step, is recorded."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _drop_before_destruction() -> None:
-    """Drop recordings before process groups are destroyed: NCCL would wait forever for graphs that hold its kernels."""
+    """Make torch drop recordings before it destroys process groups, because NCCL would wait forever for the graphs."""
     if dist.is_initialized() and dist.group.WORLD not in _told:
         _told.add(dist.group.WORLD)
         call_before_destruction(forget_all)

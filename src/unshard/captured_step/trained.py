@@ -51,7 +51,7 @@ from ..torch_private import (
 from .signature import OptimizerSettings, SameObjects, Signature, values_of
 
 Snapshots = tuple[GradientSnapshot, ...]
-"""The gradients of each param group."""
+"""Snapshots of the gradients of each param group."""
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
 _root, _param_state = attrgetter("root"), attrgetter("param_state")
@@ -62,10 +62,10 @@ _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgette
 _reductions = attrgetter("gradients.reductions")
 _BY_IDENTITY = ("all_reduce_hook", "forward_prefetch", "backward_prefetch")
 _flags = attrgetter(*(each.name for each in fields(Options) if each.name not in (*_BY_IDENTITY, "post_optim_event")))
-"""All options (also future ones) except objects, compared by identity, and the event, which `obstacle` refuses."""
+"""Gets all options except `_BY_IDENTITY`, which are compared by identity, and the event, which `obstacle` refuses."""
 _option_objects = attrgetter(*_BY_IDENTITY)
 _WITHOUT_PARTS = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types whose objects contain no tensors."""
+"""Types whose objects contain no other tensors."""
 _RESTING = {GradState.EMPTY, GradState.REDUCED}
 
 
@@ -78,13 +78,13 @@ class Identity(NamedTuple):
 
 
 class Trained:
-    """Models, optimizers and scaler of a step. Calls compare them with the last call in C loops over prepared lists."""
+    """Models, optimizers and scaler of a step. Each call compares them with the previous call, in fast C loops."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any):
         self._models, self.optimizers, self.scaler = models, optimizers, scaler
         self._modules: list[nn.Module] = []
         self._empty_dicts: list[dict[str, Any]] = []
-        """Dicts of children, parameters or buffers that are empty. The next three lists omit them."""
+        """Empty dicts of children, parameters or buffers. The next three lists contain the dicts that are not empty."""
         self._child_dicts: list[dict[str, Any]] = []
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
@@ -108,10 +108,10 @@ class Trained:
         self.unmanaged: list[torch.Tensor] = []
         """Parameters that are not sharded."""
         self._cast_buffers: list[ModuleBuffers] = []
-        """Buffers of units whose forward sees them in another dtype."""
+        """Buffers that the forward of their unit sees in another dtype."""
 
     def look(self) -> None:
-        """Follow changes of the models: added or removed modules, replaced parameters."""
+        """Detect changes of the models (added or removed modules, replaced parameters), and follow them."""
         children = self._children.followed_by(values_of(self._child_dicts))
         has_changed = not self._modules or any(self._empty_dicts) or children is not self._children
         if has_changed:
@@ -132,7 +132,7 @@ class Trained:
         self._hooks_made = -1
 
     def _look_at_parameters(self, modules_changed: bool = False) -> None:
-        """Find units and parameters again if a parameter was replaced or `modules_changed`."""
+        """Find units and parameters again if a parameter was replaced, or if `modules_changed`."""
         held = self._held.followed_by(values_of(self._parameter_dicts))
         optimized = self._optimized.followed_by(list(chain.from_iterable(map(optimizer_parameters, self.optimizers))))
         same = held is self._held and optimized is self._optimized
@@ -157,16 +157,16 @@ class Trained:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the models; None if they have no parameters."""
+        """The device of the models, or None if the models have no parameters."""
         if self.units:
             return self.units[0].device
         return self.parameters[0].device if self.parameters else None
 
     def ranks(self) -> list[int]:
-        """The ranks that train these models together; empty if collectives are not compared.
+        """Return the ranks that train these models together, or [] if collectives are not compared.
 
-        If parameters are replicated over a part of the job, flat parameters do not record over which ranks. Then each
-        set of ranks that shards the parameters decides on its own.
+        Flat parameters do not record which ranks replicate them. If these are only a part of the job, each set of ranks
+        that shards the parameters decides on its own.
         """
         found: set[int] = set()
         for group in self._groups:
@@ -179,7 +179,7 @@ class Trained:
         return sorted(found)
 
     def has_dropout_of_cudnn(self) -> bool:
-        """Return True if a module has dropout for which cuDNN keeps a state; it rebuilds the state for each seed."""
+        """Return True if a module has dropout whose state cuDNN keeps, and rebuilds for each seed."""
         return any(isinstance(each, nn.RNNBase) and each.dropout and each.training for each in self._modules)
 
     def roots(self) -> list[Root]:
@@ -224,7 +224,7 @@ class Trained:
         self._rest(self._left_unsharded())
 
     def rest_after(self, result: Any) -> None:
-        """Reshard units that a step keeps for the next forward, unless its result may be a view of their memory."""
+        """Reshard units that the step keeps for the next forward, unless `result` may be a view of their memory."""
         kept = [unit for unit in self._left_unsharded() if unit.kept_for_forward]
         values = tree_flatten(result)[0] if kept else []
         if all(isinstance(each, _WITHOUT_PARTS) for each in values):
@@ -232,7 +232,7 @@ class Trained:
             self._rest([unit for unit in kept if returned.isdisjoint(_storages_of(unit.unsharded))])
 
     def awaited(self) -> int:
-        """Number of forwards whose backward has not run yet."""
+        """Return the number of forwards whose backward has not run yet."""
         return sum([len(root.backward_order) for root in self.roots()])
 
     def _left_unsharded(self) -> list[Unit]:
@@ -249,8 +249,8 @@ class Trained:
     def follow_changes(self) -> None:
         """Let units and flat optimizers copy replaced parameters, parameters with new memory, and loaded state.
 
-        Otherwise, the next step would copy them, and if it is recorded, so would every replay. Units without a root are
-        skipped: the root resolves tied parameters in the first forward, and a first call is never recorded.
+        Otherwise, the next step would make these copies and, if it is recorded, so would every replay. Skip units
+        without a root: the root resolves tied parameters in the first forward, and a first call is never recorded.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
@@ -262,10 +262,10 @@ class Trained:
                 optimizer.flat_groups().follow_changes(optimizer)
 
     def release_memory(self) -> None:
-        """Free the memory of cleared gradients and of all-gathers that did not end.
+        """Free the memory of cleared gradients and of unfinished all-gathers.
 
-        The next forward would free it, but too late: a recording would keep writing to memory that has new owners. The
-        memory also fragments the blocks of earlier steps, which then cannot be freed.
+        The next forward would free this memory too late: a recording would keep writing to memory that has new owners.
+        The memory also fragments the blocks of earlier steps, which then cannot be freed.
         """
         for unit in self.units:
             for group in unit.param_groups:
@@ -274,14 +274,14 @@ class Trained:
                     group.release_gathered()
 
     def forget_casts(self) -> None:
-        """Drop casts of buffers: a recording needs its own, and replays may write buffers without raising versions."""
+        """Drop casts of buffers. A recording needs its own casts, and replays do not raise the versions of buffers."""
         for buffers in self._cast_buffers:
             buffers.forget_casts()
 
     # -- what recordings depend on ------------------------------------------------------------------------
 
     def identity(self) -> Identity:
-        """Return what all recordings rely on. Unchanged entries stay the same objects, so comparing them is quick."""
+        """Return everything that all recordings rely on. Unchanged entries stay the same objects, for fast compares."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
         self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)
@@ -308,7 +308,7 @@ class Trained:
         )
 
     def _look_at_memory(self) -> None:
-        """Sort tensors by how programs replace their memory: `.data = tensor`, or a new local tensor (DTensors)."""
+        """Sort tensors by how programs replace their memory: plain ones by `.data`, DTensors by a new local tensor."""
         tensors = [*self.parameters, *self._buffers.tensors()]
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
         self._plain = [each for each in tensors if not isinstance(each, DTensor)]
@@ -329,7 +329,7 @@ class Trained:
         )
 
     def _hooks(self) -> list[tuple[int, ...]]:
-        """Ids of all hooks. Searches for hooks only if one was registered anywhere since the last call."""
+        """Return the ids of all hooks. Search for hooks only if one was registered anywhere since the last call."""
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
@@ -339,24 +339,24 @@ class Trained:
         return list(map(tuple, self._hooked))
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
-        """The dicts of all modules with parameters and with buffers."""
+        """Return the dicts in which all modules hold their parameters and buffers."""
         return [own(module) for own in (own_parameters, own_buffers) for module in self._modules]
 
     def tensors(self) -> SameObjects:
-        """Tensors of modules and optimizers, which the step must not replace."""
+        """Return the tensors of modules and optimizers that the step must not replace."""
         self._settings.look()
         held = values_of([*self.tensor_dicts(), *self._entries_of_state(), *map(vars, self.optimizers)])
         return SameObjects([*SameObjects(held).tensors(), *self._settings.tensors.tensors()])
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
-        """Entries of optimizer state that are dicts; some optimizers store other objects as well."""
+        """Return the entries of optimizer state that are dicts. Some optimizers also store other objects."""
         entries = [entry for each in self.optimizers for entry in each.state.values()]
         if {dict}.issuperset(map(type, entries)):
             return entries
         return [each for each in entries if isinstance(each, dict)]
 
     def signature(self, arguments: Any, gradients: Snapshots) -> Signature:
-        """Arguments, modes, flags, settings and the gradients before the call, which select a recording."""
+        """Return the signature of a call, which selects a recording. `gradients`: gradients before the call."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
         self._settings.look()
@@ -400,11 +400,11 @@ class Trained:
             each.restore(group)
 
     def kept_grads(self) -> list[ShardedGrad]:
-        """Gradients whose memory stays, because recordings may write it."""
+        """Return the gradients whose memory stays allocated, because recordings may write to it."""
         return list(chain.from_iterable(map(kept_grads, self._groups)))
 
     def keep_gradient_memory(self) -> None:
-        """Keep the memory of the current gradients allocated, at the same address, for good."""
+        """Keep the memory of the current gradients allocated at the same address from now on."""
         for group in self._groups:
             if GradientSnapshot.of(group) != NO_GRADIENTS:
                 keep_gradient_memory(group)
@@ -414,7 +414,7 @@ class Trained:
         return self.unit_left_unsharded() or self.obstacle_in(self.gradients())
 
     def unit_left_unsharded(self) -> str:
-        """Return a reason that names a unit which is not at rest after the step, or an empty string."""
+        """Return a reason that names a unit that is not at rest after the step, or an empty string."""
         for unit in self.units:
             if not unit.at_rest:
                 return (
@@ -424,7 +424,7 @@ class Trained:
         return ""
 
     def stages(self) -> tuple[Any, ...]:
-        """The scaler's stage for each optimizer since the last update."""
+        """Return the scaler's stage for each optimizer since the scaler's last update."""
         return () if self.enabled_scaler is None else scaler_stages(self.scaler)
 
 

@@ -40,14 +40,14 @@ Objects = dict[int, tuple[Any, Any]]
 """PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of PyTorch's object."""
 
 _undo: list[Callable[[], Any]] = []
-"""The reverse of each change. `uninstall` calls the last one first."""
+"""Functions that each undo one change. `uninstall` calls the last one first."""
 
 
 def install(child_processes: bool = False) -> None:
     """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` with our modules.
 
-    References in modules that are already imported are replaced, too, including those in PyTorch's own modules:
-    checkpoints and pipelines then test for our `FSDPModule`. A second call is a no-op.
+    References in modules that are already imported are replaced, too. This includes PyTorch's own modules, so that
+    checkpoints and pipelines recognize our `FSDPModule`. A second call is a no-op.
 
     `child_processes`: also install in all Python processes that inherit this environment, by changing PYTHONPATH, as
     `unshard run` does. Processes that `multiprocessing` starts always have the drop-in.
@@ -62,7 +62,7 @@ def install(child_processes: bool = False) -> None:
     try:
         _replace_modules(stand_ins)
         _replace_references(stand_ins)
-        # PyTorch has removed the legacy composable call, so no replaced module has its name.
+        # PyTorch has removed this function, so no replaced module has its name.
         _assign(importlib.import_module("torch.distributed._composable"), "fully_shard", torch_composable.fully_shard)
         for name, member in STATE_MEMBERS.items():
             _assign(FSDPState, name, member)
@@ -79,7 +79,7 @@ def install(child_processes: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore what `install` replaced. Modules imported since then keep our objects."""
+    """Restore everything that `install` replaced. Modules that were imported in between keep our objects."""
     while _undo:
         _undo.pop()()
 
@@ -90,7 +90,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Install for the duration of a `with` block."""
+    """Install the drop-in for the duration of a `with` block."""
     already = is_installed()
     install()
     try:
@@ -150,7 +150,7 @@ STATE_MEMBERS = {
 
 
 def _install_in_child_processes() -> None:
-    """Pass the drop-in to launchers that start `python script.py` again for each of the other ranks."""
+    """Change PYTHONPATH for launchers that start `python script.py` again for other ranks, to install the drop-in."""
     before = os.environ.get("PYTHONPATH")
     rest = [each for each in (before or "").split(os.pathsep) if each and each != CHILD_PROCESSES]
     os.environ["PYTHONPATH"] = os.pathsep.join([CHILD_PROCESSES, *rest])
@@ -171,7 +171,7 @@ class _InSpawned:
 
 
 def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
-    """Replace references in all loaded modules."""
+    """Replace references to PyTorch's FSDP in all loaded modules."""
     ours, missing = _replacements(stand_ins)
     every = {**missing, **ours}
     seen: set[int] = set()
@@ -184,7 +184,7 @@ def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
 
 
 def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects]:
-    """Our replacements of PyTorch's objects; stand-ins and `MissingName`s for those that unshard does not have."""
+    """Return our replacements of PyTorch's objects, and stand-ins and `MissingName`s for objects that unshard lacks."""
     ours: Objects = {}
     missing: Objects = {}
     for stand_in in stand_ins.values():
@@ -206,7 +206,7 @@ def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects
 
 
 class _Search:
-    """Replaces the references in one module."""
+    """Replaces references to PyTorch's FSDP in one module."""
 
     def __init__(self, module: str, objects: Objects, seen: set[int]):
         self._module = module
@@ -305,7 +305,7 @@ class _Search:
 
 
 def _loaded() -> Iterator[tuple[str, ModuleType]]:
-    """Modules to search: all except PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
+    """Yield the modules to search: all except PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType) or isinstance(module, StandInModule):
             continue
@@ -314,14 +314,14 @@ def _loaded() -> Iterator[tuple[str, ModuleType]]:
 
 
 def _inner(value: Any) -> Any:
-    """The function inside a static method, class method or property."""
+    """Return the function inside a static method, class method or property, or any other value itself."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
 
 
 def _outer(value: Any, new: Any) -> Any:
-    """A static method, class method or property like `value` with the function `new`."""
+    """Return a static method, class method or property like `value`, but with the function `new`."""
     if isinstance(value, staticmethod | classmethod):
         return type(value)(new)
     return property(new, value.fset, value.fdel) if isinstance(value, property) else new

@@ -1,4 +1,4 @@
-"""`python -m unshard.dropin script.py ...` is `unshard run`; also `torchrun ... -m unshard.dropin script.py ...`."""
+"""`python -m unshard.dropin script.py ...` is the same as `unshard run`. torchrun also takes `-m unshard.dropin`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The modules that replace PyTorch's in `sys.modules`, and the stand-ins for names that unshard does not have."""
+"""The modules that replace PyTorch's modules in `sys.modules`, and objects for names that unshard does not have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = {
 class StandInModule(ModuleType):
     """Replaces one PyTorch module: it has our names, and a `MissingName` for each other name of PyTorch's module.
 
-    PyTorch's own code still gets PyTorch's objects for these names: `torch.compile` compares functions with some.
+    For such names, PyTorch's own code still gets PyTorch's objects, with which `torch.compile` compares functions.
     """
 
     _real: ModuleType
@@ -85,7 +85,7 @@ class _Loader(importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: Any) -> None:
-        """The stand-in is complete."""
+        """Do nothing, because the stand-in is complete."""
 
 
 class MissingName:
@@ -123,7 +123,7 @@ class MissingName:
     __ror__ = __or__
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        """Allow subclasses, which libraries define and programs may never use; creating an instance raises."""
+        """Allow subclasses, because libraries define some that programs never use. Creating an instance raises."""
 
         def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
             self._refuse()
@@ -135,7 +135,7 @@ class MissingName:
 
 
 def build() -> dict[str, StandInModule]:
-    """Build a stand-in for every module of the packages. Imports PyTorch's modules first, so that none imports ours."""
+    """Build a stand-in for every module of `PACKAGES`. First import PyTorch's modules, so that none imports ours."""
     real = [module for package in PACKAGES for module in _modules(package)]
     stand_ins = {module.__name__: StandInModule(module) for module in real}
     for name, stand_in in stand_ins.items():
@@ -175,10 +175,10 @@ def _modules(package: str) -> list[ModuleType]:
 
 
 def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
-    """Return the file with our names for a PyTorch module, and the names.
+    """Return the file with our names for a PyTorch module, and a dict of these names.
 
-    A module listed in `FILES` gets `__all__` of its file. Other modules get those globals of the nearest file that
-    PyTorch's module also has.
+    A module listed in `FILES` gets `__all__` of its file. Any other module gets those globals of the nearest file that
+    the PyTorch module also has.
     """
     name = real.__name__
     while name not in FILES:

@@ -1,7 +1,7 @@
-"""Clips gradients by their total norm, however they are distributed, with one reduction of one number.
+"""Clips gradients by their total norm, with one reduction of one number. Gradients may be distributed in any way.
 
 `fsdp1/gradients.py` computes the norm for wrapped models, and uses the checks and `clip` of this file. Gradient scalers
-use its last part: local gradients, and the ranks that have to agree on them.
+use the last part of this file: local gradients, and the ranks that must agree on them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients together so that their norm is at most `max_norm`; return the norm before scaling.
 
-    Equivalent to `torch.nn.utils.clip_grad_norm_` of the unsharded model. Parameters may be plain, and on any meshes.
+    Equivalent to `torch.nn.utils.clip_grad_norm_` of the unsharded model. Parameters may be plain or on any meshes.
     The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters must call this,
     even without gradients.
 
-    Each rank counts each of its parameters once, in full. If ranks hold different plain parameters, the p-th power of
-    the norm is the mean over the ranks. Pipeline stages hold different parameters on purpose: pass all ranks as
+    A parameter that several ranks hold counts once. If ranks hold different plain parameters, the p-th power of the
+    norm is the mean over the ranks. Pipeline stages hold different parameters on purpose: pass all ranks as
     `process_group` and the number of stages as `pipeline_stages` to sum over the stages.
 
     As in torch, the norm of order 0 is the number of gradients that are not all zero, and the norm of order -inf is
@@ -86,14 +86,14 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class LocalGradient:
-    """This rank's elements of one gradient, or of several adjacent ones."""
+    """This rank's elements of one gradient, or of several gradients that are adjacent in memory."""
 
     scaled: torch.Tensor
     measured: torch.Tensor
     weight: float
-    """Factor with which the sum over all ranks counts each gradient once."""
+    """Factor that makes the sum over all ranks count each gradient once."""
     parameter: torch.Tensor | None = None
-    """None if the gradients of several parameters are in `scaled`."""
+    """None if `scaled` holds the gradients of several parameters."""
 
 
 def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
@@ -121,7 +121,7 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
 
 
 def _weight(spec: DTensorSpec, ranks: int) -> float:
-    """The weight of a gradient that the ranks of a mesh hold together, with copies over replicated mesh dimensions."""
+    """Return the weight of a gradient on a mesh. Replicated mesh dimensions hold copies, which count once."""
     mesh = spec.mesh
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
     return mesh.size() / (ranks * copies)
@@ -130,9 +130,9 @@ def _weight(spec: DTensorSpec, ranks: int) -> float:
 def _power_of_norm(
     gradients: list[LocalGradient], order: float, ranks: ReduceGroup, foreach: bool | None
 ) -> torch.Tensor:
-    """The norm to the power of its order, or the largest or smallest element, over all ranks.
+    """Return the norm over all ranks to the power of its order, or the largest or smallest element if it is infinite.
 
-    Computed in float64: powers of large numbers may overflow even if the norm does not.
+    The result is float64, because powers of large numbers may overflow even if the norm does not.
     """
     buckets: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = defaultdict(list)
     for each in gradients:
@@ -167,10 +167,10 @@ def _power_of_norm(
 def _nonzero_gradients(
     parameters: list[torch.Tensor], gradients: list[LocalGradient], ranks: ReduceGroup
 ) -> torch.Tensor:
-    """The number of gradients with a nonzero element on any rank of the parameter's mesh.
+    """Return the number of gradients with a nonzero element on any rank of the parameter's mesh.
 
-    torch takes the norm of the gradients' norms: of order 0, the number of nonzero norms, not of nonzero elements. So
-    the ranks of a mesh compare gradient by gradient.
+    torch takes the norm of the gradients' norms. With order 0, that is the number of nonzero norms, not of nonzero
+    elements, so the ranks of a mesh compare gradient by gradient.
     """
     nonzero = {id(each.parameter): each.measured.any() for each in gradients}
     by_mesh: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -191,7 +191,7 @@ def _nonzero_gradients(
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float, foreach: bool | None = None) -> None:
     """Scale gradients with total norm `norm` down to a norm of at most `limit`.
 
-    Multiplies even by 1: checking the factor would make the host wait for the device.
+    Multiplies even if the factor is 1, because checking the factor would make the host wait for the device.
     """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -225,7 +225,7 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
 
 
 def _named(parameter: torch.Tensor, otherwise: str) -> str:
-    """The name of a sharded parameter."""
+    """Return the names of a sharded parameter and its unit, or `otherwise` for other parameters."""
     group = param_group_of(parameter)
     param = None if group is None else group.param_of(parameter)
     if group is None or param is None:
@@ -234,7 +234,7 @@ def _named(parameter: torch.Tensor, otherwise: str) -> str:
 
 
 def _checked(parameters: Any) -> list[torch.Tensor]:
-    """The distinct parameters."""
+    """Return the distinct parameters. Raise if any of them is not a tensor."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable):
@@ -286,9 +286,9 @@ def _check_stages(stages: Any, group: Any) -> None:
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The local gradient as a plain dense tensor: a write to it changes the gradient.
+    """Return the local gradient as a plain dense tensor. Writes to this tensor change the gradient.
 
-    None if there is no gradient, or if none of its elements is on this rank.
+    Return None if there is no gradient, or if none of its elements is on this rank.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -309,7 +309,7 @@ class ReduceGroup:
 
     group: Any
     device: torch.device
-    """A device that the group can reduce on; gradients may be on the host."""
+    """A device that the group can reduce on. The gradients may be on the host instead."""
     call: SharedCall
 
     @property
@@ -317,13 +317,13 @@ class ReduceGroup:
         return 1 if self.group is None else self.group.size()
 
     def reduce(self, over: Callable[[Any, torch.Tensor, SharedCall], None], number: torch.Tensor) -> None:
-        """Call a function of `comm/agreement.py`, which reduces `number` in place."""
+        """Reduce `number` in place over the group. `over` is a function of `comm/agreement.py`."""
         if self.group is not None:
             over(self.group, number, self.call)
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
-    """All ranks of the parameters' meshes, or those of the user's `group`. `otherwise`: the device if there is neither.
+    """Return the ranks of the user's `group`, else of the parameters' meshes. `otherwise`: the device without either.
 
     Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
     verifies that all ranks do `what`.

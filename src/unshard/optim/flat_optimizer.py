@@ -66,9 +66,9 @@ def flat(
     its state, and if a zero element stays zero while its gradient is zero. A closure is called once, before the step.
 
     With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`), each as soon
-    as its gradients are there; `step` waits for these steps and takes the others. So gradients can be neither clipped
-    nor scaled, no step can be skipped, and `step` must follow every backward that synchronizes gradients. False turns
-    it off; None does not change it. `ahead` is the old, deprecated name of this argument.
+    as its gradients are on the host; `step` waits for these and steps all other units. So gradients can be neither
+    clipped nor scaled, no step can be skipped, and `step` must follow every backward that synchronizes gradients. False
+    turns this off; None leaves it unchanged. `ahead` is the old, deprecated name of this argument.
     """
     if ahead is not None:
         if step_in_backward is not None:
@@ -164,7 +164,7 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
 
 
 class Flat(Optimizer):
-    """Mixed into the class of an optimizer. During a step, the optimizer has other groups and other state."""
+    """Mixed into the class of an optimizer. During a step, the optimizer's groups and state contain flat tensors."""
 
     base: ClassVar[type[Optimizer]]
     plain_step: ClassVar[Any]
@@ -173,7 +173,7 @@ class Flat(Optimizer):
     """Tells the engine that this optimizer can step parameters whose state is on the host."""
 
     def flat_groups(self) -> FlatGroups:
-        """Created at the first use: copies and unpickled optimizers have none."""
+        """Return the optimizer's `FlatGroups`. Create them on first use: copied and unpickled optimizers have none."""
         flat_groups = vars(self).get("unshard_flat_groups")
         if flat_groups is None:
             flat_groups = vars(self)["unshard_flat_groups"] = FlatGroups()
@@ -222,20 +222,20 @@ class Flat(Optimizer):
             stepping.result()
 
     def stand_in(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Any:
-        """An object that `plain_step` can step in place of this optimizer, with other groups and other state."""
+        """Return an object for `plain_step` to step in place of this optimizer, with the given groups and state."""
         stand_in = object.__new__(self.base)
         vars(stand_in).update(vars(self) | {"param_groups": groups, "state": state})
         return stand_in
 
     def finish_steps_in_backward(self, in_backward: StepInBackward) -> bool:
-        """Complete the steps that backward has begun, even if no `step` follows. Return True if there were any."""
+        """Complete the steps that backward has begun. Return True if there were any. `step` need not follow."""
         with torch.no_grad():
             spans = in_backward.finish(self)
             self.flat_groups().update_entries(spans, self.state)
         return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy counters: parameters of a span share them, and another optimizer would advance them repeatedly."""
+        """Like torch's `state_dict`, but with a separate counter per parameter. Parameters of a span share counters."""
         finish_steps()
         state: Any = self.state
         try:
@@ -248,7 +248,7 @@ class Flat(Optimizer):
             self.state = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load offloaded state without copying it to the device."""
+        """Like torch's `load_state_dict`, but without copying offloaded state to the device."""
         finish_steps()
         handles = [  # innermost, so that users' hooks see the tensors
             self.register_load_state_dict_pre_hook(_hide),
@@ -284,7 +284,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 
 def _without_hooks(step: Any) -> Any:
-    """Undo what torch does when it creates the first object of a class: it wraps the step in hooks."""
+    """Return `step` without hooks, which torch wraps around it when it creates the first object of a class."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -296,7 +296,7 @@ _classes: dict[type, type[Optimizer]] = {}
 
 
 def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
-    """The class with `Flat` mixed in, under the same name; created once."""
+    """Return `base` with `Flat` mixed in, a class of the same name that is created once."""
     if base not in _classes:
         step, plain = Optimizer.profile_hook_step(Flat.step), staticmethod(_without_hooks(base.step))
         step.hooked = True  # type: ignore[attr-defined]
@@ -338,7 +338,7 @@ def _is_offloaded(key: Any, value: Any) -> bool:
 
 @torch.no_grad()
 def _move_to_host(optimizer: Optimizer) -> None:
-    """Move offloaded state to the host: state on the device, and state that was hidden from torch's load."""
+    """Move offloaded state to the host, including state that `_hide` hid from torch's load."""
     devices = _state_devices(optimizer)
     for parameter in optimizer_parameters(optimizer):
         if id(parameter) in devices and parameter in optimizer.state:
@@ -360,6 +360,6 @@ def _moved(device: torch.device, parameter: torch.Tensor, value: _Hidden | DTens
 
 
 def _state_devices(optimizer: Optimizer) -> dict[int, torch.device]:
-    """The device of each parameter's state, by the parameter's id, if it is not the parameter's device."""
+    """Map ids of parameters to the device of their state. Parameters with state on their own device are left out."""
     ranges = shard_ranges_of(optimizer_parameters(optimizer))
     return {key: each.states.device for key, each in ranges.items() if each.states is not None}

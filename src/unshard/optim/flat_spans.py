@@ -32,7 +32,7 @@ State = MutableMapping[Any, Any]
 
 @dataclass(frozen=True)
 class SpanParam:
-    """A parameter, the number of its optimizer group, and its range in a shard if it is in one."""
+    """A parameter, the number of its optimizer group, and its range in a shard (None outside any shard)."""
 
     parameter: DTensor
     group: int
@@ -50,8 +50,8 @@ class SpanParam:
 class FlatSpan:
     """Adjacent parameters, and the tensor `flat` that is stepped in their place.
 
-    `flat` has the shape (1, 1, n), so only state with a value per element has its shape: a counter of shape (1,) is not
-    mistaken for the state of a single element.
+    `flat` has the shape (1, 1, n), so that only state with a value per element has the same shape. A counter of shape
+    (1,) is not mistaken for the state of a single element.
     """
 
     def __init__(self, params: Sequence[SpanParam]):
@@ -60,7 +60,7 @@ class FlatSpan:
         self.group = params[0].group
         self.outside_shard = first is None
         self.state_offload = None if first is None else first.states
-        """Holds the state on the host, if it is copied to the device for a step."""
+        """Holds the span's state on the host, if each step copies that state to the device. Otherwise None."""
         flat = params[0].local.detach()
         self.starts = [0]
         """The index in `flat` of each parameter's first element."""
@@ -68,23 +68,23 @@ class FlatSpan:
             self.starts = [(each.begin - first.begin) // flat.element_size() for each in params]
             flat = first.shard.flat(flat.dtype, first.begin, (last.end - first.begin) // flat.element_size())
         self._is_subclass = type(flat) is not torch.Tensor
-        """Subclasses may not support views; `flat` is then the local tensor itself."""
+        """True for tensor subclasses, which may not support views. `flat` is then the local tensor itself."""
         self.flat = self.to_flat_shape(flat)
         self._in_entries: dict[str, Any] | None = None
-        """The flat state that the parameters' entries were last made from."""
+        """The flat state from which the parameters' entries were last made."""
 
     def to_flat_shape(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From (n,) to (1, 1, n)."""
+        """View a tensor of shape (n,) in the shape (1, 1, n)."""
         return tensor if self._is_subclass else tensor[None, None]
 
     def from_flat_shape(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From (1, 1, n) to (n,)."""
+        """View a tensor of shape (1, 1, n) in the shape (n,)."""
         return tensor if self._is_subclass else tensor[0, 0]
 
     def gradient(self, ranges: dict[int, GradRange]) -> tuple[ShardedGrad, torch.Tensor] | None:
         """Return the sharded gradient and the span's part of it, or None if the program made any of the gradients.
 
-        Gradients of the engine are laid out like `flat`, because spans with other gradients were split.
+        Gradients of the engine are laid out like `flat`, because `_split` has split spans with other gradients.
         """
         found = [ranges.get(id(each.parameter.grad)) for each in self.params]
         first = found[0]
@@ -93,14 +93,14 @@ class FlatSpan:
         return first.shard, first.shard.flat(self.flat.dtype, first.begin, *self.flat.shape)
 
     def collected_gradient(self) -> torch.Tensor:
-        """A flat gradient, copied from the parameters' own gradients."""
+        """Return a flat gradient, copied from the parameters' own gradients."""
         gradients = [_local(cast(torch.Tensor, each.parameter.grad), each) for each in self.params]
         if self.outside_shard:
             return self.to_flat_shape(gradients[0])
         return self._filled(torch.zeros_like(self.flat), gradients)
 
     def _filled(self, flat: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
-        """Copy a value for each parameter into a tensor like `self.flat`."""
+        """Copy one value per parameter into `flat`, which has the layout of `self.flat`, and return `flat`."""
         row = self.from_flat_shape(flat)
         places = zip(self.starts, values, strict=True)
         foreach_copy([row[start : start + each.numel()].view(each.shape) for start, each in places], values)
@@ -109,18 +109,18 @@ class FlatSpan:
     # -- state ----------------------------------------------------------------------------------------------
 
     def is_per_element(self, value: Any) -> bool:
-        """Return True if flat state has a value for each element of `flat`."""
+        """Return True if `value`, a flat state, has one value for each element of `flat`."""
         return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
 
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in the shape of `flat`, on the host if the state is offloaded."""
+        """Return zeros in the shape of `flat`, on the host if the state is offloaded."""
         if self.state_offload is None:
             return torch.zeros_like(self.flat, dtype=dtype)
         nbytes = self.flat.numel() * dtype.itemsize
         return self.to_flat_shape(self.state_offload.memory(nbytes, "optimizer state").view(dtype))
 
     def flat_state(self, state: State) -> dict[str, Any] | None:
-        """The flat state, copied from the entries of the parameters."""
+        """Return flat state that is copied from the parameters' entries, or None if there are no entries."""
         if self.params[0].parameter not in state:
             return None
         entries: list[dict[str, Any]] = [state[each.parameter] for each in self.params]
@@ -146,7 +146,7 @@ class FlatSpan:
         return self._filled(self.new_state(values[0].dtype), values)
 
     def state_of_part(self, values: dict[str, Any], part: FlatSpan) -> dict[str, Any]:
-        """The flat state of a span that this one was split into: the same memory, but its own counters."""
+        """Return the flat state of `part`, a part of this span. It shares memory with `values`, except counters."""
         first = (part.params[0].begin - self.params[0].begin) // self.flat.element_size()
         last = first + part.flat.numel()
         return {
@@ -184,7 +184,7 @@ class FlatSpan:
 
 
 def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
-    """The local tensor of a gradient or of state, in the parameter's placements."""
+    """Return the local tensor of a gradient or state, redistributed to the parameter's placements."""
     if not isinstance(value, DTensor):
         return value
     placements = spec_of(param.parameter).placements
@@ -195,7 +195,7 @@ def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
 
 
 def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """Elements of `flat` on a slice of its storage: a tensor with an offset could not be saved inside a DTensor."""
+    """View elements of `flat` on a slice of its storage, because a DTensor with a storage offset cannot be saved."""
     if not shape.numel():
         return flat.new_empty(shape)
     first, size = flat.storage_offset() + start, flat.element_size()
@@ -204,7 +204,7 @@ def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torc
 
 
 def own_copy(value: Any) -> Any:
-    """Copy a counter (a plain tensor), so that no other step changes it."""
+    """Return a copy of a counter (a plain tensor), which no other step changes, or any other value itself."""
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
@@ -212,7 +212,7 @@ def own_copy(value: Any) -> Any:
 
 
 def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam], bool]) -> list[list[SpanParam]]:
-    """The longest runs in which each parameter is joined to the previous one."""
+    """Split `params` into the longest runs in which `joined` is true for each parameter and the previous one."""
     runs: list[list[SpanParam]] = []
     for param in params:
         if runs and joined(runs[-1][-1], param):
@@ -223,7 +223,7 @@ def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam
 
 
 def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam]:
-    """The DTensors among the parameters, ordered by shard and range. DTensors outside shards come last."""
+    """Return the DTensors among the parameters, ordered by shard and range. DTensors outside shards come last."""
     ranges = shard_ranges_of(each for _, each in numbered)
     params = [SpanParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)]
     inside = [(each.shard_range, each) for each in params if each.shard_range is not None]
@@ -233,7 +233,7 @@ def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam
 
 
 def _adjacent(groups: Sequence[dict[str, Any]], state: State, a: SpanParam, b: SpanParam) -> bool:
-    """Return True if memory, optimizer groups and state allow two parameters to be one tensor."""
+    """Return True if memory, optimizer groups and state allow stepping two parameters as one tensor."""
     one, other, dtype = a.shard_range, b.shard_range, a.parameter.dtype
     if one is None or other is None or a.group != b.group or dtype != b.parameter.dtype:
         return False
@@ -262,7 +262,7 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def _adjacent_gradients(ranges: dict[int, GradRange], a: SpanParam, b: SpanParam) -> bool:
-    """Return True if two adjacent parameters can stay one tensor with their present gradients."""
+    """Return True if the current gradients allow stepping two adjacent parameters as one tensor."""
     one, other = a.parameter.grad, b.parameter.grad
     if one is None or other is None:
         return one is other
@@ -281,8 +281,8 @@ FlatGrads = list[tuple[FlatSpan, torch.Tensor]]
 class FlatGroups:
     """The spans of an optimizer's parameters and their flat state.
 
-    They depend on the parameters and their memory, the optimizer's state and the gradients. If none of these changed, a
-    step reuses the spans of the previous one: a few comparisons per parameter, at most one torch call per span.
+    Spans depend on the parameters and their memory, the optimizer's state and the gradients. If none of these changed,
+    a step reuses the previous spans, with a few comparisons per parameter and at most one torch call per span.
     """
 
     def __init__(self) -> None:
@@ -302,12 +302,12 @@ class FlatGroups:
         self.flat_grads_by_shard: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
         """`_flat_grads`, by sharded gradient."""
         self._collected: list[FlatSpan] = []
-        """Spans whose gradients are copied into a flat one at each step."""
+        """Spans whose gradients each step copies into a new flat gradient."""
 
     def begin_step(self, optimizer: Any, done: Sequence[FlatSpan] = ()) -> list[dict[str, Any]]:
         """Return optimizer groups for one step, with gradients set on their tensors; call `end_step` afterwards.
 
-        Spans in `done` were stepped in backward. They are not in the groups, and neither are those in `streamed`.
+        The groups contain neither the spans in `done`, which backward has stepped, nor those in `streamed`.
         """
         if not self.is_current(optimizer):
             if done:
@@ -349,7 +349,7 @@ class FlatGroups:
             self._rebuild(optimizer)
 
     def end_step(self, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-        """Drop the gradients, and copy state and options that the step changed back to the optimizer."""
+        """Drop the flat gradients, and copy state and options that the step changed back to the optimizer."""
         for param_group, group in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = param_group["params"]
             param_group.update(group)
@@ -362,7 +362,7 @@ class FlatGroups:
         self._other_state = {}
 
     def update_entries(self, spans: Sequence[FlatSpan], state: Any) -> None:
-        """Drop the gradients of spans that were stepped, and make `state` agree with their flat state."""
+        """After a step, drop the flat gradients of these spans, and make `state` agree with their flat state."""
         changed = False
         for span in spans:
             span.flat.grad = None
@@ -375,7 +375,7 @@ class FlatGroups:
         return [*(span for span, _ in self._flat_grads), *self._collected]
 
     def is_current(self, optimizer: Any) -> bool:
-        """Return True if the spans were made from these parameters, their present memory and this state."""
+        """Return True if the spans were made from the optimizer's current parameters, their memory, and its state."""
         if _layout(optimizer.param_groups) != self._layout or optimizer.state is not self._optimizer_state:
             return False
         entries = _entries(optimizer.state)
@@ -402,7 +402,7 @@ class FlatGroups:
         self._gradients = None
 
     def _find_gradients(self, state: Any) -> None:
-        """Find each span's flat gradient. A span of which only some parameters have gradients is split for good."""
+        """Find each span's flat gradient. Permanently split a span in which only some parameters have gradients."""
         gradients = list(map(id, map(gradient_of, self._parameters)))
         known = gradients == self._gradients and None not in [shard() for shard, _ in self.flat_grads_by_shard]
         if known and not self._collected:
@@ -440,10 +440,10 @@ class FlatGroups:
 
 
 def _layout(groups: list[dict[str, Any]]) -> list[Any]:
-    """The parameters of each group, and the option that limits how long its spans may be."""
+    """Return the parameters' ids and `eps`, which limits how long spans may be, of each group."""
     return [(group.get("eps"), list(map(id, group["params"]))) for group in groups]
 
 
 def _entries(state: Any) -> list[Any]:
-    """All values, to compare with later ones. Not their ids, because Python reuses the ids of deleted objects."""
+    """Return all state values of DTensors, to compare with later ones. Ids would not do, because Python reuses them."""
     return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

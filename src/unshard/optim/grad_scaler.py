@@ -21,7 +21,7 @@ from .clip import check_process_group, local_gradient, reduce_group_of
 _UNSCALE = "unscale gradients (GradScaler)"
 
 _started: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-"""True for optimizers that have taken a step, so that their state exists; False if all their steps were skipped."""
+"""True for optimizers that have taken a step, which creates state. False if all of their steps were skipped."""
 
 
 class GradScaler(OpenGradScaler):
@@ -35,7 +35,7 @@ class GradScaler(OpenGradScaler):
     """
 
     _reduced_over = staticmethod(largest_over)
-    """Makes the flag of an overflow positive on all ranks if it is positive on any."""
+    """Makes the overflow flag positive on all ranks if it is positive on any rank."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class GradScaler(OpenGradScaler):
         return result
 
     def _is_safe_in_torch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if torch's `step` is safe. It passes the scale and the flag to the kernels of fused optimizers.
+        """Return True if torch's `step` is safe for this optimizer.
 
-        That has two bugs (torch 2.13). A skipped first step still creates the state, and SGD's state is uninitialized
-        memory. For parameters on the host, the optimizer copies both numbers from the device without waiting. For
-        other optimizers, torch always reads the flag on the host.
+        For fused optimizers, torch passes the scale and the flag to the kernels, which has two bugs (torch 2.13). A
+        skipped first step still creates the state, and SGD's state is uninitialized memory. For parameters on the host,
+        the optimizer copies both numbers from the device without waiting. Otherwise, torch reads the flag on the host.
         """
         if self.stage_of(optimizer) is OptState.STEPPED:
             return True  # torch raises
@@ -169,7 +169,7 @@ class ShardedGradScaler(GradScaler):
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Like torch's `update`, but takes a tensor of one element of any shape; torch's fails for some shapes."""
+        """Like torch's `update`, but takes a one-element tensor of any shape. In torch, some shapes fail."""
         if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
         super().update(new_scale)
@@ -189,13 +189,13 @@ class ShardedGradScaler(GradScaler):
 
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a scaler has skipped all steps of the optimizer so far, so that it has no state yet."""
+    """Return True if a scaler has skipped all steps of the optimizer, which therefore has no state yet."""
     has_state = any(isinstance(each, dict) and each for each in optimizer.state.values())
     return _started.get(optimizer) is False and not has_state
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if parameters have no momentum yet: after a load, or if they were added since the first step."""
+    """Return True if SGD lacks the momentum of a parameter with a gradient: after a load, or for a new parameter."""
     return any(
         each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
@@ -205,15 +205,15 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `number` to the device without waiting. Copies to the host wait, so that the host cannot read too early."""
+    """Copy `number` to `device`. Only a copy to the host waits, because the host could otherwise read too early."""
     return number.to(device, non_blocking=device.type != "cpu")
 
 
 @torch.no_grad()
 def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Step, and undo the step on the device if any of `found` is positive: the host cannot read it in a captured step.
+    """Step, then undo the step on the device if any of `found` is positive. A captured step cannot read the flags.
 
-    Takes the memory of parameters and state a second time. Fused optimizers do not need this.
+    This takes memory for a copy of parameters and state. Fused optimizers do not need this function.
     """
     skip = found[0] > 0 if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax() > 0
     before = [(tensor, tensor.clone()) for tensor in _written(optimizer, skip.device)]
@@ -223,7 +223,7 @@ def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *ar
 
 
 def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
-    """The local tensors that a step may write, each once: flat optimizers have several views of one counter.
+    """Return the local tensors that a step may write, each once, because entries of flat optimizers share counters.
 
     Includes tensors that are attributes of the optimizer if they are on `device`; captured steps refuse writes to
     attributes on other devices.

@@ -37,11 +37,11 @@ from ..names import optimizer_parameters
 from .flat_spans import FlatGrads, FlatGroups, FlatSpan
 
 BATCH_BYTES = 16 * 2**20
-"""Spans of up to this many bytes together are one batch: calling the optimizer takes as long as copying them."""
+"""Limit of a batch with several spans. Calling the optimizer takes about as long as copying this many bytes."""
 
 Groups = list[dict[str, Any]]
 Target = Callable[[FlatSpan, str, torch.Tensor], torch.Tensor]
-"""Returns the memory that a value of a span's state is copied to."""
+"""Takes a span and the key and value of one of its states; returns the memory to copy the value to."""
 
 
 # -- state on the host, parameters on the device ------------------------------------------------------------------
@@ -59,7 +59,7 @@ class StateBatch:
         self._copies: list[StreamEvent] = []
 
     def upload(self) -> None:
-        """Start to copy the state to the device. Counters are not copied."""
+        """Start copying the state to the device, except counters."""
 
         def target(span: FlatSpan, key: str, value: torch.Tensor) -> torch.Tensor:
             return _device_memory(value, span.flat.device)
@@ -67,7 +67,7 @@ class StateBatch:
         self._on_device = defaultdict(dict, self._copy(self._state, target, self.copy_streams.up))
 
     def begin_step(self, groups: Groups, others: dict[Any, Any]) -> tuple[Groups, defaultdict[Any, Any]]:
-        """Wait for the upload, and return optimizer groups and state for the step."""
+        """Wait for the upload, and return optimizer groups and state for the step. `others`: state to add."""
         self._wait_for_copies()
         assert self._on_device is not None
         self._on_device.update(others)
@@ -77,7 +77,7 @@ class StateBatch:
         return groups, self._on_device
 
     def download(self) -> None:
-        """Start to copy to the host what the step has changed or created."""
+        """Start copying the state that the step has changed or created to the host."""
         assert self._on_device is not None
         self.stepping = False
 
@@ -89,7 +89,7 @@ class StateBatch:
         self._state.update(self._copy(self._on_device, target, self.copy_streams.down))
 
     def _copy(self, state: MutableMapping[Any, Any], target: Target, stream: Any) -> dict[Any, Any]:
-        """The spans' entries of `state` with values per element copied to `target` on `stream`."""
+        """Return the spans' entries of `state`, after starting to copy per-element values to `target` on `stream`."""
         copied: dict[Any, Any] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ class StateBatch:
         return copied
 
     def release(self) -> None:
-        """Free the device's memory. The compute stream owns it and therefore waits for the copies first."""
+        """Free the state's memory on the device, after its owner, the compute stream, has waited for the copies."""
         self._wait_for_copies()
         self._on_device = None
 
@@ -120,7 +120,7 @@ class StateStreamer:
     """Steps spans whose state is on the host, as part of one step of the optimizer."""
 
     def __init__(self, spans: Sequence[FlatSpan], state: MutableMapping[Any, Any], groups: Groups):
-        """`state` also has the optimizer's entries for keys other than parameters; `groups` are the optimizer's own."""
+        """`state`: flat state of the spans, and entries for keys that are not parameters. `groups`: the optimizer's."""
         self._batches = [StateBatch(each, state) for each in _batches_of(spans)]
         # Each call of the step gets copies of these. If the optimizer counts steps in them, it counts this step once.
         self._options: Groups = []
@@ -131,7 +131,7 @@ class StateStreamer:
             self._batches[0].upload()
 
     def steps(self) -> Iterator[tuple[Groups, defaultdict[Any, Any]]]:
-        """Optimizer groups and state for each call of the optimizer's step; call `close` afterwards."""
+        """Yield optimizer groups and state for each call of the optimizer's step. Call `close` after the last one."""
         for number, batch in enumerate(self._batches):
             if number + 1 < len(self._batches):
                 self._batches[number + 1].upload()
@@ -141,7 +141,7 @@ class StateStreamer:
                 self._batches[number - 1].release()
 
     def close(self) -> None:
-        """Wait until all state is on the host, also if a step has raised."""
+        """Wait until all state is on the host. Call this even if a step has raised."""
         for batch in self._batches:
             if batch.stepping:
                 batch.download()
@@ -169,12 +169,12 @@ def _batches_of(spans: Sequence[FlatSpan]) -> list[list[FlatSpan]]:
 
 
 def _device_memory(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate on the compute stream. The upload stream waits for the work queued on it before writing."""
+    """Allocate on the compute stream. Before writing, the upload stream waits for the work queued there."""
     return torch.empty_like(on_host, device=device)
 
 
 def _copied(values: dict[Any, Any]) -> dict[Any, Any]:
-    """The dict with copies of all values that can be changed in place."""
+    """Return a dict with copies of all values that can be changed in place."""
     kinds = (torch.Tensor, list, dict, set)
     return {key: copy.deepcopy(value) if isinstance(value, kinds) else value for key, value in values.items()}
 
@@ -190,13 +190,13 @@ class EarlyStep(NamedTuple):
     options: Groups
     future: Future[Any]
     writes: int
-    """The number of writes to the gradients before the step."""
+    """Number of writes to the gradients up to this step, to detect later writes."""
 
 
 class StepInBackward:
-    """Belongs to one flat optimizer. When a sharded gradient is ready, repeats what the last step did with it.
+    """Steps units of one flat optimizer during backward. A unit is stepped like in the last call of `step`.
 
-    So `step` takes the first step of the optimizer, and of every unit that has changed since the last step.
+    So `step` itself takes the first step of the optimizer, and of every unit that has changed since the last step.
     """
 
     def __init__(self, optimizer: Any):
@@ -211,12 +211,12 @@ class StepInBackward:
         listen(self)
 
     def remember(self, flat_groups: FlatGroups) -> None:
-        """Called after a step: remember the spans of each offloaded gradient."""
+        """Remember the spans of each offloaded gradient for the next backward. `step` calls this at its end."""
         by_shard = flat_groups.flat_grads_by_shard
         self._last_step = [each for each in by_shard if (grad := each[0]()) is not None and grad.offloaded]
 
     def gradients_ready(self, sharded_grads: Sequence[ShardedGrad]) -> None:
-        """Called by the engine when gradients are complete. They may still be in flight to the host."""
+        """Start to step units with complete gradients, which may be in flight to the host. The engine calls this."""
         optimizer = self._optimizer()
         ready = {id(each): each for each in sharded_grads}
         mine = [(ready[id(grad)], flat_grads) for ref, flat_grads in self._last_step if id(grad := ref()) in ready]
@@ -259,7 +259,7 @@ class StepInBackward:
         self._steps.append(EarlyStep(grad, spans, options, submit(step), writes))
 
     def finish(self, optimizer: Any) -> list[FlatSpan]:
-        """Wait for the steps of this backward. Returns the spans that were stepped."""
+        """Wait for the steps that backward has started, and return the stepped spans."""
         steps, self._steps, self._unchanged, self._second_backward = self._steps, [], None, False
         if steps:
             note_optimizer_step(optimizer)  # even if `step` is never called
@@ -285,7 +285,7 @@ class StepInBackward:
         return [span for step in steps for span in step.spans]
 
     def refuse_changed_gradients(self) -> None:
-        """Called before `step`: raise if gradients were changed after backward has stepped them."""
+        """Raise if the program changed gradients after backward had stepped them. `step` calls this first."""
         changed = [step.sharded_grad for step in self._steps if step.sharded_grad.writes() != step.writes]
         if changed and not self._second_backward:
             raise StateError(
@@ -296,7 +296,7 @@ class StepInBackward:
             )
 
     def warn_of_steps(self) -> None:
-        """Called by `zero_grad` if backward has stepped parameters and `step` was not called."""
+        """Warn, once, that backward has stepped parameters although `step` was not called. `zero_grad` calls this."""
         if not self._warned_of_steps:
             self._warned_of_steps = True
             warnings.warn(
@@ -308,13 +308,13 @@ class StepInBackward:
             )
 
     def finish_steps(self) -> None:
-        """Wait for the steps, because parameters are about to be read. `step` raises their errors."""
+        """Wait for the steps, because parameters are about to be read. `step` later raises the errors, if any."""
         for step in self._steps:
             step.future.exception()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of an optimizer group. Tensors (a learning rate) are copied, as they may change during the step."""
+    """Return the options of an optimizer group. Tensors (a learning rate) are copied, because they may change."""
     items = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in items}
 
@@ -338,7 +338,7 @@ Task = tuple[Callable[[], Any], Future[Any]]
 
 
 def submit(step: Callable[[], Any]) -> Future[Any]:
-    """Run a step in the thread, after all that were submitted before."""
+    """Run `step` in the thread for steps on the host, after all steps that were submitted earlier."""
     future: Future[Any] = Future()
     _tasks().put((step, future))
     return future
@@ -346,9 +346,9 @@ def submit(step: Callable[[], Any]) -> Future[Any]:
 
 @cache
 def _tasks() -> SimpleQueue[Task | None]:
-    """Return the queue of the thread. The first call starts the thread.
+    """Return the queue of the thread for steps on the host. The first call starts the thread.
 
-    `concurrent.futures` executors refuse tasks after the main thread has ended, when other threads may still train.
+    An executor of `concurrent.futures` would refuse tasks after the main thread ends, while other threads still train.
     """
     tasks: SimpleQueue[Task | None] = SimpleQueue()
     thread = threading.Thread(target=_run_tasks, args=(tasks,), name="unshard-host-step", daemon=True)
@@ -358,7 +358,7 @@ def _tasks() -> SimpleQueue[Task | None]:
 
 
 def _end(tasks: SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Called at exit, after all other threads have ended: a running step must end before the interpreter does."""
+    """Wait for the thread at exit, because a running step must end before the interpreter does."""
     tasks.put(None)
     thread.join()
 
@@ -379,10 +379,10 @@ def _run_tasks(tasks: SimpleQueue[Task | None]) -> None:
 
 
 def _use_all_cores() -> None:
-    """Set the number of torch's threads for this thread, without changing it for others.
+    """Let torch use all cores of this rank in this thread, without changing the number of cores in other threads.
 
-    Each thread has its own number, and threads that start later get the last one that was set. Under torchrun, the
-    number is 1: enough to compute on a device, too few for a step on the host.
+    Each thread has its own number of torch threads, and a new thread gets the number that was set last. Under torchrun,
+    the number is 1: enough to compute on a device, too few for a step on the host.
     """
     others = torch.get_num_threads()
     torch.set_num_threads(cores_of_this_rank())
@@ -392,7 +392,7 @@ def _use_all_cores() -> None:
 
 
 def cores_of_this_rank() -> int:
-    """This rank's share of the cores, minus one for launching kernels on the device."""
+    """Return this rank's share of the cores, minus one for launching kernels on the device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, share - 1)

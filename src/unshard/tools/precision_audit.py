@@ -1,4 +1,4 @@
-"""Records the dtypes in real steps and compares them with the plan."""
+"""Records the dtypes of real steps and compares them with the planned dtypes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DtypeSet = set[torch.dtype]
 
 
 class PrecisionAudit:
-    """`differences`: dtypes that differ from the plan. `str(audit)`: a table of planned and found dtypes, and more."""
+    """A context that records steps. `differences`: dtypes that differ from the plan. `str()` returns a report."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
@@ -65,7 +65,7 @@ class PrecisionAudit:
 
     @property
     def steps(self) -> int:
-        """The number of steps of optimizers that hold parameters of the model."""
+        """Number of recorded steps of optimizers that hold parameters of the model."""
         return self._recorder.steps
 
     @property
@@ -80,7 +80,7 @@ class PrecisionAudit:
 
     @property
     def surprises(self) -> list[str]:
-        """Surprises in the plan, with the optimizer's current state, and in the recorded steps."""
+        """Dtypes that look unintended, in the plan (with the optimizer's current state) and in the recorded steps."""
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
 
     def _surprises_of_steps(self) -> list[str]:
@@ -136,9 +136,9 @@ class PrecisionAudit:
 
 
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
-    """A context that records the dtypes in steps of a sharded `model` and compares them with the plan of `precision`.
+    """Return a context that records the dtypes of a sharded model's steps and compares them with those of `precision`.
 
-    It adds no collective and changes no result. With `optimizer`, only steps of this optimizer are recorded.
+    The context adds no collective and changes no result. With `optimizer`, it records only steps of this optimizer.
     """
     return PrecisionAudit(model, optimizer)
 
@@ -286,7 +286,7 @@ class PrecisionRecorder(TorchFunctionMode):
 
 
 def _cast_modules(unit: UnitPlan) -> list[nn.Module]:
-    """The modules whose forward gets the unit's cast inputs. For a wrapper, this is the wrapped module."""
+    """Return the modules whose forward gets the unit's cast inputs. For a wrapper, this is the wrapped module."""
     wrapped = FSDP_PREFIX.rstrip(".")
     return [dict(top.named_children()).get(wrapped, top) for top in unit.state.modules()]
 
@@ -324,7 +324,7 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
 
 
 def _gathered_as_bytes(unit: UnitPlan, dtypes: DtypeSet, precision: Precision) -> bool:
-    """Several dtypes in one collective are sent as bytes, and so are dtypes that a backend does not support."""
+    """Return True if the all-gather may send bytes: for several dtypes in one collective, or for 8-bit dtypes."""
     together = {each.dtypes_in(precision).compute for each in unit.params} | dtypes
     return len(together) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
 
@@ -358,7 +358,7 @@ def _planned_output(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
 
 
 def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
-    """Check modules whose children have no parameters: inputs and outputs show the dtype in which they compute."""
+    """Check modules whose children have no parameters. Their inputs and outputs show in which dtype they compute."""
     tops = _cast_modules(unit)
     for module, params in unit.modules_with_params().items():
         if any(True for child in module.children() for _ in child.parameters()):

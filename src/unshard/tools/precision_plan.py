@@ -54,7 +54,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter of a unit."""
+    """The planned dtypes of one parameter of a unit."""
 
     param: ManagedParam
     name: str
@@ -66,7 +66,7 @@ class ParamPlan:
     extended: bool
     """True if the tensor has a gather protocol (`fsdp_pre_all_gather`)."""
     state: tuple[torch.dtype, ...] | None
-    """The dtypes of the optimizer's state; None if it does not exist yet."""
+    """The dtypes of the optimizer's state, or None if there is no state yet."""
 
     @property
     def trainable(self) -> bool:
@@ -76,7 +76,7 @@ class ParamPlan:
         return self.dtypes.stored if precision is Precision.STORED else self.dtypes
 
     def planned(self, stage: ParamStage, precision: Precision = Precision.POLICY) -> set[torch.dtype]:
-        """The dtypes expected at a stage; empty if the parameter has no such stage."""
+        """Return the dtypes expected at a stage. Empty if the parameter has no such stage, or may have any dtype."""
         dtypes = self.dtypes_in(precision)
         if stage in (ParamStage.GATHERED, ParamStage.COMPUTED):
             return set() if self.extended else {dtypes.compute}  # a gather protocol may use any dtype
@@ -91,7 +91,7 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters of one unit that have the same dtypes at every stage. A dtype is None if there is no such stage."""
+    """Parameters of one unit with the same dtypes at every stage. A dtype is None if they do not have that stage."""
 
     unit: str
     names: tuple[str, ...]
@@ -103,12 +103,12 @@ class Row:
     wire: torch.dtype | None
     reduced: torch.dtype | None
     kept: torch.dtype | None
-    """Gradients accumulated over backwards without synchronization."""
+    """Dtype of gradients that are accumulated without synchronization."""
     grad: torch.dtype | None
-    """`.grad`, in which gradients of backwards with synchronization accumulate."""
+    """Dtype of `.grad`, in which gradients accumulate with synchronization."""
     updated: torch.dtype | None
     state: tuple[torch.dtype, ...]
-    """The dtypes of the optimizer's state; before its first step, the expected ones."""
+    """The dtypes of the optimizer's state. Before the optimizer's first step, the expected dtypes."""
     state_exists: bool
 
     @property
@@ -136,7 +136,7 @@ class UnitPlan:
     rows: tuple[Row, ...]
     buffers: tuple[BufferPlan, ...]
     module_policies: dict[nn.Module, MixedPrecisionPolicy]
-    """The modules inside the unit that cast inputs and outputs, and their policies."""
+    """The policies of modules inside the unit that cast their own inputs and outputs."""
     ranks: int
     """The number of ranks over which gradients are reduced."""
     replicated: bool
@@ -149,13 +149,13 @@ class UnitPlan:
 
     @property
     def casts_inputs(self) -> bool:
-        """Some policies cast only the root's inputs. Before the first forward, take the outermost unit for the root."""
+        """True if forward casts its inputs. Before the first forward, the outermost unit counts as the root."""
         if self.state.is_initialized:
             return self.state.casts_inputs
         return self.policy.casts_inputs(self.outermost, empty=not self.state.unit.used_params)
 
     def modules_with_params(self) -> dict[nn.Module, list[ParamPlan]]:
-        """The modules on which parameters of the unit are registered."""
+        """Return the modules that the unit's parameters are registered on, each with these parameters."""
         found: dict[nn.Module, list[ParamPlan]] = {}
         for each in self.params:
             for location in each.param.locations:
@@ -183,7 +183,7 @@ class ModelPlan:
 
 
 def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
-    """Plan every unit in `model`, without a step, an allocation or a collective."""
+    """Return the planned dtypes of every unit in `model`. Needs no step, allocation or collective."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"Expected a sharded model, got {type(model).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -209,9 +209,9 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
 
 
 def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield the modules whose parameters and buffers belong to a unit, with the prefix of their names.
+    """Yield (number, prefix of names, module) for each module whose own parameters and buffers belong to a unit.
 
-    The number is the index of the sharded module in the unit.
+    The number is the index, in the unit, of the sharded module that contains the module.
     """
 
     def is_foreign(module: nn.Module) -> bool:
@@ -273,7 +273,7 @@ def _params(state: FSDPState, prefixes: dict[nn.Module, str], optimizer: Any) ->
 
 
 def _sharded_parameter(param: ManagedParam) -> Any:
-    """The registered parameter, or the sharded one if the registered one is unsharded or missing."""
+    """Return the registered parameter if it is sharded, else the sharded parameter that the engine keeps."""
     registered = param.locations[0].parameters.get(param.locations[0].name)
     unsharded = registered is param.unsharded or registered is param.sliced
     return registered if isinstance(registered, nn.Parameter) and not unsharded else param.sharded
@@ -335,7 +335,7 @@ def _unmanaged(model: nn.Module, units: tuple[UnitPlan, ...]) -> Iterator[tuple[
 
 
 def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """State tensors with a value per element, that is, not the step counter."""
+    """Yield the name and value of state tensors with one value per element. This excludes step counters."""
     for name, value in optimizer.state.get(parameter, {}).items():
         per_element = isinstance(value, torch.Tensor) and (value.ndim or not parameter.ndim) and name != "step"
         if per_element and value.is_floating_point():
@@ -343,7 +343,7 @@ def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.T
 
 
 def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | None:
-    """The dtypes of the optimizer's state of a parameter; None if there is no state yet."""
+    """Return the dtypes of the optimizer's state of a parameter, or None if there is no state yet."""
     if optimizer is None or not optimizer.state.get(parameter):
         return None
     found = {value.dtype for _, value in state_tensors(optimizer, parameter)}

@@ -1,4 +1,4 @@
-"""Reports the planned dtypes of a sharded model and flags surprising ones."""
+"""Reports the planned dtypes of a sharded model and flags dtypes that look unintended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POSITION_TABLES = ("*inv_freq*", "*freqs*")
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """`str(report)` is the text. `rows`: one per unit and set of dtypes. `surprises`: dtypes that look unintended."""
+    """The result of `precision`. `rows`: one per unit and set of dtypes. `surprises`: dtypes that look unintended."""
 
     plan: ModelPlan
     surprises: list[str]
@@ -61,10 +61,10 @@ class PrecisionReport:
 
 
 def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
-    """Report the dtypes of a sharded `model` at every stage of a step, and flag surprising ones.
+    """Report the dtypes of a sharded `model` at every stage of a step, and flag dtypes that look unintended.
 
-    Works before the first step and on the meta device. Rank 0 prints the report to `file` (default: standard output);
-    every rank returns it. With `optimizer`, the report also covers the optimizer's state.
+    Works before the first step and on the meta device. Every rank returns the report, and rank 0 also prints it to
+    `file` (default: standard output). With `optimizer`, the report also covers the optimizer's state.
     """
     plan = plan_of(model, optimizer)
     report = PrecisionReport(plan, surprises_of(plan, optimizer))
@@ -91,7 +91,7 @@ def shorts(dtypes: Iterable[torch.dtype], otherwise: str = NOTHING) -> str:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """The first distinct names, in the order given, and the number of the others."""
+    """Format the first distinct names, in the given order, and the number of other names."""
     return listed(map(repr, dict.fromkeys(names)))
 
 
@@ -100,7 +100,7 @@ def unit_title(name: str) -> str:
 
 
 def shared_title(names: Sequence[str]) -> str:
-    """The title of units that share a line in a table: blocks.0 … blocks.15 (16 units)."""
+    """Return the title of units that share a line in a table, such as "blocks.0 … blocks.15 (16 units)"."""
     shown = [unit_title(name) for name in names]
     if len(shown) <= 2:
         return " and ".join(shown)
@@ -108,7 +108,7 @@ def shared_title(names: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
-    """The lines of a table; columns in `numbers` are aligned to the right."""
+    """Return the lines of a table. Columns in `numbers` are aligned to the right."""
     lines, right = [list(head), *(list(row) for row in rows)], set(numbers)
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     aligned = [
@@ -122,7 +122,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[
 
 
 def lines_of_units(units: Iterable[UnitPlan], lines_of: Callable[[UnitPlan], list[list[str]]]) -> list[list[str]]:
-    """The lines of all units, with the unit in the first cell of its first line. Units with equal lines share them."""
+    """Return the lines of all units, with a title in the first cell. Units with equal lines share lines and title."""
     equal: dict[Any, list[str]] = {}
     for unit in units:
         equal.setdefault(tuple(tuple(line) for line in lines_of(unit)), []).append(unit.name)
@@ -156,7 +156,7 @@ def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
 
 
 def _boundary_lines(unit: UnitPlan) -> list[list[str]]:
-    """Casts of inputs and outputs of the unit, and of modules inside it whose dtypes are overridden."""
+    """Return lines with the casts of inputs and outputs of the unit, and of its modules with overridden dtypes."""
     policy, in_eval, modules_in_eval = unit.policy, "the same", "the same"
     if policy.full_precision_in_eval:
         stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
@@ -184,7 +184,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def surprises_of(plan: ModelPlan, optimizer: Any = None) -> list[str]:
-    """Sentences about dtypes that look unintended, with names and the remedy."""
+    """Return sentences about dtypes that look unintended, with names and remedies."""
     found: list[Iterator[str]] = [_stored_in_16_bits(plan), _stored_in_fp64(plan)]
     if optimizer is not None:
         found += [_narrow_state(plan, optimizer), _parameters_of_others(plan, optimizer)]
@@ -367,7 +367,7 @@ def _outputs(plan: ModelPlan) -> Iterator[str]:
 
 
 def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Units with the same patterns count as one, because models are often sharded with one policy for all units."""
+    """Report patterns that match nothing in any unit with the same patterns, because units often share one policy."""
     overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
     keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:
@@ -398,7 +398,7 @@ def _matching_nothing(
 
 
 def _modules_without_casts(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Overrides that match only some parameters of a module: its inputs and outputs are not cast."""
+    """Report overrides that match only some parameters of a module, whose inputs and outputs are then not cast."""
     found: dict[tuple[str, tuple[str, ...], str], list[UnitPlan]] = {}
     for unit in units:
         inside = {module: prefix for _, prefix, module in owned_modules(unit.state)}

@@ -1,4 +1,4 @@
-"""Installs the drop-in in child processes of a program that runs with it.
+"""Installs the drop-in in child processes of a program that runs with the drop-in.
 
 Python imports a module of this name at startup, and `unshard.dropin` puts this folder first on PYTHONPATH. Nothing is
 imported before the process imports PyTorch's FSDP, so programs that do not use FSDP pay nothing.
@@ -32,7 +32,7 @@ class InstallAtImport:
 
 
 def import_next() -> None:
-    """Remove this folder from `sys.path` and import the `sitecustomize` that Python would find without it."""
+    """Remove this folder from `sys.path`, and import the `sitecustomize` that Python would have found otherwise."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec(__name__, sys.path)
     if spec is not None and spec.loader is not None:

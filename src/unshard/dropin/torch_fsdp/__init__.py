@@ -39,7 +39,7 @@ __all__ += wrapper_api.__all__
 
 
 def _set_fsdp_extensions(flattener: object) -> None:
-    """For `torch.distributed.fsdp._fsdp_extensions`. Tensor-parallel parameters need no extension in unshard."""
+    """Accept PyTorch's DTensor extension, which unshard does not need for tensor parallelism, and refuse others."""
     if type(flattener).__name__ not in ("DTensorExtensions", "NoneType"):
         raise UnsupportedError(
             f"unshard shards tensor-parallel parameters without an FSDPExtensions object and would not call this "

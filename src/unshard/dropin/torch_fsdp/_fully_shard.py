@@ -45,7 +45,7 @@ def _get_mesh_info(mesh: dist.DeviceMesh, dp_mesh_dims: DataParallelMeshDims | N
 
 
 class _NameOnly(type):
-    """Metaclass of types that programs name in `isinstance` and annotations. unshard has no such objects."""
+    """Metaclass of types that exist only for `isinstance` and annotations. unshard has no instances of these types."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
@@ -61,7 +61,7 @@ class _NameOnly(type):
 
 class FSDPParamGroup(metaclass=_NameOnly):
     def use_training_state(self) -> None:
-        """torch.compile compares functions with this method."""
+        """Does nothing. torch.compile compares functions with this method."""
 
 
 FSDPParam = _NameOnly("FSDPParam", (), {})
