@@ -1,1 +1,1 @@
-"""The only callers of collectives."""
+"""The only folder that issues collectives."""

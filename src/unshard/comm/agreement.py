@@ -28,8 +28,8 @@ _BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
 def require_agreement(transport: Transport, device: torch.device, what: str, facts: Sequence[str]) -> None:
     """Raise on every rank of `transport` if the ranks' lists of facts differ, naming the first difference.
 
-    Without this, ranks that were given different models hang or compute garbage. Costs one small all-gather; if the
-    ranks differ, all of them see it, and a second all-gather finds out where. Does nothing for an object that only
+    Without this check, ranks that were given different models hang or compute garbage. It costs one small all-gather.
+    If the ranks differ, all of them notice, and a second all-gather finds the difference. No-op for an object that only
     looks like a process group and has no all-gather.
     """
     if transport.world == 1 or not transport.traits.gathers:
@@ -127,12 +127,12 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def sum_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """`number` <- its sum over the ranks. `call`: the call that needs it."""
+    """Set `number` to its sum over the ranks. `call`: the shared call that needs the sum."""
     _reduce(group, number, dist.ReduceOp.SUM, call)
 
 
 def largest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """`number`, which is not negative, <- the largest of the ranks' numbers. NaN is larger than infinity.
+    """Set `number` to the maximum of the ranks' absolute values; NaN if any is NaN.
 
     Backends lose NaN in a maximum of floats, each in its own way. Read as integers, the bits of non-negative floats
     have the same order, with NaN last.

@@ -35,7 +35,7 @@ def is_group(value: Any) -> bool:
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
-    """The group of these ranks for a purpose, made once. Only these ranks call this, all of them in the same order."""
+    """Return the group of `ranks` for a purpose, made once. All of these ranks, and no others, must call this."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:
@@ -49,10 +49,10 @@ _LIKE: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionar
 
 
 def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[], None]) -> Any:
-    """A second group of the same ranks, made once. Its collectives do not wait for those of `group`.
+    """Return a second group of the same ranks, made once. Its collectives do not wait for those of `group`.
 
-    All ranks make it together: `meet` is called first, and raises if a rank does not come. The second group has the
-    timeout of `group` and, with NCCL, its options. If torch cannot make one, returns `group` itself.
+    All ranks make the second group together: `meet` is called first and raises if a rank does not join. The second
+    group has the timeout of `group` and, with NCCL, its options. If torch cannot make one, return `group` itself.
     """
     made = _LIKE.setdefault(group, {})
     if backend not in made:
@@ -111,17 +111,17 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes for `mesh`."""
+    """Return the device on which this rank computes for `mesh`."""
     return current_device(mesh.device_type)
 
 
 def current_device(kind: str) -> torch.device:
-    """The device of type `kind`: the host, or the accelerator's current device."""
+    """Return the device of type `kind`: the host, or the accelerator's current device."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """A device that `group` can send from, for the values of `tensors`: their own if possible.
+    """Return a device from which `group` can send the values of `tensors`: the device of one of them if possible.
 
     NCCL does not send from the host. A group that is written in Python may not tell which devices it serves.
     """
@@ -134,14 +134,14 @@ def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh with the most ranks, preferably one-dimensional (it has its own group), else the first."""
+    """Return the mesh with the most ranks; among equals, one with one dimension, which has a process group."""
     return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim == 1))
 
 
 def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
-    """A process group that contains all ranks of these meshes. Every mesh contains this rank.
+    """Return a process group that contains all ranks of `meshes`, each of which contains this rank.
 
-    All ranks of the group call this together, because the group may have to be made.
+    All ranks of the group must call this together, because the group may have to be made.
     """
     widest = widest_of(meshes)
     if len(meshes) == 1 or all(ranks_of(mesh) <= ranks_of(widest) for mesh in meshes):
@@ -167,24 +167,24 @@ def _world_or_group_of(ranks: frozenset[int]) -> Any:
 
 
 class Pool:
-    """CUDA memory that a transport sends from faster. Tensors allocated in the pool stay there when resized."""
+    """CUDA memory from which a transport can send faster. Tensors allocated in the pool stay there when resized."""
 
     def __init__(self, pool: Any, device: torch.device):
         self._pool, self._device = pool, device
 
     def allocating(self) -> AbstractContextManager[None]:
-        """A context in which allocations come from the pool."""
+        """Return a context in which allocations come from the pool."""
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
 
 def pool_of_group(group: Any, device: torch.device) -> Pool | None:
-    """The backend's own memory, or None. NCCL registers it once and copies less."""
+    """Return a pool of the backend's own memory, or None. NCCL registers such memory once and copies less."""
     allocator = backend_allocator(group, device)
     return None if allocator is None else Pool(torch.cuda.MemPool(allocator), device)
 
 
 def symmetric_pool(device: torch.device, backend: str) -> Pool:
-    """Memory at the same address on all ranks."""
+    """Return a pool of torch's symmetric memory."""
     if device.type != "cuda":
         raise UnsupportedError(f"Symmetric memory needs a CUDA device, but this module is on {device}.")
     return Pool(symmetric_memory_pool(device, backend), device)

@@ -21,8 +21,8 @@ Tensors = list[torch.Tensor]
 class Work(Protocol):
     """A collective in flight. Do not read, write or free its tensors before `wait` has returned.
 
-    Works of the transports here also have `wait(timeout)`, which raises RuntimeError after the timeout, and
-    `is_completed()`, which then is False; it is True if the error was the collective's own.
+    Works of the transports here also have `wait(timeout)`, which raises RuntimeError after the timeout. Then,
+    `is_completed()` is False; if the collective itself failed instead, it is True.
     """
 
     def wait(self) -> object: ...
@@ -85,29 +85,29 @@ class Transport(ABC):
         """Each tensor <- its sum (or mean) over the ranks."""
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which an all-gather sends `dtype`: itself, or uint8 if the backend does not support it."""
+        """Return the dtype in which an all-gather sends `dtype`: uint8 if the backend lacks it, else `dtype`."""
         return dtype
 
     def next_unit_number(self) -> int:
-        """The number of the next unit, the same on all ranks; 0 if collectives are not compared."""
+        """Return the number of the next unit, the same on all ranks; 0 if collectives are not compared."""
         return 0 if self.order is None else self.order.next_unit_number()
 
     @property
     def compared_ranks(self) -> list[int]:
-        """Global ranks of the members; empty if collectives are not compared."""
+        """The global ranks of the process group; empty if collectives are not compared."""
         return [] if self.order is None else self.order.ranks
 
     def announce(self, what: str) -> None:
-        """Say what the next collective without a label does, for messages about ranks that wait."""
+        """Describe the next collective without a label, for messages about ranks that wait."""
         if self.order is not None:
             self.order.progress.next_unlabelled = what
 
     def raised(self, text: str) -> bool:
-        """Announce an exception to the other ranks. Returns False if this transport has no announcements."""
+        """Announce an exception to the other ranks; return False if collectives are not compared."""
         return self.order is not None and self.order.raised(text)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
-        """Apply `wrap` to the transport that sends. The order check stays outermost."""
+        """Return a transport that sends through `wrap` of the current one. The order check stays outermost."""
         return wrap(self)
 
 
@@ -126,19 +126,19 @@ class Works:
             del self.works[0]
 
     def is_completed(self) -> bool:
-        """True if the work that `wait` comes to next is complete."""
+        """Return True if the first work that `wait` has not waited for yet is complete."""
         return not self.works or self.works[0].is_completed()
 
 
 def joined(works: list[Any]) -> Work:
-    """Return one work for all. A process group that is written in Python may return None instead of a work."""
+    """Return one work for all `works`, which may contain None: a process group written in Python may return that."""
     return works[0] or Done() if len(works) == 1 else Works([work or Done() for work in works])
 
 
 class WorkThen:
     """A collective in flight. Its first `wait` also runs `then`, which adds up received pieces or copies the result.
 
-    `then` also keeps tensors alive until the wait. Works of a user's class get no timeout: they need not take one.
+    `then` also keeps tensors alive until the wait. Works of a user's class get no timeout, as they may not accept one.
     """
 
     def __init__(self, work: Any, then: Callable[[], object] | None = None):

@@ -1,7 +1,7 @@
 """Collectives of a `torch.distributed` process group.
 
-Calls the group's own methods instead of the functions of `torch.distributed`: the methods take several tensors at once
-and skip a layer of Python.
+The transport calls the group's own methods instead of the functions of `torch.distributed`, because the methods take
+several tensors at once and skip a layer of Python.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ProcessGroupTransport(Transport):
         return Works([self._reduce_one(*pair, options) or _DONE for pair in zip(outputs, inputs, strict=True)])
 
     def _reduce_each(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
-        """Reduce by exchanges, except tensors that the backend's own reduce-scatter can reduce."""
+        """Reduce each tensor by an exchange, unless the backend's own reduce-scatter can reduce the tensor."""
         works, same = [], []
         for output, unreduced in zip(outputs, inputs, strict=True):
             if self._exchanges or output.dtype != unreduced.dtype:
@@ -159,7 +159,7 @@ class ProcessGroupTransport(Transport):
         return WorkThen(work, partial(add_up, self._rows(received, output), output, average))
 
     def _rows(self, pieces: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """A row per rank, each as long as `output`. Pieces of a narrow dtype may have more padding than `output`."""
+        """Return a row per rank, each as long as `output`, without the extra padding of pieces of a narrow dtype."""
         return pieces.view(self.world, -1)[:, : output.numel()]
 
     def _reduce_copy(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
@@ -169,7 +169,7 @@ class ProcessGroupTransport(Transport):
         return WorkThen(work, lambda: copy)  # the copy must live until the wait
 
     def _exchange_pair(self, all_to_all: Any, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """Send one piece and receive one, into the output itself if the dtypes are the same."""
+        """`_exchange` for two ranks: send one piece and receive one, straight into the output if dtypes are equal."""
         other, piece = 1 - self.rank, unreduced.numel() // 2
         sent, own = unreduced.narrow(0, other * piece, piece), unreduced.narrow(0, self.rank * piece, piece)
         received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
@@ -233,7 +233,7 @@ def _exchange_is_faster(backend: str, device: torch.device) -> bool:
 
 
 def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
-    """Two answers: can the backend all-gather, and reduce-scatter, several tensors in one collective?"""
+    """Return two flags, for all-gathers and for reduce-scatters: True if one collective can send several tensors."""
     # Gloo's coalesced all-gather corrupts the heap if two are in flight, and numbers if dtypes differ (torch 2.13, seen
     # without this library). With CUDA tensors it crashes. Its coalesced reduce-scatter works, except for groups written
     # in Python (see below).
@@ -269,12 +269,12 @@ def _methods(
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Method:
-    """The method under the first of `names` that the group has."""
+    """Return the group's method with the first of `names` that the group has."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def _own(group: Any, names: tuple[str, ...]) -> Method | None:
-    """The method under the first of `names` that the group does not inherit from torch's class."""
+    """Return the first method of `names` that the group does not inherit from torch's class, or None."""
     if type(group) is dist.ProcessGroup:
         return None
     for name in names:
@@ -299,7 +299,7 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    """Return a method that raises, unless the inherited one works: C++ classes override methods unseen by Python."""
+    """Return a method that calls the inherited one, which C++ may override unseen, and raises if it has no backend."""
     inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
 
     def call(*args: Any) -> Any:

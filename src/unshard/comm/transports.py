@@ -23,10 +23,10 @@ from .process_group import ProcessGroupTransport
 def transport_for(
     group: Any, device: torch.device, check_order: bool = True, separate: bool | None = None
 ) -> Transport:
-    """The transport of a process group. A group of one rank sends nothing.
+    """Return a transport for a process group. A group of one rank sends nothing.
 
-    `check_order`: ranks compare collectives before they issue them, if they are real peers.
-    `separate`: reduce-scatters get their own process group; None: if that is faster.
+    `check_order`: ranks compare collectives before they issue them, unless the backend only simulates other ranks.
+    `separate`: reduce-scatters get their own process group; if None, only if that is faster.
     """
     if group.size() == 1:
         return SoloTransport()
@@ -50,7 +50,7 @@ def separate_is_faster(group: Any, device: torch.device) -> bool:
 
 
 class SoloTransport(Transport):
-    """A group of one rank. Nothing is sent, and the engine has no special case for it."""
+    """The transport of a group of one rank. It sends nothing, so that the engine needs no special case for one rank."""
 
     rank = 0
     world = 1
@@ -78,7 +78,7 @@ class SoloTransport(Transport):
 class SplitTransport(ProcessGroupTransport):
     """Reduce-scatters use a second process group of the same ranks, so they do not queue behind all-gathers.
 
-    The group is made for the first reduce-scatter, by all ranks together. A job that only evaluates does not need it.
+    All ranks make the second group together, at the first reduce-scatter. A job that only evaluates never makes it.
     """
 
     def __init__(self, group: Any, device: torch.device, make_second_group: Callable[[], Any]):
@@ -92,9 +92,9 @@ class SplitTransport(ProcessGroupTransport):
 
 
 def _checked(name: str) -> Any:
-    """A method that compares the label between the ranks, and then calls method `name` of the base transport.
+    """Return a method that compares the label between the ranks, and then calls method `name` of the base transport.
 
-    One function for all collectives, without a call in between: it runs for every collective of a step.
+    The method makes no other call of its own, because it runs for every collective of a step.
     """
     is_reduce_scatter = name == "reduce_scatter"
 
@@ -203,5 +203,5 @@ class PluginTransport(Transport):
 
 
 def _copy(output: torch.Tensor, result: torch.Tensor, *kept: torch.Tensor) -> None:
-    """Copy the result of a user's collective to its destination. `kept`: other tensors that it may read until then."""
+    """Copy the result of a user's collective to `output`. `kept`: tensors that the collective may read until then."""
     output.copy_(result)

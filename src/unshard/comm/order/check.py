@@ -50,7 +50,7 @@ class Label:
 
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
-    """The order of a process group's collectives; None if there are no real peers to differ from, or no store."""
+    """Return the order of a process group's collectives; None if the group has no real peers, or no store."""
     in_python = type(group) is not dist.ProcessGroup  # its own class, without real backends
     if backend in ("fake", "mpi") or in_python or group.size() == 1:
         return None
@@ -68,7 +68,7 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
 
 
 def known_orders(groups: Iterable[Any]) -> list[Order]:
-    """The orders of `groups`, without those that no unit is sharded over."""
+    """Return the orders of `groups`. A group that no unit is sharded over has none."""
     real = {group for group in groups if type(group) is dist.ProcessGroup}
     return [order for group in real for order in _orders.get(group, {}).values()]
 
@@ -78,13 +78,13 @@ def _all_orders() -> list[Order]:
 
 
 def largest_order() -> Order | None:
-    """The order of the process group with the most ranks, among those of the current job."""
+    """Return the order of the process group with the most ranks, among the groups of the current job."""
     orders = [order for order in _all_orders() if order.in_job]
     return max(orders, key=lambda order: len(order.ranks), default=None)
 
 
 def explained(error: RuntimeError) -> str:
-    """Say why a collective of this rank failed, if another rank is the cause; otherwise an empty string."""
+    """Return why a collective of this rank failed, if another rank is the cause; otherwise an empty string."""
     if order := largest_order():
         try:
             order.raise_failed(error, None)
@@ -120,14 +120,14 @@ class Order:
         self._failure = ""
 
     def next_unit_number(self) -> int:
-        """The number of the next unit on this process group. All ranks make units in the same order."""
+        """Return the number of the next unit on this process group. All ranks make units in the same order."""
         self._units += 1
         return self._units
 
     def check(self, label: Label, meet: bool = False) -> None:
-        """Call before issuing a collective: raises if another rank issues a different one.
+        """Raise if another rank issues a different collective. Call this before issuing the collective of `label`.
 
-        `meet`: if the label is new, wait until all ranks have come.
+        `meet`: if the label is new, wait until all ranks have joined.
         """
         if self.error:
             raise OrderError(self.error)
@@ -142,17 +142,16 @@ class Order:
         self._check_unexpected(label, meet)
 
     def compare_step(self) -> None:
-        """Call before an optimizer steps parameters of this process group.
+        """Compare an optimizer step like a collective. Call this before a step of parameters of this process group.
 
-        A step issues no collective, but is compared like one. Consecutive steps count as one, because ranks may divide
-        their parameters among different numbers of optimizers.
+        Consecutive steps count as one, because ranks may divide their parameters among different numbers of optimizers.
         """
         number = self._step.number
         if number < 0 or self._predictor.latest != number:
             self.check(self._step)
 
     def compare_call(self, what: str) -> Label:
-        """Call before this rank does `what` together with all others, outside of forward and backward.
+        """Compare `what`, which all ranks do together outside of forward and backward, like a collective.
 
         `what` must be one of a few constants: after a new text, the ranks compare every collective of an iteration.
         """
@@ -161,9 +160,9 @@ class Order:
         return label
 
     def meet(self, what: str) -> Label:
-        """`compare_call` for a rare call whose collectives do not look for errors: waits until all ranks have joined.
+        """Like `compare_call`, but wait until all ranks have joined, at most as long as a collective would wait.
 
-        Waits as long as the collectives would.
+        For rare calls whose collectives do not look for errors of other ranks.
         """
         self._patience = 2
         try:
@@ -178,7 +177,7 @@ class Order:
 
     @contextmanager
     def noting(self) -> Iterator[list[Label]]:
-        """Collect labels instead of comparing them."""
+        """Inside this context, collect labels instead of comparing them."""
         noted: list[Label] = []
 
         def reraise(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
@@ -223,7 +222,7 @@ class Order:
             self._wait_for_all(position, texts[number])
 
     def _compare(self, position: int) -> None:
-        """Raise if this rank and the first one to publish for `position` issue different collectives there."""
+        """Raise if this rank's collective at `position` differs from that of the rank that published first."""
         mine = self._texts[dict(self._predictor.last(RECENT))[position]]
         rank, theirs = self._store.publish(position, mine)
         self._published = max(self._published, position + 1)
@@ -272,9 +271,9 @@ class Order:
     # -- errors while a rank waits --------------------------------------------------------------------------
 
     def compare_recent(self) -> None:
-        """Call while waiting for a collective: raises if another rank has an error, gave up, or issued another one.
+        """Raise if another rank has an error, gave up, or issued other collectives. Call this during a long wait.
 
-        Also compares recent collectives that were expected. Otherwise two ranks that each issue what they expect would
+        Also compare recent collectives that were expected. Otherwise two ranks that each issue what they expect would
         not notice that they differ.
         """
         self._raise_published_error()
@@ -287,14 +286,14 @@ class Order:
             self.raise_failed(RuntimeError("Another rank has stopped waiting."), None)
 
     def raised(self, text: str) -> bool:
-        """Announce to the other ranks that an exception leaves forward or backward of this rank."""
+        """Announce to the other ranks that an exception leaves forward or backward of this rank. Return True."""
         if not self._peers.failed:  # otherwise the others have better information already
             with suppress(RuntimeError):  # the store may be gone
                 self._peers.announcer.raised(text)
         return True
 
     def raise_failed(self, error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
-        """Raise the error of a failed collective, naming the ranks that the collective waited for, if any.
+        """Raise an error that names the ranks that a failed collective waited for, or `error` if there are none.
 
         `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
         """
@@ -319,7 +318,7 @@ class Order:
         self._raise(self._store.publish_error(error))
 
     def _raise(self, error: str) -> NoReturn:
-        """Raise once all ranks know the error, or after a while: the store may end with this process."""
+        """Raise `error`, but first give all ranks time to read it, because the store may end with this process."""
         self.error, self._peers.failed = error, True
         with suppress(RuntimeError):
             self._store.acknowledge(error)
@@ -334,16 +333,16 @@ Recorded = list[tuple[Order, list[Label]]]
 
 @contextmanager
 def recorded_collectives() -> Iterator[Recorded]:
-    """Collect the collectives that are issued inside, by process group.
+    """Inside this context, collect the labels of collectives, by process group, instead of comparing them.
 
-    Nothing is compared while a step is recorded: a rank that fails midway would stay behind the others.
+    A rank that compared collectives while it records a step, and then failed midway, would stay behind the others.
     """
     with ExitStack() as stack:
         yield [(order, stack.enter_context(order.noting())) for order in _all_orders()]
 
 
 def check_replay(collectives: Recorded) -> None:
-    """Call before a replay, which issues the collectives again: raises if another rank issues other ones."""
+    """Raise if another rank issues other collectives. Call this before a replay, which issues `collectives` again."""
     for order, labels in collectives:
         for label in labels:
             order.check(label)

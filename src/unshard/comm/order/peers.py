@@ -1,7 +1,7 @@
 """Tells the other ranks where this one is, outside of collectives, and finds the ranks that a collective waits for.
 
-A thread of each process writes one key to the job's store every few seconds. Exceptions and the end of the program
-write it at once. A step neither writes nor reads keys. A rank whose wait fails reads the keys of the others.
+A thread of each process writes one key to the job's store every few seconds. After an exception, and at the end of the
+program, the key is written at once. Steps neither write nor read keys. A rank whose wait fails reads the others' keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _jobs: weakref.WeakKeyDictionary[Any, Announcer] = weakref.WeakKeyDictionary()  
 
 @dataclass
 class Announcement:
-    """One rank's report about itself, with the values for the reader's process group."""
+    """One rank's report about itself. Counts and positions are those of the process group of the reader."""
 
     rank: int
     written: float = 0.0
@@ -92,7 +92,7 @@ def _parsed(rank: int, value: bytes, group: str) -> Announcement:
 
 
 def announcer_of_job(interval: float) -> Announcer:
-    """The announcer of this job, made at the first call. `interval`: seconds between two announcements."""
+    """Return the announcer of this job, made at the first call. `interval`: seconds between two announcements."""
     group = dist.group.WORLD
     if group not in _jobs:
         job = dist.PrefixStore("unshard", job_store())
@@ -103,12 +103,12 @@ def announcer_of_job(interval: float) -> Announcer:
 
 
 def keys_of_job() -> Any:
-    """Our keys in the job's store. Call this only if the order of collectives is checked."""
+    """Return the part of the job's store with our keys. Call this only if the order of collectives is checked."""
     return _jobs[dist.group.WORLD].job
 
 
 class Announcer:
-    """Writes what this rank is doing. One per job, that is, per default process group."""
+    """Writes what this rank is doing to the job's store. There is one per job, that is, per default process group."""
 
     def __init__(self, job: Any, group: Any, rank: int, interval: float):
         self.interval = max(interval, group.size() / _RANKS_PER_SECOND)
@@ -125,7 +125,7 @@ class Announcer:
         self._thread.start()
 
     def add(self, peers: Peers) -> None:
-        """Announce a process group immediately: a rank that is killed soon must not look as if it never sharded."""
+        """Announce a process group at once, so that a rank that is killed soon does not look as if it never sharded."""
         with self._lock:
             self._peers.add(peers)
         self._wake.set()
@@ -156,7 +156,7 @@ class Announcer:
         return group is None or group is not dist.group.WORLD
 
     def announce(self, ended: str = "") -> None:
-        """Write where this rank is."""
+        """Write where this rank is. `ended`: how it ended, in its last announcement."""
         with self._lock:  # the main thread announces exceptions
             if self._stop.is_set():
                 return
@@ -200,7 +200,7 @@ def _register_at_exit() -> None:
 
 
 def announce_end() -> None:
-    """Announce the end of the program. Python keeps an exception that nobody caught, after printing it."""
+    """Announce the end of the program and, if there is one, the exception that ended it."""
     how, error = "has ended", getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, (CollectiveError, OrderError)):  # these were announced when raised
         how += f" with {first_line_of(error)}"
@@ -210,7 +210,7 @@ def announce_end() -> None:
 
 
 def first_line_of(error: BaseException) -> str:
-    """Type and first line of the message."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")
 
@@ -222,10 +222,10 @@ class Peers:
     """The ranks of one process group: tells them where this rank is, and finds out where they are."""
 
     def __init__(self, store: OrderStore, announcer: Announcer, progress: Progress, warn_seconds: float):
-        """`warn_seconds`: how long to wait for a rank before a warning says where it is."""
+        """`warn_seconds`: how long to wait for a rank before a warning says where that rank is."""
         self.name, self.ranks, self.announcer, self.progress = store.name, store.ranks, announcer, progress
         self.failed = False
-        """This rank has raised an error that names the others. There is nothing left to warn about."""
+        """True if this rank has raised an error that names the others, so that no warning is needed any more."""
         self._store, self._warn_seconds = store, warn_seconds
         self._next_look = 0.0
         self._position = -1, 0.0
@@ -239,14 +239,14 @@ class Peers:
         return issued, text, self._position[1]
 
     def own(self) -> Announcement:
-        """This rank's announcement as of now."""
+        """Return this rank's announcement as of now."""
         issued, last = self.progress.last_announced()
         raised = dict(self.announcer.last_raised)
         after = raised.pop("raised_after", {}).get(self.name, -1)
         return Announcement(self._store.rank, issued=issued, last=last, raised_after=after, **raised)
 
     def others(self) -> list[Announcement]:
-        """The latest announcements of the other members."""
+        """Return the latest announcements of the other members."""
         job, others = self._store.job, [rank for rank in self.ranks if rank != self._store.rank]
         keys = [f"rank {rank}" for rank in others]
         if job.has_extended_api() and job.check(keys):
@@ -256,7 +256,7 @@ class Peers:
         return [_parsed(rank, value, self.name) for rank, value in zip(others, values, strict=True)]
 
     def doing(self, ranks: Collection[int]) -> list[str]:
-        """Descriptions of what some of the other ranks do."""
+        """Return descriptions of what `ranks`, which are some of the other ranks, do."""
         mine, now = self.own(), time.time()
         return [described(each, mine, False, now) for each in self.others() if each.rank in ranks]
 
@@ -266,12 +266,12 @@ class Peers:
         return any(each.waited_for and raised_alone(each, mine) for each in self.others())
 
     def cause(self) -> str:
-        """Why the ranks may differ, and what to do."""
+        """Return a text that says why the ranks may differ, and what to do."""
         raised = raised_lately([self.own(), *self.others()], time.time())
         return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
 
     def explain_failure(self, what: str, patient: bool) -> str:
-        """Say which ranks the failed collective `what` waited for. Empty if there are none.
+        """Return a text that names the ranks that the failed collective `what` waited for; empty if there are none.
 
         `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
         """
@@ -295,7 +295,7 @@ class Peers:
         return f"{begin} In the process group of {named(self.ranks)}, {who}. {remedy}"
 
     def _find_absent(self, patient: bool) -> dict[int, str]:
-        """The ranks that a collective waited for, with descriptions. Waits for signs of life if none has ended."""
+        """Return the ranks that a collective waited for, with descriptions. May wait to see which ranks are alive."""
         mine, interval = self.own(), self.announcer.interval
         limit = time.monotonic() + (1.5 * interval if patient else 0.0)
         others = self.others()
@@ -311,7 +311,7 @@ class Peers:
             others = self.others()
 
     def _wait_for_readers(self, absent: Collection[int]) -> None:
-        """Give ranks that also wait for the absent ones time to read why, because this process may host the store."""
+        """Wait a little, so that ranks with the same failure can read why: this process may host the store."""
         limit = time.monotonic() + 2 * self.announcer.interval
         while time.monotonic() < limit:
             others = [each for each in self.others() if each.rank not in absent]
@@ -320,9 +320,9 @@ class Peers:
             time.sleep(self.announcer.interval / 20)
 
     def warn_of_absent(self) -> None:
-        """Log which ranks this one waits for. Called by the announcer's thread.
+        """Log which ranks this rank waits for. The announcer's thread calls this.
 
-        Logs after `warn_seconds`, or earlier if one of the ranks can no longer come, and again when the wait doubles.
+        Log after `warn_seconds`, or earlier if one of the ranks can no longer join, and again when the wait doubles.
         """
         issued, since = self._position
         stalled = time.time() - since if issued == self.progress.last_announced()[0] else 0.0
@@ -354,7 +354,7 @@ def raised_alone(each: Announcement, mine: Announcement) -> bool:
 def absent_ranks(
     others: list[Announcement], mine: Announcement, fresh: set[int], silent: set[int], now: float
 ) -> dict[int, str]:
-    """The ranks that a collective of this rank waits for, and descriptions of what they do instead.
+    """Return the ranks that a collective of this rank waits for, with descriptions of what they do instead.
 
     `fresh`: ranks that announced something after the collective failed; only these are known to be behind.
     `silent`: ranks that announced nothing for so long that their processes may have ended. A rank that only gave up
@@ -372,7 +372,7 @@ def absent_ranks(
 
 
 def raised_lately(announcements: list[Announcement], now: float) -> str:
-    """Name the ranks that recently raised an exception; empty if all raised one at the same point."""
+    """Return a text that names ranks with a recent exception; empty if all ranks raised one at the same point."""
     position = max(each.issued for each in announcements)
     recent = [each for each in announcements if each.raised and each.raised_after >= position - RECENT]
     if len(recent) == len(announcements) and len({each.raised_after for each in recent}) == 1:
@@ -381,7 +381,7 @@ def raised_lately(announcements: list[Announcement], now: float) -> str:
 
 
 def described(each: Announcement, mine: Announcement, silent: bool, now: float) -> str:
-    """Say what another rank has announced about itself."""
+    """Return a text that says what another rank has announced about itself."""
     facts = []
     if raised_alone(each, mine):
         facts.append(f"raised {each.raised}, {_ago(each.raised_at, now)}")

@@ -49,7 +49,7 @@ class SequencePredictor:
         return self._seen[-1] if self._seen else -1
 
     def step(self, number: int) -> bool:
-        """Add the next number. Returns True if it was expected."""
+        """Add the next number; return True if it was expected."""
         seen, expected = self._seen, self._next
         matches = expected >= 0 and seen[expected] == number
         self._before.append(self._latest.get(number, -1))
@@ -65,7 +65,7 @@ class SequencePredictor:
         return matches
 
     def _most_similar(self) -> int:
-        """The index after the earlier occurrence of the latest number that has the longest equal history."""
+        """Find the earlier occurrence of the latest number with the longest equal history; return the next index."""
         longest, best, index = 0, -1, self._before[-1]
         for _ in range(CANDIDATES):
             if index < 0:
@@ -105,7 +105,7 @@ class SequencePredictor:
 
 
 class Progress:
-    """Collectives that this rank has announced in one process group. The announcer's thread may read it at any time."""
+    """The collectives that this rank has announced in one process group. Another thread may read it at any time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,9 +134,9 @@ class Progress:
 
 
 def shown(text: str, other: str = "") -> str:
-    """The description in a label's text. The number is added if it is the only difference from `other`.
+    """Return the description in a label's text, with its number if `other` has the same description.
 
-    Two models may have units of the same name.
+    Descriptions can be equal, because two models may have units of the same name.
     """
     number, _, plain = text.partition(" ")
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
@@ -147,9 +147,9 @@ KEPT = 1024
 
 
 class OrderStore:
-    """The keys of one process group: what ranks issue at each position, and the error if they differ.
+    """The keys of a process group in the job's store: what ranks issue at each position, and the error if they differ.
 
-    `job` has the keys of the job. `ranks` are the global ranks of the members.
+    `job`: the store with the keys of the whole job. `ranks`: the global ranks of the members.
     """
 
     def __init__(self, job: Any, name: str, ranks: list[int], rank: int):
@@ -158,7 +158,7 @@ class OrderStore:
         self._own_positions: deque[int] = deque()
 
     def publish(self, position: int, text: str) -> tuple[int, str]:
-        """Write what this rank issues at `position`. Returns the rank that wrote first, and its text."""
+        """Write what this rank issues at `position`; return the rank that wrote first, and its text."""
         self._delete_old(position)
         first = self._store.compare_set(f"{position}", "", f"{self.rank} {text}").decode()
         rank, _, other = first.partition(" ")
@@ -173,7 +173,7 @@ class OrderStore:
                 self._store.delete_key(key)
 
     def join(self, position: int) -> bool:
-        """Count this rank in at `position`. Returns True if it is the last one."""
+        """Write that this rank has come to `position`; return True if it is the last rank to come."""
         if self._store.add(f"{position}/count", 1) < len(self.ranks):
             return False
         self._store.set(f"{position}/all", "")
@@ -193,15 +193,15 @@ class OrderStore:
         return [rank for rank in self.ranks if not self._store.check([f"{position}/{rank}"])]
 
     def publish_error(self, error: str) -> str:
-        """Publish an error to the members. Returns the error that was published first."""
+        """Publish an error to the members; return the error that was published first."""
         return self._store.compare_set("error", "", error).decode()
 
     def error(self) -> str:
-        """The error that a member has published, or an empty string."""
+        """Return the error that a member has published, or an empty string."""
         return self._store.get("error").decode() if self._store.check(["error"]) else ""
 
     def error_elsewhere(self) -> str:
-        """An error that a member raised in another process group. That member issues nothing in this group any more."""
+        """Return an error that a member raised in any process group, or an empty string. That member has stopped."""
         for rank in self.ranks:
             if self.job.check([f"error of {rank}"]):
                 return self.job.get(f"error of {rank}").decode()

@@ -43,8 +43,8 @@ def wait_for(work: Any) -> None:
 class SharedCall:
     """A call that all ranks make, over process groups that units may be sharded over. A context for its collectives.
 
-    `what` is a constant that completes "rank 0 wants to ...". `meet`: wait until all ranks have come, for collectives
-    that are not issued by `run`.
+    `what` is a constant that completes "rank 0 wants to ...". `meet`: wait until all ranks have joined, which is needed
+    if `run` does not issue the collectives.
     """
 
     def __init__(self, what: str, groups: Iterable[Any], meet: bool = False):
@@ -56,12 +56,12 @@ class SharedCall:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        """If a collective of the backend failed, name the ranks that did not take part."""
+        """If a collective of the backend failed, raise an error that names the ranks that did not take part."""
         if self._orders and isinstance(error, RuntimeError) and not isinstance(error, UnshardError):
             self._orders[0].raise_failed(error, self._labels[0])
 
     def run(self, collective: Callable[[bool], Any]) -> None:
-        """Wait for a collective, and look for errors of other ranks meanwhile. Its argument is `async_op`."""
+        """Run `collective(async_op)` to its end, and look for errors of other ranks while this rank waits."""
         with self:
             if self._orders and self._orders[0].waits_on_host:
                 PollingWork(collective(True), self._orders[0], collective, self._labels[0]).wait()
@@ -70,12 +70,12 @@ class SharedCall:
 
 
 class PollingWork:
-    """A collective of a backend that waits on the host. While nothing is wrong, `wait` calls the backend's once."""
+    """A collective of a backend that waits on the host. If `wait` takes long, it looks for errors of other ranks."""
 
     __slots__ = ("_label", "_order", "_owner", "_work")
 
     def __init__(self, work: Any, order: Order, owner: object, label: Label | None):
-        """`owner`: must stay alive as long as the collective, even if the wait is given up."""
+        """`owner`: an object that must stay alive as long as the collective, even if nobody waits any more."""
         self._work, self._order, self._owner, self._label = work, order, owner, label
 
     def wait(self) -> None:
@@ -108,7 +108,7 @@ class PollingWork:
 
 
 def leak(*objects: object) -> None:
-    """Never free these, not even when the interpreter ends.
+    """Never free `objects`, not even when the interpreter ends.
 
     A collective that was given up may still run at any time, so its memory must stay. And a process group waits for
     its collectives before it is destroyed, so `destroy_process_group` or the end of the program would hang (seen with
@@ -125,7 +125,7 @@ _given_up: list[ThreadWaitedWork] = []  # a thread may be blocked in each of the
 
 
 def with_timeout(work: Any, order: Order) -> Any:
-    """The same work for a backend whose own works ignore a timeout: a thread waits for them."""
+    """Return a work whose `wait` has a timeout, for a backend that ignores timeouts. A thread waits for `work`."""
     if isinstance(work, Works):
         return Works([with_timeout(each, order) for each in work.works])
     if not isinstance(work, dist.Work):
@@ -151,13 +151,13 @@ def _give_up(work: Any) -> None:
 
 
 def _run(works: SimpleQueue[ThreadWaitedWork | None]) -> None:
-    """Wait for the works, one at a time, until None comes."""
+    """Wait for the works in the queue, one at a time, until None comes."""
     while _run_one(works):
         pass
 
 
 def _run_one(works: SimpleQueue[ThreadWaitedWork | None]) -> bool:
-    """A separate function, so that no local variable keeps the last work alive while the thread waits for the next."""
+    """Return False if None comes. A separate function, so that no variable keeps the work alive in the next wait."""
     work = works.get()
     if work is not None:
         work.run()
