@@ -75,7 +75,7 @@ class Region:
         return tuple(index for run in self.runs for index in run.members)
 
     def begins(self, run: DtypeRun, rank: int) -> Iterator[tuple[int, int]]:
-        """The index of each parameter of `run`, and the first element of its shard in the piece of `rank`."""
+        """Yield the index of each parameter of `run`, and the first element of its shard in the piece of `rank`."""
         for index, start in zip(run.members, run.starts, strict=True):
             yield index, start if self.packed else min(max(start - rank * run.numel, 0), run.numel)
 
@@ -137,7 +137,7 @@ def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:
 
 
 def _flat_region(items: Sequence[LayoutParam], *unused: object) -> tuple[Region, ...]:
-    """Return one region of the whole unit, whichever parameters a collective is for."""
+    """Return one region with all parameters of the unit, even if a collective is only for some of them."""
     present = [index for index, item in enumerate(items) if item.sharding.numel]
     if not present:
         return ()
@@ -154,7 +154,7 @@ class UnitLayout(NamedTuple):
     collective_regions: Callable[[Sequence[LayoutParam], Sequence[int], Grouping, PackingRule], tuple[Region, ...]]
     """Return the regions of a collective that sends the parameters `members`, except those without elements.
 
-    The rule decides which are packed if the collective can send several tensors.
+    The rule decides which of these parameters are packed if the collective can send several tensors.
     """
     unsharded_regions: Callable[[Sequence[LayoutParam], Sequence[int]], tuple[Region, ...]]
     """Return the regions of an unsharded buffer. Every parameter is contiguous in it."""
@@ -185,7 +185,7 @@ class RegionRange:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The ranges of all regions of a buffer, and its size. Regions are aligned and do not overlap."""
+    """The ranges of all regions of a buffer, and the buffer's size. Regions are aligned and do not overlap."""
 
     ranges: tuple[RegionRange, ...]
     nbytes: int

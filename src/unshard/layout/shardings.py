@@ -1,16 +1,16 @@
 """Shardings: which elements of a parameter are on which rank.
 
-By row (`fully_shard`), each parameter is chunked along one dim like `torch.chunk`, and chunks are padded. Flat
-(`FullyShardedDataParallel`), the concatenated parameters of a unit are split into equal shards, even inside a
-parameter:
+By row (`fully_shard`): each parameter is chunked along one dim as by `torch.chunk`, and chunks are padded. Flat
+(`FullyShardedDataParallel`): the concatenated parameters of a unit are split into equal shards, even inside a
+parameter.
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
     not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
     aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank; parameters begin at multiples of 16 bytes
 
-The concatenated flat shards of all ranks are the unit: one collective and no copies. A rank has a contiguous range of
-each parameter, which is often empty.
+The concatenated flat shards of all ranks are the unit, so an all-gather needs one collective and no copies. A rank has
+a contiguous range of each parameter, which is often empty.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RowSharding:
 
     @cached_property
     def width(self) -> int:
-        """Elements per index of the sharded dim."""
+        """The number of elements per index of the sharded dim."""
         return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
     @cached_property
@@ -58,26 +58,26 @@ class RowSharding:
 
     @cached_property
     def chunk(self) -> int:
-        """Length of a padded chunk along the sharded dim."""
+        """The length of a padded chunk along the sharded dim."""
         return -(-self.shape[self.dim] // self.world)
 
     @cached_property
     def piece(self) -> int:
-        """Elements of a padded chunk."""
+        """The number of elements in a padded chunk."""
         return self.chunk * self.width
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """First index and number of indices of the chunk of `rank` along the sharded dim, without padding."""
+        """Return the first index and the length of the chunk of `rank` along the sharded dim, without padding."""
         first = min(rank * self.chunk, self.shape[self.dim])
         return first, min(self.chunk, self.shape[self.dim] - first)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the chunk of `rank`, without padding."""
+        """Return the shape of the chunk of `rank`, without padding."""
         return (*self.shape[: self.dim], self.rows(rank)[1], *self.shape[self.dim + 1 :])
 
     @property
     def unsharded(self) -> RowSharding:
-        """The same parameter on one rank."""
+        """The sharding of the same parameter over one rank."""
         return RowSharding(self.shape, 1)
 
 
@@ -89,8 +89,8 @@ PARAM_ALIGNMENT = 16
 class FlatSharding:
     """The position of a parameter in a flat unit, which determines the elements on each rank.
 
-    `begin`: its first element in the unit; `shard_numel`: elements of the unit on each rank; `stride`: its strides,
-    without gaps between elements.
+    `begin`: the parameter's first element in the unit; `shard_numel`: elements of the unit on each rank; `stride`: the
+    parameter's strides, without gaps between elements.
     """
 
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class FlatSharding:
 
     @property
     def unsharded(self) -> FlatSharding:
-        """The same sharding, because the parameter has the same offset in an unsharded buffer."""
+        """This sharding itself, because the parameter has the same offset in an unsharded buffer."""
         return self
 
     @cached_property
@@ -120,13 +120,13 @@ class FlatSharding:
         return prod(self.shape)
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """The first element of the parameter on `rank`, and the number of elements."""
+        """Return the first element of the parameter that is on `rank`, and the number of elements on `rank`."""
         first = min(max(rank * self.shard_numel - self.begin, 0), self.numel)
         last = min(max((rank + 1) * self.shard_numel - self.begin, 0), self.numel)
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard: one-dimensional, or the parameter's own shape if there is only one rank."""
+        """Return the shape of the shard: one-dimensional, or the parameter's own shape if there is only one rank."""
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property
@@ -143,7 +143,7 @@ class FlatOffsets:
     numels: tuple[tuple[int, bool], ...]
     """Elements of each parameter and of each padding between them. The second value is True for padding."""
     length: int
-    """Elements of the unit. Padding at the end, which makes them divisible by the ranks, counts only if aligned."""
+    """Elements of the unit. If aligned, includes padding at the end, which makes the length divisible by the ranks."""
     shard_numel: int
     """Elements on each rank."""
 
@@ -153,7 +153,7 @@ class FlatOffsets:
 
 
 def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool) -> FlatOffsets:
-    """Offsets of parameters with these numbers of elements.
+    """Return the offsets of parameters with these numbers of elements.
 
     `aligned`: each parameter begins at a multiple of 16 bytes, and the padding at the end belongs to the unit.
     """

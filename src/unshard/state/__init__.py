@@ -1,1 +1,1 @@
-"""State by name, without gathering: which boxes of each tensor of a model and of its optimizer this rank holds."""
+"""Finds, without gathering, the boxes that this rank holds of each named tensor of a model and its optimizer."""

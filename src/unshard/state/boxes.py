@@ -43,12 +43,12 @@ class Box(NamedTuple):
         return Box(begin, size) if all(length > 0 for length in size) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Slices of this box in a tensor that holds `outer`."""
+        """Return the slices of this box in a tensor that holds `outer`."""
         starts = (begin - first for begin, first in zip(self.begin, outer.begin, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
     def elements_in(self, outer: Box) -> tuple[int, int]:
-        """Range from the first to after the last element of this box, in the row-major order of `outer`."""
+        """Return the range of flat indices, in `outer`, from the first element of this box to after its last."""
         first = last = 0
         for begin, size, start, length in zip(self.begin, self.size, outer.begin, outer.size, strict=True):
             first = first * length + begin - start
@@ -64,7 +64,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval]:
-    """`count` of the indices in `intervals`, starting at the `first`-th."""
+    """Return `count` of the indices in `intervals`, starting with number `first`."""
     found = []
     for begin, length in intervals:
         skipped = min(first, length)
@@ -76,14 +76,14 @@ def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval
 
 
 def chunk(intervals: Sequence[Interval], chunks: int, number: int) -> list[Interval]:
-    """The indices of chunk `number` of `chunks`, as dealt by `torch.chunk`."""
+    """Return the indices in chunk `number` if `torch.chunk` splits `intervals` into `chunks`."""
     total = sum(length for _, length in intervals)
     size = -(-total // chunks)
     return take(intervals, number * size, size)
 
 
 def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of a local tensor with these indices in each dimension, and the slices of each box in that tensor."""
+    """Return the boxes of a local tensor with these indices in each dimension, and each box's slices in that tensor."""
     dims = []
     for intervals in index:
         place, placed = 0, []
@@ -99,7 +99,7 @@ def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, t
 
 
 def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tuple[int, Box]]:
-    """Split `count` elements from flat index `first` into boxes, each with its offset from `first`."""
+    """Split the `count` elements from flat index `first` on into boxes; yield each with its offset from `first`."""
     if count <= 0:
         return
     if not shape:
@@ -120,7 +120,7 @@ def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tup
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that overlap, or None."""
+    """Return two boxes that overlap, or None."""
     ordered = sorted(box for box in boxes if box.numel)
     if len(ordered) > 1 and not ordered[0].size:
         return ordered[0], ordered[1]
@@ -145,10 +145,10 @@ class BoxMap:
     boxes: tuple[Box, ...]
     slices: tuple[tuple[slice, ...], ...]
     order: tuple[int, ...] | None = None
-    """If the local tensor has one dimension, in memory order (a flat unit): dimensions by decreasing stride."""
+    """Set if the local tensor is one-dimensional, in memory order (a flat unit): dimensions by decreasing stride."""
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """For each box, a view of the local tensor of the parameter or of its state, in the shape of the box."""
+        """Return, for each box, a view of `local` in the box's shape. `local` belongs to a parameter or its state."""
         if self.order is None:
             return [local[each] for each in self.slices]
         local = local.view(-1)  # not reshape, which may copy: callers write to the views
@@ -160,7 +160,7 @@ class BoxMap:
 
 
 def whole(shape: Sequence[int]) -> BoxMap:
-    """The one box of a tensor that is not sharded."""
+    """Return the map of a tensor that is not sharded, which is one box."""
     return BoxMap(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
 
 
@@ -170,7 +170,7 @@ def box_map_of_intervals(shape: Sequence[int], index: Sequence[Sequence[Interval
 
 
 def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
-    """Indices of this rank's local tensor in each dimension; None for a rank outside the mesh."""
+    """Return the global indices of this rank's local tensor in each dimension; None for a rank outside the mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -180,7 +180,7 @@ def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
         if placement.is_replicate():
             continue
         if is_strided_shard(placement):
-            # A later mesh dimension sharded first; each of its chunks is chunked here.
+            # A later mesh dimension was sharded first, into `factor` chunks. This dimension splits each of them again.
             dim, factor = placement.dim, placement.split_factor  # type: ignore[attr-defined]
             chunks = [chunk(chunk(index[dim], factor, each), ranks, mine) for each in range(factor)]
             index[dim] = [interval for each in chunks for interval in each]
@@ -200,7 +200,7 @@ def box_map_of_dtensor(name: str, tensor: DTensor) -> BoxMap:
 
 
 def box_map_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> BoxMap:
-    """The boxes of a managed parameter; `rank`: this rank's number among the ranks with shards.
+    """Return the boxes of a managed parameter. `rank`: this rank's number among the ranks that shard.
 
     `in_a_row`: local tensors of a flat unit have one dimension, in memory order. Otherwise they have the parameter's
     shape, and optimizer state may have other strides.

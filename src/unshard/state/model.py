@@ -46,7 +46,7 @@ EXTRA = "_extra_state"
 
 @dataclass
 class HeldTensor:
-    """The boxes of one tensor that this rank holds, and the memory they are in."""
+    """The boxes of one tensor that this rank holds, and the memory that the boxes are in."""
 
     name: str
     box_map: BoxMap
@@ -54,14 +54,14 @@ class HeldTensor:
     """The dtype in the checkpoint; a local tensor of another dtype is cast."""
     local: torch.Tensor
     plain: bool
-    """True if not sharded: every rank has its own tensor, and the lowest rank's is saved."""
+    """True if the tensor is not sharded: every rank has its own copy, and the lowest rank's copy is saved."""
     added: bool = False
     """True if a module itself adds the tensor to its state dict. Loading passes the value to the module."""
     packed: bool = False
     """True if the elements are packed, quantized values, whatever the dtype."""
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Prepare to load a tensor of this shape, because tensors that modules add may change their shape."""
+        """Prepare to load a tensor of shape `shape`. The shape of a tensor that a module adds may have changed."""
         if self.added:
             self.box_map, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
@@ -76,18 +76,18 @@ class OptimizedParam:
     name: str
     box_map: BoxMap
     plain: bool = False
-    """True if not sharded."""
+    """True if the parameter is not sharded."""
     start: int | None = None
     count: int = 0
-    """The range of its elements in this rank's shard of a flat parameter."""
+    """The range of the parameter's elements in this rank's shard of a flat parameter."""
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of the parameter, from a state that is sharded like the optimizer's parameter."""
+        """Return this rank's elements of `value`, optimizer state that is sharded like the optimizer's parameter."""
         local = local_part(value)
         return local if self.start is None else local[self.start : self.start + self.count]
 
     def fill(self, value: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy this rank's elements of the full state of the parameter to `value`, the state that the optimizer has."""
+        """Copy this rank's elements of `full`, the full state of the parameter, to `value`, the optimizer's state."""
         for box, view in zip(self.box_map.boxes, self.box_map.views(self.local_of(value)), strict=True):
             view.copy_(full[box.slices_in(full_box(self.box_map.shape))])
 
@@ -96,9 +96,9 @@ class OptimizedParam:
 class ModelState:
     tensors: list[HeldTensor] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Further names of tied parameters and shared buffers, and the names that they are stored under."""
+    """Maps further names of tied parameters and shared buffers to the names that these are stored under."""
     optimized: dict[int, list[OptimizedParam]] = field(default_factory=dict)
-    """By the id of the parameter that an optimizer has."""
+    """The model's parameters inside each parameter that an optimizer has, by the id of the optimizer's parameter."""
     extra: dict[str, nn.Module] = field(default_factory=dict)
     """Modules with extra state, by name."""
     states: list[FSDPState] = field(default_factory=list)
@@ -106,7 +106,7 @@ class ModelState:
     """Tensors that modules add to their state dicts, by module and by name."""
 
     def finish_loading(self, loaded: Iterable[HeldTensor]) -> None:
-        """Rebind parameters, and pass loaded tensors to modules that add them. Call this after loading the tensors."""
+        """Rebind parameters, and pass `loaded` tensors to the modules that add them. Call this after loading."""
         for state in self.states:
             state.unit.rebind_params()
         names = {each.name for each in loaded}
@@ -118,7 +118,7 @@ class ModelState:
 
 @torch.no_grad()
 def model_state(model: nn.Module) -> ModelState:
-    """List the state of a model. Reshards the model, so that modules have the sharded parameters."""
+    """Return the state of a model. Reshards the model, so that modules hold the sharded parameters."""
     found, model = ModelState(), behind_data_parallel(model)
     for module in model.modules():
         state = state_of(module)
@@ -145,7 +145,7 @@ def model_state(model: nn.Module) -> ModelState:
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """Prefixes of the names of a module's own parameters and buffers, by the module's id."""
+    """Return, by the id of each module, the prefixes of the names of its own parameters and buffers."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = clean_tensor_name(f"{name}." if name else "", ALL_PREFIXES)
@@ -172,7 +172,7 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
 
 
 def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[nn.Parameter, OptimizedParam]:
-    """The parameter that an optimizer would have, and where `param` is inside it."""
+    """Return the parameter that an optimizer would have for `param`, and the position of `param` in it."""
     rank, sharding = group.shards.rank, param.sharding
     flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
     box_map = box_map_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
@@ -185,7 +185,7 @@ def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[
 
 
 def _add_aliases(found: ModelState, names: list[str]) -> str:
-    """Return the name to store a tensor under. It does not depend on the order in which units tied a parameter."""
+    """Return the first of `names`, sorted, to store a tensor under; add the others to the aliases."""
     first, *others = sorted(set(names))
     found.aliases.update({f"model/{other}": f"model/{first}" for other in others})
     return first
@@ -259,7 +259,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def added_state(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that a module's methods and hooks add to its state dict, by name."""
+    """Return the tensors that a module's methods and hooks add to its state dict, by name."""
     if not changes_own_state(module):
         return {}
     try:
@@ -285,7 +285,7 @@ def _named(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def set_added_state(path: str, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Load the values of `added_state`. Reading the state again shows whether the module took them."""
+    """Load `values`, which `added_state` returned; raise if the module's state afterwards differs from `values`."""
     for load in (_set_quant_states, _copy_in_place, load_own_state):
         if _has(path, module, values):
             return
@@ -319,7 +319,7 @@ def _set_quant_states(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 def _copy_in_place(module: nn.Module, values: dict[str, Any]) -> None:
-    """Copy into the tensors of the module's state dict, which nearly always are its own memory."""
+    """Copy `values` to the tensors of the module's state dict, which nearly always share the module's memory."""
     for name, target in own_state(module).items():
         if name in values and target.shape == values[name].shape:
             target.copy_(values[name])
@@ -334,7 +334,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type[UnshardError]) -> None:
-    """Refuse parameters whose id is not in `known`: without a name, their state would be lost silently."""
+    """Raise if the id of a parameter is not in `known`: without a name, its state would be lost silently."""
     unknown = [each for each in optimizer_parameters(optimizer) if id(each) not in known]
     if not unknown:
         return
@@ -350,13 +350,13 @@ def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type
 
 
 def params_of(optimizer: Optimizer, model: ModelState) -> list[list[tuple[Any, list[OptimizedParam]]]]:
-    """For each optimizer group, its parameters and the model's parameters inside them."""
+    """Return, for each optimizer group, its parameters and the model's parameters inside each of them."""
     refuse_unknown_parameters(optimizer, model.optimized, CheckpointError)
     return [[(each, model.optimized[id(each)]) for each in group["params"]] for group in optimizer.param_groups]
 
 
 def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: Any) -> bool:
-    """Return True if a state has one value for each element of the parameter, like most state of torch's optimizers."""
+    """Return True if `value` has a number per element of the parameter, False if every rank has it all; else raise."""
     if not isinstance(value, torch.Tensor):
         return False
     if value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor):
@@ -371,7 +371,7 @@ def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: 
 
 
 def box_map_of_state(value: torch.Tensor, parameter: torch.Tensor, param: OptimizedParam) -> BoxMap:
-    """The boxes that this rank holds of a sharded state."""
+    """Return the boxes that this rank holds of `value`, sharded state of an optimizer."""
     if isinstance(value, DTensor) and spec_of(value).placements != spec_of(parameter).placements:
         return box_map_of_dtensor(param.name, value)
     local = local_part(value)

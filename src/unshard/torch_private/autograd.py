@@ -1,4 +1,4 @@
-"""Autograd's backward and hooks, the compiler, the profiler and CUDA graphs; and the code on the stack."""
+"""Autograd's backward and hooks, the compiler, the profiler, CUDA graphs, and the functions on the call stack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # -- backward and hooks ------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs on the calling thread, or -1. No public way. All versions."""
+"""Return the number of the backward that runs on the calling thread, or -1. No public way. All versions."""
 
 
 def inside_backward() -> bool:
@@ -36,8 +36,8 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
     """Call `hook` when the gradient of `tensor` is computed. The hook cannot be removed.
 
-    `tensor` must be new and without hooks. `register_hook` also makes a handle, which takes three times as long as the
-    rest, and every unit registers two hooks per step. All versions.
+    Fast if `tensor` has a graph node and no hooks. `register_hook` takes four times as long, because it makes a handle.
+    Every unit registers two hooks per step. All versions.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
@@ -52,26 +52,26 @@ def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None
 # Called for every parameter in every step, so not a Python function.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-"""Hooks that users registered with `register_post_accumulate_grad_hook`. No public way to read. All versions."""
+"""Return the hooks of `register_post_accumulate_grad_hook` on a tensor. No public way. All versions."""
 
 
 def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context in which writes do not increment the version counter of `tensor`.
+    """Return a context in which writes do not increment the version counter of `tensor`.
 
-    For writes that restore the values that autograd saved. All versions.
+    Use this for writes that restore the values that autograd saved. All versions.
     """
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The sequence number that the calling thread gives to the next node of the graph. No public way. All versions.
+"""Return the sequence number that the calling thread gives to the next graph node. No public way. All versions.
 
 Among the nodes that are ready, backward runs the one with the highest number first.
 """
 
 
 def sequence_nr_of(tensor: torch.Tensor) -> int:
-    """The sequence number of the node that computed `tensor`. Leaves run before all other nodes. All versions."""
+    """Return the sequence number of the node that computed `tensor`; for leaves, the largest integer. All versions."""
     node = tensor.grad_fn
     return sys.maxsize if node is None else node._sequence_nr()
 
@@ -91,12 +91,12 @@ _SKIP, _DEFAULT = torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynam
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Exclude `function` and everything it calls from `torch.compile`. Returns `function` itself.
+    """Exclude `function` and everything it calls from `torch.compile`. Return `function` itself.
 
-    As the outermost Python frame it is skipped without a graph break, so a module whose hooks are such functions
-    compiles with `fullgraph=True`. Called from compiled code, it is a graph break with the reason below. The decorator
-    `torch.compiler.disable` sets the same attributes, but adds a frame that is traced and breaks in both cases, and
-    imports the compiler, which takes seconds. All versions.
+    If `function` is the outermost Python frame, the compiler skips it without a graph break, so a module with such
+    hooks compiles with `fullgraph=True`. If compiled code calls it, the graph breaks with the reason below. The
+    decorator `torch.compiler.disable` sets the same attributes, but adds a frame that is traced and breaks in both
+    cases, and imports the compiler, which takes seconds. All versions.
     """
     _skip(function, recursive=True)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ _REASON = (
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Returns True while a profiler records. `record_function` costs time even if none does. All versions."""
+"""Return True while a profiler records. `record_function` costs time even if no profiler records. All versions."""
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def end_failed_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
     """Tell the allocator and the random number generator that the recording on `stream` into `pool` is over.
 
-    `CUDAGraph.capture_end` tells them only if it succeeds. Otherwise the pool cannot be recorded into again, and the
+    `CUDAGraph.capture_end` tells both only if it succeeds. Otherwise the pool cannot be recorded into again, and the
     generator raises at its next use. For the pool there is no public way. For the generator, another recording ends the
     failed one. Tried with torch 2.11.
     """
@@ -158,14 +158,14 @@ LIBRARY_FILES = (
 
 
 def frames(first: FrameType | None) -> Iterator[FrameType]:
-    """`first` and the frames that called it, innermost first."""
+    """Yield `first` and the frames that called it, innermost first."""
     while first is not None:
         yield first
         first = first.f_back
 
 
 def stack_level_of_program() -> int:
-    """The `stacklevel` with which a warning of the calling function names the user's program."""
+    """Return the `stacklevel` with which a warning of the calling function names the user's program."""
     for level, frame in enumerate(frames(sys._getframe())):  # level 0 is this function
         if not frame.f_code.co_filename.startswith(LIBRARY_FILES):
             return level
@@ -173,7 +173,7 @@ def stack_level_of_program() -> int:
 
 
 def line_of_program(thread: int) -> str:
-    """File, line and function that a thread is at in the user's program; empty if it is not in any."""
+    """Return the file, line and function of the user's program that a thread is in; empty if there is none."""
     for frame in frames(sys._current_frames().get(thread)):
         if not frame.f_code.co_filename.startswith(LIBRARY_FILES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -183,7 +183,7 @@ def line_of_program(thread: int) -> str:
 # -- the stack: backward, modules and optimizers -----------------------------------------------------------
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""The code of the function that every backward runs in. There is no public way to find a backward. All versions."""
+"""The code of the function in which every backward runs. There is no public way to find a backward. All versions."""
 _FUNCTIONAL_CALL = nn.utils.stateless._functional_call.__code__
 
 
@@ -195,8 +195,8 @@ def any_thread_in_backward() -> bool:
 def runs_split_backward(thread: int) -> bool:
     """Return True in a backward for inputs only, of a pipeline schedule that splits backward in two.
 
-    Hooks of CUDA tensors run in autograd's threads. So if the calling thread did not start the backward, this looks at
-    `thread`. There is no public way. All versions.
+    Hooks of CUDA tensors run in autograd's threads. So if the calling thread did not start the backward, look at the
+    stack of `thread`. There is no public way. All versions.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
     if pipelining is None:
@@ -215,18 +215,18 @@ def inside_functional_call() -> bool:
 
 
 def calls_on_stack(modules: list[nn.Module]) -> int:
-    """How many calls of `modules` the calling thread is in, except compiled ones.
+    """Return how many calls of `modules` the calling thread is in, except compiled calls.
 
-    Hooks cannot count the calls: torch runs none when a KeyboardInterrupt leaves a module. All versions.
+    Hooks cannot count the calls, because torch runs no hook when a KeyboardInterrupt leaves a module. All versions.
     """
     call = nn.Module._call_impl.__code__
     return sum(frame.f_code is call and frame.f_locals["self"] in modules for frame in frames(sys._getframe(1)))
 
 
 def stepped_by_plain_scaler() -> bool:
-    """Return True if torch's own `GradScaler` calls the optimizer's step whose hook calls this.
+    """Return True if torch's own `GradScaler` called the current optimizer step. Call this in a hook of the step.
 
-    False for a subclass that unscales in its own way. The names of the methods are private. All versions.
+    Return False for a subclass that unscales in its own way. The names of the methods are private. All versions.
     """
     plain: Any = torch.amp.GradScaler
     codes = (plain.step.__code__, plain._maybe_opt_step.__code__)
@@ -248,11 +248,11 @@ _AROUND_OPTIMIZERS = ("unshard.", "torch.optim.", "torch._compile", "torch._dyna
 
 
 def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
-    """The checkpoint helper that called our code: its name, its optimizers, and True if it wants a full state dict.
+    """Return the checkpoint helper that called our code: its name, its optimizers, and True if it wants full state.
 
-    None if there is none, or if its module has our wrapper's class, which the drop-in puts there. The helpers recognize
-    PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change anything. Only the
-    arguments on the stack tell which helper asks, and for which optimizers. All versions.
+    Return None if there is no helper, or if the drop-in has put our wrapper's class into the helpers' module. The
+    helpers recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change
+    anything. Only the arguments on the stack tell which helper asks, and for which optimizers. All versions.
     """
     outermost = None
     for frame in _outside(("unshard.",)):
@@ -271,9 +271,9 @@ def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
 
 
 def caller_in_checkpoint() -> str | None:
-    """The function of `torch.distributed.checkpoint` that calls the optimizer's method whose hook calls this.
+    """Return the name of the function of `torch.distributed.checkpoint` that called the current optimizer method.
 
-    None if another function calls it, or a helper that knows our wrapper. All versions.
+    Call this in a hook of the method. Return None for other callers, and for helpers with our wrapper. All versions.
     """
     frame = next(_outside(_AROUND_OPTIMIZERS), None)
     if frame is None or not f"{_module(frame)}.".startswith(f"{CHECKPOINT}.") or _knows_wrapper(frame):
@@ -282,7 +282,7 @@ def caller_in_checkpoint() -> str | None:
 
 
 def _outside(modules: tuple[str, ...]) -> Iterator[FrameType]:
-    """The frames of the calling thread, from the innermost one that is not in `modules`."""
+    """Return the frames of the calling thread, from the innermost frame whose module is not in `modules` on."""
     return dropwhile(lambda frame: f"{_module(frame)}.".startswith(modules), frames(sys._getframe(1)))
 
 

@@ -1,4 +1,4 @@
-"""Process groups and device meshes: names of collectives, backends, stores, groups, and meshes made of others."""
+"""Process groups and device meshes: names of collectives, backends, stores, groups, and concatenated meshes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
 def low_precision_of(hook: Any) -> torch.dtype | None:
-    """The dtype of torch's compressing communication hooks for FSDP; None for other functions.
+    """Return the dtype of `hook` if it is one of torch's compressing communication hooks for FSDP, else None.
 
-    Their module has no public name. It is looked up, not imported. All versions.
+    The module of the hooks has no public name. It is looked up, not imported. All versions.
     """
     module: Any = sys.modules.get("torch.distributed.algorithms._comm_hooks.default_hooks")
     if module is None:
@@ -49,7 +49,7 @@ def low_precision_of(hook: Any) -> torch.dtype | None:
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:
-    """The allocator of the backend's own memory, or None. No public way. All versions."""
+    """Return the allocator of the backend's own memory, or None. No public way. All versions."""
     if device.type != "cuda":
         return None
     backend = backend_of(group, device)
@@ -57,7 +57,7 @@ def backend_allocator(group: Any, device: torch.device) -> Any:
 
 
 def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
-    """Torch's pool of symmetric memory. Its module has no public name. All versions."""
+    """Return torch's pool of symmetric memory, whose module has no public name. All versions."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of `group` for `device`, or None: most groups written in Python have none.
+    """Return the backend of `group` for `device`, or None: most groups written in Python have no backend.
 
     No public way. All versions.
     """
@@ -76,7 +76,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Name of the backend of `group` for `device`; the group's own name if it has no backend.
+    """Return the name of the backend of `group` for `device`; the group's own name if there is no backend.
 
     `dist.get_backend` only knows the backend of the group's default device. All versions.
     """
@@ -88,12 +88,12 @@ def backend_name(group: Any, device: torch.device) -> str:
 
 
 def served_device_types(group: Any) -> list[str]:
-    """Device types that `group` has backends for; empty if it does not tell. No public way. All versions."""
+    """Return the device types for which `group` has backends; empty if unknown. No public way. All versions."""
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def job_store() -> dist.Store:
-    """The store of the default process group, over a separate connection, so that nobody waits for our requests.
+    """Return the default process group's store, over a separate connection, so that nobody waits for our requests.
 
     No public way. All versions.
     """
@@ -103,13 +103,13 @@ def job_store() -> dist.Store:
 def call_before_destruction(callback: Callable[[], None]) -> None:
     """Call `callback` once, at the start of `destroy_process_group()`, which ends the job on this rank.
 
-    At that point, torch finalizes its `torchcomms`, before the process groups. No public way. All versions.
+    Torch finalizes its `torchcomms` there, before the process groups. No public way. All versions.
     """
     dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 
 
 def number_of_groups() -> int:
-    """How many process groups this rank is in. No public way. All versions.
+    """Return how many process groups this rank is in. No public way. All versions.
 
     Until 2.13, torch names a group by this number if only its own ranks make it.
     """
@@ -122,12 +122,12 @@ _own_groups: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.
 
 @contextmanager
 def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
-    """A context in which the process group of these ranks gets a name with one of our numbers.
+    """Inside this context, give a new process group of `ranks` a name with one of our numbers.
 
-    Torch names groups by a counter that all ranks must agree on. Since 2.14 it also counts groups that only their own
-    ranks make. Other ranks then have a different count, and the next `new_group` of the whole job waits forever. Our
-    numbers depend only on the ranks of the group, and torch's counter does not change. No public way. All versions;
-    2.11 to 2.13 use the counter only for groups of the whole job.
+    Torch names groups by a counter that all ranks must agree on. Since 2.14, the counter includes groups that only
+    their own ranks make. Other ranks then have a different count, and the next `new_group` of the whole job waits
+    forever. Our numbers depend only on the ranks of the group, and torch's counter does not change. No public way. All
+    versions; 2.11 to 2.13 use the counter only for groups of the whole job.
     """
     world, made = dist.distributed_c10d._world, _own_groups.setdefault(dist.group.WORLD, Counter())
     before, world.group_count = world.group_count, _OWN_NUMBERS + made[tuple(ranks)]
@@ -139,7 +139,7 @@ def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def nccl_options(group: Any, device: torch.device) -> Any:
-    """A copy of the options of the NCCL backend of `group`; None if it is wrapped, as in debug mode.
+    """Return a copy of the options of the NCCL backend of `group`; None if the backend is wrapped, as in debug mode.
 
     No public way. All versions.
     """
@@ -148,9 +148,9 @@ def nccl_options(group: Any, device: torch.device) -> Any:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """The timeout of the collectives of `group` on `device`. No public way. All versions.
+    """Return the timeout of the collectives of `group` on `device`. No public way. All versions.
 
-    PyTorch's default if the backend does not tell.
+    If the backend does not tell, return PyTorch's default.
     """
     try:
         return group._get_backend(device).options._timeout
@@ -166,7 +166,7 @@ _concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueD
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dimensions of all `meshes`, which are slices of one mesh. No public way. All versions."""
+    """Return a mesh with the dimensions of all `meshes`, which are slices of one mesh. No public way. All versions."""
     if len(meshes) == 1:
         return meshes[0]
     key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
@@ -177,19 +177,19 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def dtensor_extensions(device: torch.device) -> Any:
-    """The object that torch's FSDP1 sets on a module on a slice of a mesh. Programs only ask for its class.
+    """Return the object that torch's FSDP1 sets on a module on a slice of a mesh. Programs only ask for its class.
 
-    Its module imports torch's FSDP1, so it is imported only on demand. All versions.
+    The class is imported only on demand, because its module imports torch's FSDP1. All versions.
     """
     module: Any = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     return module.DTensorExtensions(getattr(torch, device.type))
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All dimensions of `mesh` as one dimension called `name`. No public way. All versions."""
+    """Return `mesh` with all dimensions flattened to one that is called `name`. No public way. All versions."""
     return mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` is a slice of, or itself. No public way. All versions."""
+    """Return the mesh that `mesh` is a slice of, or `mesh` itself. No public way. All versions."""
     return mesh._get_root_mesh()

@@ -20,32 +20,32 @@ class OpenGradScaler(torch.amp.GradScaler):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by `inverse`. Returns, per device, 1 if any gradient is not finite, else 0."""
+        """Multiply the gradients by `inverse`; return, per device, 1 if any gradient is not finite, else 0."""
         raise NotImplementedError
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
         return self.unscale_gradients(optimizer, inv_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
-        """Initialize the scale of a rank without a loss: it never calls `scale`, but unscales with the others."""
+        """Initialize the scale if this rank has no loss: it then never calls `scale`, but unscales with other ranks."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def scale_on(self, device: torch.device) -> torch.Tensor:
-        """The scale on `device`, initialized at the first use."""
+        """Return the scale on `device`, initialized at the first use."""
         scale, _ = self._check_scale_growth_tracker("scale")
         return scale.to(device, non_blocking=device.type != "cpu")
 
     def stage_of(self, optimizer: torch.optim.Optimizer) -> OptState:
-        """Tells if `optimizer` was unscaled or stepped since the last update."""
+        """Return the stage of `optimizer` since the last update: ready, unscaled or stepped."""
         return self._per_optimizer_states[id(optimizer)]["stage"]
 
     def set_stage(self, optimizer: torch.optim.Optimizer, stage: OptState) -> None:
         self._per_optimizer_states[id(optimizer)]["stage"] = stage
 
     def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Per device, a positive number if the last check found a gradient that is not finite."""
+        """Return, per device, a positive number if the last check found a gradient that is not finite, else 0."""
         return list(self._found_inf_per_device(optimizer).values())
 
     @property
@@ -58,7 +58,7 @@ class OpenGradScaler(torch.amp.GradScaler):
 
     @staticmethod
     def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer gets the result of the check and skips steps itself."""
+        """Return True if the optimizer itself skips steps with non-finite gradients, and gets the check's result."""
         return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     @staticmethod
@@ -70,13 +70,13 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> tuple[tuple[int, OptState], ...]:
-    """Ids and stages of optimizers that a scaler has unscaled or stepped since its last update. All versions."""
+    """Return the ids and stages of optimizers that a scaler unscaled or stepped since its last update. All versions."""
     stages = ((number, state["stage"]) for number, state in scaler._per_optimizer_states.items())
     return tuple([(number, stage) for number, stage in stages if stage is not OptState.READY])
 
 
 def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
-    """Reset the scaler to: no optimizer was unscaled or stepped since the last update. All versions."""
+    """Let the scaler forget which optimizers were unscaled or stepped since its last update. All versions."""
     scaler._per_optimizer_states.clear()
 
 
@@ -91,7 +91,7 @@ hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_ho
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that the optimizer steps, although no Python code of its step runs. All versions."""
+    """Tell schedulers that the optimizer has stepped, although no Python code of its step ran. All versions."""
     vars(optimizer)["_opt_called"] = True
 
 

@@ -1,4 +1,4 @@
-"""The torch versions that unshard supports. Importing this module checks the installed one."""
+"""The torch versions that unshard supports. Importing this module checks the installed version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""The tests have run with these versions and those between. Patch releases and builds (2.15.1+cu130) do not matter."""
+"""The first and last tested versions. Patch releases and builds (2.15.1+cu130) do not matter."""
 
 
 def check(version: str) -> None:
