@@ -117,15 +117,15 @@ class MixedPrecisionPolicy:
         return any(matches(name, pattern) for pattern in (*self.keep_buffers, *_ALWAYS_KEPT))
 
     def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Dtype of the sharded gradients (`.grad`)."""
+        """Return the dtype of the sharded gradients (`.grad`)."""
         return original
 
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients are accumulated without synchronization."""
+        """Return the dtype in which gradients are accumulated without synchronization."""
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Reduce dtype after an `eval()` forward with `full_precision_in_eval`."""
+        """Return the reduce dtype after an `eval()` forward with `full_precision_in_eval`."""
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:

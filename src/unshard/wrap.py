@@ -128,7 +128,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Decide like a policy function (see above)."""
+        """Act as a policy function that selects the instances of `module_classes`."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` with the arguments of the enclosing `enable_wrap`, updated by these. Outside, return `module`."""
+    """Wrap `module` with the arguments of `enable_wrap` and these overrides. Outside `enable_wrap`, return `module`."""
     enabled = _enabled.get()
     if enabled is None:
         return module

@@ -47,7 +47,7 @@ class Answer(Enum):
 
 
 def next_number() -> int:
-    """Return the number of a new captured step. Captured steps of different ranks with the same number agree."""
+    """Return the number of a new captured step. The steps with the same number on all ranks decide together."""
     grouped = dist.is_initialized()
     return next(_numbers.setdefault(dist.group.WORLD, count(1)) if grouped else _numbers_without_group)
 
@@ -63,7 +63,7 @@ class Agreement:
             self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
 
     def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
-        """Return the ranks' common answer for call number `call`. Wait at most `patience` seconds for other ranks."""
+        """Return the ranks' common answer for `call`. `wanted`: this rank's vote. Wait `patience` seconds at most."""
         store, name = self._store, f"{call} {about}"
         if store is None:
             return Answer.YES if wanted else Answer.NO
@@ -190,7 +190,7 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Like `torch.cuda.graph`, but cleans up after a failed recording. torch would keep its stream current."""
+        """Like `torch.cuda.graph`, but cleans up after a failed recording. torch would leave its own stream current."""
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads, such as data loaders, may use the device meanwhile.
@@ -259,7 +259,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
     dicts += [(vars(each), dict(vars(each))) for each in trained.optimizers]
 
     def restore() -> None:
-        """Undo the changes of a failed recording on the host. There are none on the device, because nothing ran."""
+        """Undo the changes of a failed recording on the host. The recording has run nothing on the device."""
         for root in trained.roots():
             root.abandon()
         for each in trained.unmanaged:  # they had no gradients before

@@ -281,7 +281,7 @@ class Trained:
     # -- what recordings depend on ------------------------------------------------------------------------
 
     def identity(self) -> Identity:
-        """Return everything that all recordings rely on. Unchanged entries stay the same objects, for fast compares."""
+        """Return what all recordings rely on. Unchanged entries stay the same objects, so comparing them is fast."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
         self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)

@@ -64,7 +64,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _problem_of(folder: Path) -> CheckpointError | None:
-    """Return the reason why `folder` is not a complete checkpoint, or None. Raise if the manifest is unreadable."""
+    """Return the reason why `folder` is not a complete checkpoint, or None. Raise if its manifest cannot be read."""
     try:
         read_manifest(folder)
     except CheckpointError as error:
@@ -82,7 +82,7 @@ def later_than(step: int, path: Path) -> Path | None:
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """Return `path` if it names a checkpoint, else the latest checkpoint under it."""
+    """Return `path` if it names a checkpoint, else the latest checkpoint under `path`. Raise if there is none."""
     given = Path(path)
     if _PUBLIC.fullmatch(given.absolute().name) or storage.exists(given / MANIFEST):
         return given

@@ -61,7 +61,7 @@ def full_optimizer_state_dict(
 
 
 def _first_names(ranks: list[RankPart]) -> dict[str, str]:
-    """Map the name that a parameter is stored under to its first name in module order. These differ if it is tied."""
+    """Map a parameter's stored name to its first name in module order. The names differ only for tied parameters."""
     found: dict[str, str] = {}
     for part in ranks:
         held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
@@ -91,7 +91,7 @@ def load_full_optimizer_state_dict(
     load: OptimizerLoad
 
     def compare() -> tuple[Differences, list[str], list[str]]:
-        """Return the differences, the names of the sharded tensors that this rank needs, and of the full ones."""
+        """Return the differences, and the names of the tensors that this rank needs in part, then in full."""
         nonlocal load
         differences, state = Differences(), model_state(model)
         own_entry, own_tensors = _by_own_names(entry, tensors, state, names)

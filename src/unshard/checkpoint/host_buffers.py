@@ -1,4 +1,4 @@
-"""Host memory for background saves, which allocate it once and reuse it, and the copies of tensors to host memory."""
+"""Reusable host memory for background saves, and the copies of tensors to this memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Allocate the buffers, then touch and (if `pinned`) pin them in a thread: both take longer than the copies."""
+        """Allocate the buffers, then touch and (if `pinned`) pin them in a thread. Both take longer than copies."""
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
         # Not a daemon: at exit, Python must wait for the thread before it frees the memory.
@@ -117,7 +117,7 @@ def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
 class Staging:
     """Copies tensors into a sequence of buffers. Together, the buffers hold the bytes of the file, in file order.
 
-    `next_buffer` returns an empty buffer. `hand_over` takes a full one and the number of bytes in it.
+    `next_buffer` returns an empty buffer. `hand_over` takes a full buffer and the number of bytes in it.
     """
 
     def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[tuple[HostBuffer, int]], None]):

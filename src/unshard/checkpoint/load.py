@@ -72,7 +72,7 @@ def load(
 
 
 def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loading]) -> Loading:
-    """Compare and verify a checkpoint without changing anything. Retry if the latest one was deleted meanwhile."""
+    """Return a `Loading` that has compared and verified a checkpoint. Retry if another job deletes the checkpoint."""
     for tries_left in reversed(range(_TRIES)):
         loading = make(on_first_rank(what, lambda: resolve(path)))
         try:
@@ -160,7 +160,7 @@ Comparison = tuple[str, list[str], Differences]
 
 
 class Loading:
-    """One load on one rank. `given`: what was passed besides the model."""
+    """One load on one rank. `given`: the objects to load besides the model, by argument name."""
 
     manifest: Manifest
     files: CheckpointFiles
@@ -212,7 +212,7 @@ class Loading:
         self._of_all_ranks.refuse(self.folder, strict, look=look)
 
     def warn(self, path: Path) -> None:
-        """Log what the caller may not expect. `path`: the argument of `load`."""
+        """Log a warning for anything that the caller may not expect. `path`: the argument of `load`."""
         self._of_all_ranks.warn(self.folder)
         values = self.manifest.values
         left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
@@ -310,7 +310,7 @@ class Loading:
         return entry
 
     def _stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of the checkpoint, unsharded."""
+        """Return a whole tensor of the checkpoint."""
         entry = self._entry(name)
         value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.files.copy(entry, full_box(entry.shape), value)

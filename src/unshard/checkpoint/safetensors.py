@@ -73,7 +73,7 @@ def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> b
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], bytes]:
-    """Read the header of a file; return its tensor entries, its metadata, and all bytes up to its end."""
+    """Read the header of a file; return the tensor entries, the metadata, and all bytes up to the end of the header."""
     try:
         file = storage.open_file(path, links=True)
     except OSError as error:

@@ -55,7 +55,7 @@ class BackgroundSave:
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
         """Full buffers, from training to the thread; then None, or the exception that stopped the copies."""
         self._written = threading.Event()
-        """Set by the thread when this rank's file is on the disk, or has failed."""
+        """Set by the thread when this rank's file is on the disk, or when writing has failed."""
         self._stopped = threading.Event()
         """Set by training to make rank 0's thread stop waiting for the entries of other ranks."""
         self._write_error: BaseException | None = None
@@ -90,7 +90,7 @@ class BackgroundSave:
         return buffer
 
     def finish_writing(self) -> None:
-        """Wait until this rank's file is on the disk, or raise the error that writing it raised."""
+        """Wait until this rank's file is on the disk. Raise the error if writing failed."""
         self._written.wait()
         if self._write_error is not None:
             raise self._write_error
@@ -182,7 +182,7 @@ class BackgroundSave:
 
 
 class _WritingFailed(Exception):
-    """Stops the copies on the training thread after the writing thread failed, which stores the actual error."""
+    """Stops the copies on the training thread after the writing thread has failed and stored its own error."""
 
 
 @atexit.register

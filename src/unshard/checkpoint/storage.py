@@ -78,7 +78,7 @@ def delete(path: Path) -> bool:
 
 
 def lock(path: Path, create: bool = False) -> int | None:
-    """Lock a file until `unlock` or the end of this process; return None if the lock is taken or not supported."""
+    """Lock a file until `unlock` or the end of this process. Return None if the lock is taken or not supported."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o666)
     try:

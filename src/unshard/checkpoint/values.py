@@ -78,7 +78,7 @@ def encode(value: Any, path: str, store: Store) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """Convert an instance of a subclass of str, float or int (for example, NumPy's float64) to that type."""
+    """Convert an instance of a subclass of str, float or int (such as NumPy's float64) to str, float or int."""
     if not isinstance(value, Enum | bool):
         for kind in (str, float, int):
             if isinstance(value, kind):
@@ -112,7 +112,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 
 def stored_names(value: Any) -> list[str]:
-    """Return the names of the tensors that `value`, encoded as JSON, refers to instead of storing them inline."""
+    """Return the names of the tensors that the JSON `value` refers to, because they are not stored inline."""
     if isinstance(value, dict):
         if value.get("$") == "tensor" and isinstance(value.get("name"), str):
             return [value["name"]]
@@ -121,7 +121,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """Convert untrusted JSON to the value that `encode` got. `stored(name)` returns a tensor not stored inline."""
+    """Convert JSON, which is untrusted, to the original value. `stored(name)` returns a tensor not stored inline."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
@@ -174,7 +174,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise a CheckpointError if `set_rng_state(state)` would fail. This tries `state` on temporary generators."""
+    """Raise a CheckpointError if `set_rng_state(state)` would fail. The check sets `state` on temporary generators."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])

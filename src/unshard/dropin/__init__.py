@@ -150,7 +150,7 @@ STATE_MEMBERS = {
 
 
 def _install_in_child_processes() -> None:
-    """Change PYTHONPATH for launchers that start `python script.py` again for other ranks, to install the drop-in."""
+    """Make child processes install the drop-in, for launchers that start `python script.py` again for other ranks."""
     before = os.environ.get("PYTHONPATH")
     rest = [each for each in (before or "").split(os.pathsep) if each and each != CHILD_PROCESSES]
     os.environ["PYTHONPATH"] = os.pathsep.join([CHILD_PROCESSES, *rest])

@@ -27,7 +27,7 @@ FILES = {
 class StandInModule(ModuleType):
     """Replaces one PyTorch module: it has our names, and a `MissingName` for each other name of PyTorch's module.
 
-    For such names, PyTorch's own code still gets PyTorch's objects, with which `torch.compile` compares functions.
+    For these other names, PyTorch's own code gets PyTorch's objects, with which `torch.compile` compares functions.
     """
 
     _real: ModuleType

@@ -173,7 +173,7 @@ def check_module(module: Any, call: str) -> None:
 
 
 def checked_mixed_precision(given: Any) -> MixedPrecision:
-    """Return `given` if it has the fields of `MixedPrecision`. Programs may pass PyTorch's class, which has them."""
+    """Return `given` if it has the fields of `MixedPrecision`. Programs may pass PyTorch's own class of this name."""
     if given is None:
         return MixedPrecision()
     if all(hasattr(given, name) for name in ("param_dtype", "buffer_dtype", "cast_root_forward_inputs")):
@@ -217,7 +217,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WrapperPolicy(MixedPrecisionPolicy):
-    """The policy of a wrapped module, because FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
+    """The engine's policy for a wrapped module. FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
 
     This policy does not cast buffers; `WrapperState.cast_buffers` does.
     """

@@ -326,7 +326,7 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 
 
 def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
-    """Return `device_id`, else the tensors' accelerator, else the mesh's device, else one that the group supports."""
+    """Return `device_id`, else the accelerator of the tensors, of the mesh, or of the process group, else the CPU."""
     found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):

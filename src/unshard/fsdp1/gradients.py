@@ -33,7 +33,7 @@ parallelism shards."""
 
 @contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """A context in which backward accumulates unsharded gradients. The next backward outside reduces the sum.
+    """A context in which backward accumulates unsharded gradients. The next backward outside the context reduces them.
 
     Call it on the root. After `composable.fully_shard`, use `FullyShardedDataParallel.no_sync(module)`.
     """
@@ -161,7 +161,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of the gradients' norms, rounded to float32 at the end. It is computed in at least float32."""
+    """Return the norm of the gradients' norms, rounded to float32 at the end. Steps before are at least float32."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]

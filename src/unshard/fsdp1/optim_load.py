@@ -93,7 +93,7 @@ def _states_to_load(model: nn.Module, optim: Any, optim_state_dict: StateDict, i
 
 
 def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) -> StateDict:
-    """Return this rank's state of the optimizer's parameter `number`. `own`: full states of the parameters inside."""
+    """Return this rank's state of the optimizer's parameter `number`. `own`: full states by original parameter name."""
     result: StateDict = {}
     param, inside = unit.sharded.params[number], unit.parameters[number][1]
     for name in dict.fromkeys(name for states in own.values() for name in states):
@@ -113,7 +113,7 @@ def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) ->
 
 
 def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam]) -> None:
-    """Raise if a parameter in `inside` lacks this state, has it in a wrong shape, or has another scalar value."""
+    """Raise if a parameter in `inside` lacks the state `name`, or has a wrong shape or a scalar that differs."""
     first, one = next(iter(values.items()))
     missing = [each.name for each in inside if each.name not in values]
     if missing:

@@ -287,7 +287,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Handle:
-    """PyTorch's handle of one unit. All values are read from the unit; the handle stores no copies."""
+    """Like PyTorch's `FlatParamHandle` of one unit. All values are read from the unit; the handle keeps no copies."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class Handle:
             parameter.grad = self._gradient()
 
     def _gradient(self) -> torch.Tensor | None:
-        """Return the sharded gradient, or None if there is none. Gradients of original parameters are views of it."""
+        """Return the sharded gradient, or None. The gradients of the original parameters are views of this tensor."""
         dtype, numel = self._dtypes.gradient, self._sharded.flat.local.numel()
         for grad in sharded_grads_of(self._sharded.parameters()):
             return grad.flat(dtype, 0, numel)
@@ -389,13 +389,13 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of each parameter with elements on `rank`, and their offset in that rank's shard."""
+    """Yield the number of each parameter with elements on `rank`, and the offset of these in that rank's shard."""
     for region in sharded.shard.regions:  # one, or none if the unit has no elements here
         yield from region.begins(region.runs[0], rank)
 
 
 def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """View the part of an unsharded flat parameter, gradient or state that belongs to `param`, in its shape."""
+    """View the elements of `param` in an unsharded flat parameter, gradient or state, in the parameter's shape."""
     cut = param.sharding
     return unsharded.as_strided(cut.shape, cut.stride, cut.begin)  # type: ignore[arg-type, union-attr]
 

@@ -54,7 +54,7 @@ class StateDictHandler:
         """Keys that the state dict to load lacks, of shared parameters that other units own."""
 
     def attach(self, module: nn.Module) -> None:
-        """Register hooks that save and load on `module`, because `composable.fully_shard` creates no wrapper."""
+        """Register hooks on `module` that save and load, because `composable.fully_shard` creates no wrapper."""
         module.register_state_dict_pre_hook(self._begin_saving)
         # torch sets an attribute on this hook, which a bound method cannot have.
         module.register_state_dict_post_hook(partial(self._end_saving))
@@ -309,7 +309,7 @@ class StateDictHandler:
 
 
 def _key(name: str) -> str:
-    """Remove activation-checkpoint prefixes from a name. The hooks of activation checkpointing add and remove them."""
+    """Remove activation-checkpoint prefixes from a name, because the hooks of these wrappers handle their prefixes."""
     return clean_tensor_name(name, (CHECKPOINT_PREFIX,))
 
 
@@ -356,7 +356,7 @@ def _for_mesh(state: WrapperState, config: Any) -> Any:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the settings of the wrapped modules at and below `module`. Raise if two modules have different ones."""
+    """Return the settings that all wrapped modules at and below `module` share. Raise if their settings differ."""
     found: StateDictSettings | None = None
     for state in wrapper_states(module):
         if found is not None and state.settings != found:

@@ -167,7 +167,7 @@ class FullyShardedDataParallel(nn.Module):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """Return the wrapped modules at and below `module`, in the order of `modules()`.
 
-        As in PyTorch, the list has the state of each module that `composable.fully_shard` sharded without a wrapper.
+        As in PyTorch, a module that `composable.fully_shard` sharded without a wrapper is listed by its state.
         """
         found: list[Any] = []
         for each in module.modules():

@@ -247,7 +247,7 @@ def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
-    """Map each module to the prefix of its names. With several outermost modules, the prefix starts with an index."""
+    """Map each module to the prefix of names in it. With several outermost modules, the prefix starts with an index."""
     prefixes: dict[nn.Module, str] = {}
     for number, each in enumerate(outermost):
         for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):

@@ -168,7 +168,7 @@ class FSDPModule:
         self._get_fsdp_state().root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last of the iteration. Pipeline schedules pass False before others."""
+        """Set whether the next backward is the iteration's last. Pass False if more follow (pipeline schedules)."""
         self._get_fsdp_state().root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -205,7 +205,7 @@ class FSDPModule:
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
 
     def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may run at once. The first forward fixes the limit: the model's largest value."""
+        """Set how many reductions may run at once. The first forward fixes the limit to the model's largest value."""
         if isinstance(buffers, bool) or not isinstance(buffers, int):
             raise PolicyError(f"buffers must be an int, got {buffers!r}.")
         if buffers < 1:
@@ -213,7 +213,7 @@ class FSDPModule:
         self._set("reduce_buffers", buffers, recurse)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """When forward unshards this module, prefetch these modules instead of the next one in the recorded order."""
+        """When forward unshards this module, prefetch these modules instead of the next one in forward order."""
         self._get_fsdp_state().unit.options.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:

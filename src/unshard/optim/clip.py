@@ -130,7 +130,7 @@ def _weight(spec: DTensorSpec, ranks: int) -> float:
 def _power_of_norm(
     gradients: list[LocalGradient], order: float, ranks: ReduceGroup, foreach: bool | None
 ) -> torch.Tensor:
-    """Return the norm over all ranks to the power of its order, or the largest or smallest element if it is infinite.
+    """Return the norm over all ranks to the power of `order`. If `order` is infinite, return the norm itself.
 
     The result is float64, because powers of large numbers may overflow even if the norm does not.
     """
@@ -323,7 +323,7 @@ class ReduceGroup:
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
-    """Return the ranks of the user's `group`, else of the parameters' meshes. `otherwise`: the device without either.
+    """Return the ranks of `group`, else of the parameters' meshes, else this process alone on the device `otherwise`.
 
     Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
     verifies that all ranks do `what`.

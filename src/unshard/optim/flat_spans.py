@@ -146,7 +146,7 @@ class FlatSpan:
         return self._filled(self.new_state(values[0].dtype), values)
 
     def state_of_part(self, values: dict[str, Any], part: FlatSpan) -> dict[str, Any]:
-        """Return the flat state of `part`, a part of this span. It shares memory with `values`, except counters."""
+        """Return the flat state of `part`, a part of this span, as views of `values` (counters are copied)."""
         first = (part.params[0].begin - self.params[0].begin) // self.flat.element_size()
         last = first + part.flat.numel()
         return {
@@ -204,7 +204,7 @@ def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torc
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy of a counter (a plain tensor), which no other step changes, or any other value itself."""
+    """Return a copy of a plain tensor (a counter), so that no other step changes it. Return other values unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
@@ -440,10 +440,10 @@ class FlatGroups:
 
 
 def _layout(groups: list[dict[str, Any]]) -> list[Any]:
-    """Return the parameters' ids and `eps`, which limits how long spans may be, of each group."""
+    """Return, for each group, the ids of its parameters and `eps`, which limits how long spans may be."""
     return [(group.get("eps"), list(map(id, group["params"]))) for group in groups]
 
 
 def _entries(state: Any) -> list[Any]:
-    """Return all state values of DTensors, to compare with later ones. Ids would not do, because Python reuses them."""
+    """Return all state values of DTensors, to compare them later. Ids would not suffice, because Python reuses ids."""
     return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

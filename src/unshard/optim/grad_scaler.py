@@ -30,7 +30,7 @@ class GradScaler(OpenGradScaler):
     Torch's scaler reduces over the mesh dimensions that shard the first gradient, so ranks can disagree if gradients
     are distributed in several ways. This scaler reduces, once per `unscale_`, over all ranks that hold a part of the
     optimizer's parameters. Gradients may be DTensors on any meshes or plain tensors, in float16 or bfloat16, on the
-    device or the host; a rank may have none. Pass `process_group` if ranks share no mesh, like stages of a pipeline.
+    device or the host; a rank may have no gradients. Pass `process_group` if ranks share no mesh, like pipeline stages.
     `device` defaults to the accelerator, or to the CPU if there is none.
     """
 

@@ -89,7 +89,7 @@ class StateBatch:
         self._state.update(self._copy(self._on_device, target, self.copy_streams.down))
 
     def _copy(self, state: MutableMapping[Any, Any], target: Target, stream: Any) -> dict[Any, Any]:
-        """Return the spans' entries of `state`, after starting to copy per-element values to `target` on `stream`."""
+        """Return the spans' entries of `state`. Per-element values are in `target`; `stream` copies them there."""
         copied: dict[Any, Any] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -194,7 +194,7 @@ class EarlyStep(NamedTuple):
 
 
 class StepInBackward:
-    """Steps units of one flat optimizer during backward. A unit is stepped like in the last call of `step`.
+    """Steps units of one flat optimizer during backward, each in the same way as the last call of `step`.
 
     So `step` itself takes the first step of the optimizer, and of every unit that has changed since the last step.
     """

@@ -136,7 +136,7 @@ class PrecisionAudit:
 
 
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
-    """Return a context that records the dtypes of a sharded model's steps and compares them with those of `precision`.
+    """Return a context that records dtypes in steps of a sharded `model` and compares them with the planned dtypes.
 
     The context adds no collective and changes no result. With `optimizer`, it records only steps of this optimizer.
     """

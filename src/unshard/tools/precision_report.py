@@ -367,7 +367,7 @@ def _outputs(plan: ModelPlan) -> Iterator[str]:
 
 
 def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Report patterns that match nothing in any unit with the same patterns, because units often share one policy."""
+    """Report patterns that match nothing. Check units with equal patterns together, because they may share a policy."""
     overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
     keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:
