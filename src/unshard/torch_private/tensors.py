@@ -42,7 +42,7 @@ foreach_zero = torch._foreach_zero_
 foreach_mul = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies tensors of one dtype, and sets a flag if any element is not finite. Torch's scaler uses it."""
+"""Multiply tensors of one dtype, and set a flag if any element is not finite. Torch's scaler uses this function."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -55,30 +55,30 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 # Called for every parameter in every step, so not a Python function.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Autograd's version counter of a tensor. No public way. All versions."""
+"""Return autograd's version counter of a tensor. No public way. All versions."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of, for autograd. No public way. All versions."""
+"""Return the tensor of which, for autograd, a tensor is a view, or None. No public way. All versions."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` has hooks of `register_hook`. No public way. All versions."""
+    """Return True if a program has called `register_hook` of `tensor`. No public way. All versions."""
     return bool(tensor._backward_hooks)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects share a storage. No public way. All versions."""
+    """Return how many tensors and Python objects share a storage. No public way. All versions."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 # Called for every unit in every step, so not a Python function.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Identifies a storage, even an empty one. Torch may make several Python objects for one storage. All versions."""
+"""Return a key of a storage, even an empty one: torch may make several Python objects for a storage. All versions."""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the memory of a DTensor or another subclass, or the tensor that a transform wraps.
+    """Return the tensors that hold the memory of a subclass such as DTensor, or the tensor that a transform wraps.
 
-    Empty for an ordinary tensor. A wrapped tensor has no storage. No public way to unwrap it. All versions.
+    Return no tensors for an ordinary tensor. There is no public way to unwrap tensors. All versions.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
@@ -106,15 +106,15 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
 
 # Called for every parameter in every step, so not Python functions.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""The local tensor of a DTensor itself. `to_local()` returns a new view under autograd instead. All versions."""
+"""Return the local tensor of a DTensor itself. `to_local()` may return a new view instead. All versions."""
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
-"""Mesh and placements of a DTensor in one attribute. The public properties look it up twice. All versions."""
+"""Return the mesh and placements of a DTensor in one object. The public properties take two lookups. All versions."""
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a plain tensor, if the class only adds attributes and Python functions to a tensor.
+    """Return `tensor` as a plain tensor over the same memory, unless its class has its own `__torch_dispatch__`.
 
-    Through `__torch_function__`, `detach` would return the same class. All versions.
+    Through `__torch_function__`, `detach` would return a tensor of the same class. All versions.
     """
     if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return tensor
@@ -123,7 +123,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; any other tensor itself."""
+    """Return the local tensor of a DTensor; return any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -133,7 +133,7 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """A DTensor with a contiguous global shape whose local tensor is `local` itself.
+    """Return a DTensor whose local tensor is `local` itself. Its global strides are contiguous.
 
     The public `DTensor.from_local` makes a view, so the caller could not check later if the DTensor still holds the
     same tensor. All versions.
@@ -146,11 +146,11 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """`make_dtensor` at the storage offset of `local`, which is a view of a larger buffer.
+    """Like `make_dtensor`, but the DTensor has the storage offset of `local`, which is a view of a larger buffer.
 
     `torch.compile` makes a fake DTensor of the fake local tensor, and fails if the real DTensor has another offset. But
-    torch neither copies nor saves a DTensor with an offset, so this object does that itself, and copies only its own
-    bytes. The methods are attributes of the object, to leave torch's class alone. All versions.
+    torch neither copies nor saves a DTensor with an offset. So the DTensor gets its own methods for both, which copy
+    only its own bytes. They are attributes of the object, to leave torch's class alone. All versions.
     """
 
     def copied() -> DTensor:
@@ -166,7 +166,7 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
-    """`make_dtensor` as a parameter. `nn.Parameter` makes another DTensor, so `local` is set again. All versions."""
+    """Like `make_dtensor`, but return a parameter. `nn.Parameter` drops `local`, so it is set again. All versions."""
     parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
     set_local_tensor(parameter, local)
     return parameter
@@ -191,10 +191,10 @@ if hasattr(DTensor, "_stable_hash_for_caching"):
 
 
 def _without_offset(local: torch.Tensor) -> torch.Tensor:
-    """A tensor like `local` at storage offset 0, to make a DTensor with.
+    """Return a tensor of the same shape and dtype as `local` at storage offset 0, to make a DTensor with.
 
-    A DTensor has no storage but keeps the storage offset of the tensor it is made with. Unless that is 0, it can be
-    neither copied nor saved.
+    A DTensor has no storage but keeps the storage offset of the tensor it is made with. Unless this offset is 0, torch
+    neither copies nor saves the DTensor.
     """
     if type(local) is not torch.Tensor or local.storage_offset() == 0:
         return local
@@ -202,22 +202,22 @@ def _without_offset(local: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor from the constructor, as a source of sizes and of an empty storage. All versions."""
+    """Return a DTensor with the sizes of `spec`, to assign to `.data` of another DTensor. All versions."""
     return DTensor(_without_offset(local), spec, requires_grad=False)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """A DTensor of `local` with the given spec; `local` itself without a spec. All versions."""
+    """Return a DTensor of `local` with the given spec; `local` itself if the spec is None. All versions."""
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 def strided_shard(dim: int, factor: int) -> Placement:
-    """Sharding of a dim that a later mesh dim has already split into `factor` chunks. Not public. All versions."""
+    """Return the placement that shards a dim which a later mesh dim has split into `factor` chunks. All versions."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Return True for placements of `strided_shard`. In some versions these are also `Shard`s. All versions."""
+    """Return True for placements of `strided_shard`, which in some versions are also `Shard`s. All versions."""
     return isinstance(placement, _StridedShard)
 
 
@@ -230,9 +230,9 @@ def make_sharded_tensor(
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """A `ShardedTensor` of which this rank has `local`, which may be empty.
+    """Return a `ShardedTensor` in which `local`, which may be empty, is this rank's shard.
 
-    `pieces`: offsets, sizes and rank of each shard. Every rank knows them all, so nothing is communicated. FSDP1's
+    `pieces`: offsets, sizes and rank of every shard. Each rank knows all of them, so nothing is communicated. FSDP1's
     sharded state dicts hold such tensors, and `torch.distributed.checkpoint` reads them. No public name. All versions.
     """
     device = local.device
@@ -248,7 +248,7 @@ def make_sharded_tensor(
 
 
 def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
-    """Shape, dtype and this rank's shard of a `ShardedTensor`. All versions."""
+    """Return the shape, the dtype and this rank's shard, if any, of a `ShardedTensor`. All versions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         about, shards = tensor.metadata(), tensor.local_shards()
@@ -258,25 +258,25 @@ def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torc
 # -- modules -----------------------------------------------------------------------------------------------
 
 own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""The dict of a module's own parameters. Assigning there is far cheaper than `setattr`. All versions."""
+"""Return the dict of a module's own parameters. Assigning to it is far cheaper than `setattr`. All versions."""
 own_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""The dict of a module's own buffers. All versions."""
+"""Return the dict of a module's own buffers. All versions."""
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""The dict of a module's children. `named_children` omits second names of a child. All versions."""
+"""Return the dict of a module's children. `named_children` omits second names of a child. All versions."""
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""Names of a module's own buffers that are not in its state dict. No public way. All versions."""
+"""Return the names of a module's own buffers that are not in its state dict. No public way. All versions."""
 hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]]
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The dicts of a module's forward and backward hooks, by handle number. All versions."""
+"""Return the dicts of a module's forward and backward hooks, by handle number. All versions."""
 hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
 hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The dicts of a tensor's hooks; None if it has none. No public way to read. All versions."""
+"""Return the two dicts of a tensor's hooks, each None without hooks. No public way to read. All versions."""
 
 
 def changes_own_state(module: nn.Module) -> bool:
     """Return True if a module's own state dict entries may differ from those of nn.Module. All versions.
 
-    Ignores hooks of modules with children: these change the children's names.
+    Ignores hooks of modules with children, because such hooks change the children's names.
     """
     kind, has_children = type(module), bool(module._modules)
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
@@ -285,9 +285,9 @@ def changes_own_state(module: nn.Module) -> bool:
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
-    """A module's own state dict entries, by names without a prefix.
+    """Return a module's own state dict entries, by names without a prefix.
 
-    The public `state_dict` runs hooks that unshard parameters, and includes children. All versions.
+    The public `state_dict` also runs hooks that unshard parameters, and includes children. All versions.
     """
     found: dict[str, Any] = {}
     if not module._modules and type(module).state_dict is not nn.Module.state_dict:
@@ -301,9 +301,9 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
-    """Load only these values of `own_state`. Missing values are not an error. All versions.
+    """Load `values`, which are entries of `own_state`. Missing entries are not an error. All versions.
 
-    Strict, because some modules look for their values among the unexpected ones.
+    The load is strict, because some modules look for their values among the unexpected entries.
     """
     module._load_from_state_dict(values, "", {}, True, [], [], [])
 
@@ -312,12 +312,12 @@ quick_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which attributes of a DTensor are read as quickly as those of a tensor, because torch does not look for
 `__torch_function__`. No public name. All versions."""
 no_transforms = torch._C._DisableFuncTorch
-"""A context that disables running transforms such as `torch.func.grad`, `jvp` and `vmap`: tensors made inside are plain
-ones. No public name. All versions."""
+"""A context that suspends transforms such as `torch.func.grad`, `jvp` and `vmap`, so that tensors made inside are plain
+tensors. No public name. All versions."""
 
 
 def hooks_of_all() -> list[dict[int, Any]]:
-    """The dicts of global hooks of modules and optimizers. No public way to read. All versions."""
+    """Return the dicts of global hooks of modules and optimizers. No public way to read. All versions."""
     return [
         all_modules._global_forward_hooks,
         all_modules._global_forward_pre_hooks,
@@ -329,7 +329,7 @@ def hooks_of_all() -> list[dict[int, Any]]:
 
 
 def hooks_made() -> int:
-    """A counter that grows with every registered hook of a module, tensor or optimizer. All versions."""
+    """Return a counter that grows with every registered hook of a module, tensor or optimizer. All versions."""
     return RemovableHandle.next_id
 
 
@@ -344,7 +344,7 @@ def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
 def moves_to_shared_memory(function: Any) -> bool:
     """Return True if `function`, which a module applies to its tensors, comes from `Module.share_memory`.
 
-    Only its qualified name tells. All versions.
+    Only the qualified name of `function` tells. All versions.
     """
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}.")
 
@@ -365,10 +365,10 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Exclude the module from torch's composable `replicate` when it is applied to a module around this one.
+    """Exclude `module` from torch's composable `replicate` when a program applies that to a module around `module`.
 
-    `replicate` would replace DTensors by their local tensors. The name of the attribute differs in each process, so
-    this has an effect only if `replicate` was already imported. All versions.
+    `replicate` would replace DTensors by their local tensors. The attribute that it reads has a different name in each
+    process, so this has an effect only if `replicate` was already imported. All versions.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:

@@ -131,7 +131,7 @@ class Upload:
 
     @cached_property
     def _samples(self) -> list[torch.Tensor]:
-        """A few elements of every parameter, evenly spread. Uncounted writes, through `.data`, change them."""
+        """A few elements of every parameter, evenly spread, to detect writes that are not counted (through `.data`)."""
         steps = [max(1, each.numel() // self.SAMPLES) for each in self._locals]
         return [
             each.detach().as_strided((-(-each.numel() // step),), (step,))
