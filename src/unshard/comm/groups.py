@@ -35,7 +35,7 @@ def is_group(value: Any) -> bool:
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
-    """Return the group of `ranks` for a purpose, made once. All of these ranks, and no others, must call this."""
+    """Return the group of `ranks` for a purpose, made once. Only these ranks may call this, all in the same order."""
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:

@@ -71,21 +71,21 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
-        """outputs[i] <- inputs[i] of every rank, in the order of ranks. An input may be a view of its output."""
+        """Fill outputs[i] with inputs[i] of every rank, in the order of ranks. An input may be a view of its output."""
 
     @abstractmethod
     def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        """outputs[i] <- this rank's piece of the sum (or mean) of inputs[i] over the ranks.
+        """Fill outputs[i] with this rank's piece of the sum (or mean) of inputs[i] over the ranks.
 
         If input and output have different dtypes, pieces are sent in the input's and added up in the output's dtype.
         """
 
     @abstractmethod
     def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        """Each tensor <- its sum (or mean) over the ranks."""
+        """Replace each tensor by its sum (or mean) over the ranks."""
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which an all-gather sends `dtype`: uint8 if the backend lacks it, else `dtype`."""
+        """Return the dtype in which an all-gather sends `dtype`: `dtype` if the backend can, else uint8."""
         return dtype
 
     def next_unit_number(self) -> int:
@@ -107,7 +107,7 @@ class Transport(ABC):
         return self.order is not None and self.order.raised(text)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
-        """Return a transport that sends through `wrap` of the current one. The order check stays outermost."""
+        """Return this transport with `wrap` applied to the part that sends. The order check stays outermost."""
         return wrap(self)
 
 

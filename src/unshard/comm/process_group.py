@@ -184,7 +184,7 @@ class ProcessGroupTransport(Transport):
 
 
 def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, average: bool) -> None:
-    """`output` <- the sum or mean of two pieces. `received` may be `output` itself."""
+    """Set `output` to the sum or mean of two pieces. `received` may be `output` itself."""
     numel = output.numel()
     if received is not output:
         output.copy_(received[:numel])
@@ -194,7 +194,7 @@ def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, a
 
 
 def add_up(rows: torch.Tensor, output: torch.Tensor, average: bool) -> None:
-    """`output` <- the sum or mean of `rows`, in the order of ranks. Narrow dtypes are rounded once, from float32."""
+    """Set `output` to the sum or mean of `rows`, added in the order of ranks. Narrow dtypes are rounded only once."""
     if rows.dtype != output.dtype or rows.dtype.itemsize < 4:
         (torch.mean if average else torch.sum)(rows, 0, dtype=output.dtype, out=output)
         return
@@ -299,7 +299,7 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    """Return a method that calls the inherited one, which C++ may override unseen, and raises if it has no backend."""
+    """Return a method that calls the inherited one, which C++ may override unseen, or raises if there is no backend."""
     inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
 
     def call(*args: Any) -> Any:

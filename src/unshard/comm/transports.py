@@ -94,7 +94,7 @@ class SplitTransport(ProcessGroupTransport):
 def _checked(name: str) -> Any:
     """Return a method that compares the label between the ranks, and then calls method `name` of the base transport.
 
-    The method makes no other call of its own, because it runs for every collective of a step.
+    All collectives share this one function, without helpers, because it runs for every collective of a step.
     """
     is_reduce_scatter = name == "reduce_scatter"
 

@@ -169,7 +169,7 @@ class AllGatherPlan:
     # -- construction ---------------------------------------------------------------------------------------
 
     def _add(self, number: int, region: Region, buffer: Buffer, at: RegionRange, in_place: bool) -> None:
-        """Add the input and output of a region, and the casts into this rank's piece if the input is not the shard."""
+        """Add the input and output of a region, and casts to this rank's piece if the input is not the shard itself."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
         self.outputs.append(buffer.tensor(carrier, at.offset, (at.piece * at.copies // carrier.itemsize,)))
@@ -235,7 +235,7 @@ class AllGatherPlan:
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype in which all `dtypes` are sent, or uint8 if they are sent in several."""
+    """Return the dtype in which all of `dtypes` are sent, or uint8 if they are sent in different dtypes."""
     kinds = set(map(sent_dtype, dtypes))
     return kinds.pop() if len(kinds) == 1 else torch.uint8
 

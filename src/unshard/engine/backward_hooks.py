@@ -126,7 +126,7 @@ class BackwardEnd:
     """A callback for the end of a backward. If backward raises, autograd drops the callback, which resets the root."""
 
     def __init__(self, root: Any, number: int):
-        """`root`: a `Root`. `number`: counts the backwards of `root`."""
+        """`root`: a `Root`. `number`: the number of this backward, as `root` counts."""
         self._root, self._number = weakref.ref(root), number
         self._called = False
 

@@ -54,7 +54,7 @@ NamedDtypes = dict[str, torch.dtype]
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
-    """Append a remedy to `error`, which left the forward of `top`, if it is about mixed dtypes or kinds of tensors."""
+    """If `error`, which left the forward of `top`, is about mixed dtypes or tensor classes, append a remedy."""
     if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
     text = str(error)
@@ -185,7 +185,7 @@ _REMEDY = (
 
 
 def refuse_shared_memory(unit: Unit, function: Any) -> None:
-    """Raise if `Module.share_memory` applies `function`: it would move parameters, and the next step would crash."""
+    """Raise if `function` comes from `Module.share_memory`, which would move parameters and crash the next step."""
     if moves_to_shared_memory(function):
         raise UnsupportedError(
             f"share_memory() of {unit}: its parameters are views of a shard, whose memory cannot be moved to shared "
@@ -195,7 +195,7 @@ def refuse_shared_memory(unit: Unit, function: Any) -> None:
 
 
 def refuse_gradients_of_resharded(unit: Unit) -> None:
-    """Raise if `unit` was sharded while backward computed its gradients, which are wrong because of that."""
+    """Raise if `unit` was sharded while backward computed its gradients, so that these gradients are wrong."""
     if unit.has_untaken_gradients and unit.param_state is not ParamState.UNSHARDED and not unit.unsharded_is_shard:
         raise StateError(
             f"Backward reached {unit} through a tensor that its forward neither returned nor left on its modules, so "
@@ -213,7 +213,7 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
 
 
 def refuse_split_backward(units: list[Unit]) -> None:
-    """Raise if a unit is not kept between the two backwards, for inputs and for parameters, of a pipeline schedule.
+    """Raise if units do not stay unsharded between a pipeline schedule's backwards for inputs and for parameters.
 
     The schedule searches the graph for the modules' parameters. If a unit is sharded by then, the search finds none.
     """

@@ -163,7 +163,7 @@ class Extension:
 
 
 class Extensions:
-    """The parameters of a param group that have a gather protocol. If possible, one all-gather sends all parameters."""
+    """The parameters of a param group that have a gather protocol. If possible, the group's all-gather has them."""
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
@@ -171,7 +171,7 @@ class Extensions:
         """Inputs of the all-gather in flight. Often, nothing else keeps them alive."""
 
     def enter(self) -> None:
-        """Set `unsharded` of each param to its parameter here, or to None until `Extension.finish` creates that."""
+        """Set `unsharded` of each param to its unsharded parameter, or to None if `finish` has not created one yet."""
         for member in self._members:
             member.param.unsharded = member.parameter
 

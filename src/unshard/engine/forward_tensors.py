@@ -95,7 +95,7 @@ def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtyp
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in `value` to `dtype`, if that is not None. Gradients flow through the casts."""
+    """Cast floating-point tensors in `value` to `dtype`, unless that is None. Gradients flow through the casts."""
     return value if dtype is None else map_tensors(partial(_cast, dtype), value)
 
 
@@ -166,7 +166,7 @@ class SideOutputs:
         return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
 
     def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
-        """Copy tensors that share memory with unsharded parameters. `search`: in all attributes, not only `places`."""
+        """Replace aliases of unsharded parameters by copies. `search`: look at all attributes, not only at `places`."""
         if search:
             for module, name, value in _attributes(modules):
                 if next(_aliases_in(module, name, value), None) is not None:

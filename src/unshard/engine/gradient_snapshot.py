@@ -119,7 +119,7 @@ def keep_gradient_memory(group: ParamGroup) -> None:
 
 
 def kept_grads(group: ParamGroup) -> list[ShardedGrad]:
-    """Return the sharded gradients whose memory is never freed. A recording may write them and leave no gradients."""
+    """Return the sharded gradients whose memory is never freed. A recording may write it and leave no gradients."""
     return [grad for grad in group.gradients.all_grads() if grad.buffer.stays]
 
 

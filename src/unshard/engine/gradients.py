@@ -288,7 +288,7 @@ class GroupGradients:
                         grad.buffer.release()
 
     def drop(self) -> None:
-        """Wait for reductions in flight, and drop all gradients that are not the `.grad` of a sharded parameter."""
+        """Wait for reductions in flight and drop all gradients that are not the `.grad` of a sharded parameter."""
         for each in self._in_flight:
             try:
                 with suppress(CollectiveError):  # the collective has ended, and nobody wants its result
@@ -316,7 +316,7 @@ class GroupGradients:
     # -- recorded steps -------------------------------------------------------------------------------------
 
     def all_grads(self) -> list[ShardedGrad]:
-        """All sharded gradients, including those that no parameter has as its `.grad`."""
+        """Return all sharded gradients, including those that no parameter has as its `.grad`."""
         return [grad for reduction in self.reductions.values() for grad in reduction.grads]
 
     def forget_in_flight(self) -> None:

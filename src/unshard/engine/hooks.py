@@ -108,7 +108,7 @@ class FSDPState:
         module.register_load_state_dict_post_hook(self.post_load)
 
     def attach_wrapper(self, module: nn.Module) -> None:
-        """`attach` for a wrapper whose own forward calls `run`."""
+        """Like `attach`, for a wrapper whose own forward calls `run`."""
         self._own(module)
 
     def _own(self, module: nn.Module) -> None:
@@ -119,7 +119,7 @@ class FSDPState:
         module.register_state_dict_post_hook(partial(self.post_state_dict))
 
     def attach_cast_boundary(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-        """Cast the inputs and outputs of a submodule whose parameters have a dtype override."""
+        """Register hooks that cast the inputs and outputs of a submodule whose parameters have a dtype override."""
         boundary = CastBoundary(self, policy)
         module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(boundary.leave)

@@ -36,7 +36,7 @@ from .unmanaged import all_modules
 
 
 class _Checked(NamedTuple):
-    """Facts from the last check of an optimizer. A step repeats the check if one of the first three has changed."""
+    """Facts from an optimizer's last check. A step repeats the check if one of the first three fields has changed."""
 
     parameters: int
     state: int
@@ -64,7 +64,7 @@ def watch_optimizers() -> None:
 
 @cache
 def _register() -> None:
-    """Register the hooks, once per process. They are never compiled: a compiled step would run them only in tracing."""
+    """Register the hooks, once per process. They are never compiled: a compiled step would skip them after tracing."""
     register_optimizer_step_pre_hook(never_compiled(_before_step))
     register_optimizer_step_post_hook(never_compiled(_after_step))
 
@@ -353,7 +353,7 @@ def _tensors(entry: Any) -> dict[Any, torch.Tensor]:
 
 
 def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if a plain optimizer steps parameters whose state the user wants on the host: it would be on the device."""
+    """Raise if a plain optimizer steps parameters with offloaded state, because it would keep state on the device."""
     wanted = set(map(id, parameters))
     for group in param_groups_of(parameters):
         sharded = group.sharded

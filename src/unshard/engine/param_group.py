@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Member:
-    """An entry of `_members`. An attribute of the parameter instead would be copied and pickled with the parameter.
+    """An entry of `_members`. An attribute of the parameter would not do: it is copied and pickled with the parameter.
 
     The group owns its entries. An entry refers to original and replaced parameters weakly, but to sharded ones
     strongly, as the group does, because torch does not convert DTensors that have weak references.
@@ -401,7 +401,7 @@ class ParamGroup:
         self._forget_unsharded()
 
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
-        """Let `change` replace the reduction's transport over the shards or, if one rank has all, over the replicas."""
+        """Let `change` replace the transport of reductions over the shards or, without shards, over the replicas."""
         self.gradients.forget_buffers()
         if self.shards.world > 1 or self.replicas.world == 1:
             self.gradients.change_transports(self.shards.wrapped(change))

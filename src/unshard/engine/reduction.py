@@ -74,7 +74,7 @@ class Pack:
 
 
 class Packing:
-    """Copies gradients to their places in `tensors`, which are one per region and need memory at construction."""
+    """Copies gradients to their places in `tensors`, one per region, which must have memory at construction."""
 
     def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
         self.tensors = tensors
@@ -116,7 +116,7 @@ class Packing:
         self._packs.append(Pack(table, run.members, filler, dims if is_complex or any(dims) else []))
 
     def fill(self, gradients: Gradients) -> list[int]:
-        """Copy and cast `gradients` to their places; zero and return (by index) the parameters without a gradient."""
+        """Copy and cast `gradients` to their places; zero the places of other parameters and return their indices."""
         rows, members, absent = self._rows, self._members, []
         if self._pads:
             foreach_zero(self._pads)
@@ -314,7 +314,7 @@ class Reduction:
         return alone and self._to_host is not None and flight.grad.pinned
 
     def resume(self, options: Options) -> ReductionInFlight:
-        """Reduce the partial sums without new gradients: the outputs are zero, `advance` adds the sums to them."""
+        """Reduce the partial sums without new gradients: the outputs are zero, and `advance` adds the sums."""
         flight = self._new_flight(options)
         flight.outputs.take()
         for flat in flight.outputs.flats:

@@ -88,7 +88,7 @@ class Root:
     # -- forward --------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`. Issue the all-gather of the next unit before waiting for this one's."""
+        """Unshard `unit`. Issue the all-gather of the next unit before waiting for the all-gather of `unit`."""
         recomputing = current_graph_task() != -1
         if recomputing:
             if not self.in_backward:

@@ -107,7 +107,7 @@ class Reductions:
                 self._tell_listeners(unit)
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """Pass the gradients of `unit` on if they are complete: `unit` ran once, and no other unit uses its params."""
+        """Tell listeners if the gradients of `unit` are complete: it ran once, and no other unit uses its params."""
         if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
             ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
             for listener in listeners():

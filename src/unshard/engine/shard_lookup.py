@@ -26,7 +26,7 @@ from .sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The position of a parameter in a shard, and its bytes."""
+    """A parameter's place in a shard: its number in the order of memory (`order`), and its bytes."""
 
     shard: Shard
     order: int
@@ -42,7 +42,7 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class GradRange:
-    """The position of a gradient in a sharded gradient, and its first byte."""
+    """A gradient's place in a sharded gradient: its number in the order of memory (`order`), and its first byte."""
 
     shard: ShardedGrad
     order: int
@@ -164,7 +164,7 @@ class Scalable:
 
 
 def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
-    """Return the gradients of `parameters`: flat for each sharded gradient that belongs to no other parameters."""
+    """Return the gradients of `parameters`, flat if all gradients of a sharded gradient belong to `parameters`."""
     given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in sharded_grads_of(parameters):
         if isinstance(shard, FlatShardedGrad):

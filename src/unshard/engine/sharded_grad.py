@@ -126,7 +126,7 @@ class ShardedGrad:
         return any(map(is_, map(gradient_of, self.parameters), self.grads))  # a loop in C: called in every step
 
     def attached_members(self) -> tuple[int, ...]:
-        """Indices of the grads that are the `.grad` of their parameters."""
+        """Return the indices of the grads that are the `.grad` of their parameters."""
         pairs = enumerate(zip(self.parameters, self.grads, strict=True))
         return tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
 
@@ -138,7 +138,7 @@ class ShardedGrad:
 
     @property
     def idle(self) -> bool:
-        """True if the buffer can be overwritten or freed: no grad is attached, and no user holds one of an old step.
+        """True if the buffer can be overwritten or freed: no grad is attached, and no user holds an older grad.
 
         Once True, this stays True until `deliver` or `attach`, because nobody can get a reference before.
         """
@@ -147,7 +147,7 @@ class ShardedGrad:
         return self._known_idle
 
     def belongs_to(self, parameters: Set[int]) -> bool:
-        """Return True if every grad is the `.grad` of its parameter, whose id is in `parameters`."""
+        """Return True if every grad is the `.grad` of its parameter, and `parameters` has the ids of all parameters."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False

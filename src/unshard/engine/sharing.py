@@ -109,7 +109,7 @@ class SharedGroup:
             self.group.upload_early()
 
     def select(self, precision: Precision) -> None:
-        """All-gather in `precision` from now on. No-op while another unit holds the group: see `all_gather`."""
+        """Select the precision of all-gathers. No-op while another unit holds the group: `all_gather` then selects."""
         if self.group.precision is not precision and not self._other_holders():
             self.group.holders.discard(self._me)
             self.group.select(precision)
@@ -119,7 +119,7 @@ class SharedGroup:
 
 
 def share(group: ParamGroup, unit: Unit) -> None:
-    """Make `unit` a user of `group`: from now on, `group` is all-gathered with `unit`. No-op if it is one already."""
+    """Make `unit` a user of `group`: from now on, `group` is all-gathered with `unit`. No-op if `unit` is a user."""
     if unit in users_of(group):
         return
     group.users.append(weakref.ref(unit))
@@ -148,7 +148,7 @@ def lend(group: ParamGroup, param: ManagedParam, locations: list[ParamLocation],
 def give_up_tied(group: ParamGroup, reader: Unit) -> bool:
     """Drop params of `group` that a program has replaced by sharded parameters of another unit (`tie_weights()`).
 
-    The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Returns True if any was dropped.
+    The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Return True if any was dropped.
     """
     found = []
     for param, current in group.sharded.replaced():
@@ -207,7 +207,7 @@ def refuse_different_units(
 
 
 def refuse_shared_with_others(units: list[Unit]) -> None:
-    """Raise if `units`, all below one root, share parameters with a unit of another root, which runs at other times."""
+    """Raise if `units`, all below one root, share parameters with a unit of another root, which runs separately."""
     for unit in units:
         for other in unit.sharers:
             if other not in units:

@@ -296,7 +296,7 @@ class Unit:
             group.rebind_params()
 
     def adopt_tied(self) -> None:
-        """Use the parameters of other units that a program has registered instead of this unit's."""
+        """Use parameters of other units if a program has registered these in place of this unit's own."""
         if self.param_state is ParamState.SHARDED:
             for group in self.param_groups:
                 if self.give_up_tied(group) and group.params:
@@ -334,7 +334,7 @@ class Unit:
         return [] if root is None else root.units
 
     def rest(self) -> None:
-        """Reshard this unit and those that share parameters with it, so that modules hold the sharded parameters."""
+        """Reshard this unit and all units that share parameters with it, so that modules hold sharded parameters."""
         self.reshard()
         for unit in self.sharers:
             unit.reshard()
@@ -365,7 +365,7 @@ class Unit:
         return any(group.gradients.any_new for group in self.param_groups)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """`zero_grad` for the sharded parameters."""
+        """Clear the gradients of the sharded parameters, as `zero_grad` does."""
         for param in self.params:
             if set_to_none:
                 param.sharded.grad = None

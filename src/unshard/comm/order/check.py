@@ -68,7 +68,7 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
 
 
 def known_orders(groups: Iterable[Any]) -> list[Order]:
-    """Return the orders of `groups`. A group that no unit is sharded over has none."""
+    """Return the orders of `groups`. A group that no unit is sharded over has no order."""
     real = {group for group in groups if type(group) is dist.ProcessGroup}
     return [order for group in real for order in _orders.get(group, {}).values()]
 

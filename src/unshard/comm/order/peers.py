@@ -156,7 +156,7 @@ class Announcer:
         return group is None or group is not dist.group.WORLD
 
     def announce(self, ended: str = "") -> None:
-        """Write where this rank is. `ended`: how it ended, in its last announcement."""
+        """Write where this rank is. `ended`: how this rank ended, which makes this the last announcement."""
         with self._lock:  # the main thread announces exceptions
             if self._stop.is_set():
                 return

@@ -105,7 +105,7 @@ class SequencePredictor:
 
 
 class Progress:
-    """The collectives that this rank has announced in one process group. Another thread may read it at any time."""
+    """Collectives that this rank has announced in a process group. Another thread may read this object at any time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -118,7 +118,7 @@ class Progress:
         self._last_unlabelled = 0, ""
 
     def count_unlabelled(self) -> None:
-        """Count a collective without a label, before it is issued. It is not compared."""
+        """Count a collective without a label, which is not compared. Call this before issuing the collective."""
         self._unlabelled += 1
         self._last_unlabelled = self.predictor.position + self._unlabelled, self.next_unlabelled
         self.next_unlabelled = ""
@@ -183,7 +183,7 @@ class OrderStore:
         return self._store.check([f"{position}/all"])
 
     def add_name(self, position: int) -> None:
-        """Write that this rank waits at `position`. Ranks without a name there have not joined."""
+        """Write this rank's name at `position`, so that `missing` can tell which ranks have not joined."""
         self._store.set(f"{position}/{self.rank}", "")
 
     def remove_name(self, position: int) -> None:
@@ -201,7 +201,7 @@ class OrderStore:
         return self._store.get("error").decode() if self._store.check(["error"]) else ""
 
     def error_elsewhere(self) -> str:
-        """Return an error that a member raised in any process group, or an empty string. That member has stopped."""
+        """Return an error that a member raised in any process group, or an empty string."""
         for rank in self.ranks:
             if self.job.check([f"error of {rank}"]):
                 return self.job.get(f"error of {rank}").decode()

@@ -157,7 +157,7 @@ def _run(works: SimpleQueue[ThreadWaitedWork | None]) -> None:
 
 
 def _run_one(works: SimpleQueue[ThreadWaitedWork | None]) -> bool:
-    """Return False if None comes. A separate function, so that no variable keeps the work alive in the next wait."""
+    """Run the next work; return False if it is None. A separate function, so that no variable keeps the work alive."""
     work = works.get()
     if work is not None:
         work.run()

@@ -25,7 +25,7 @@ from .sharded import ShardedParams
 
 
 class PlaceholderParam(torch.Tensor):
-    """Has the shape, dtype and device of a sharded parameter; computing with it raises a helpful error.
+    """A stand-in with the shape, dtype and device of a sharded parameter. Computing with it raises a helpful error.
 
     Modules cannot hold the emptied unsharded parameter instead, because reading it would crash the process. Code that
     reads the memory of a placeholder without calling torch finds NaN.

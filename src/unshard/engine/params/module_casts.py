@@ -67,7 +67,7 @@ class ModuleBuffers:
         return any(entry.buffers is own_buffers(module) and entry.name == name for entry in self._entries)
 
     def enter(self, cast: bool) -> None:
-        """If `cast`, put cast buffers on the modules, unless an outer forward has. Call this when forward begins."""
+        """If `cast`, put cast buffers on the modules, once for nested forwards. Call this when forward begins."""
         if cast and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:

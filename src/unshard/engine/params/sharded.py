@@ -69,7 +69,7 @@ class ShardedParams:
 
     @property
     def rank(self) -> int:
-        """This rank in the process group that shards."""
+        """This rank's number in the process group that shards."""
         return self._transport.rank
 
     @property
@@ -296,7 +296,7 @@ class ShardedParams:
         return names
 
     def warn_of_hooks(self, unit: str) -> None:
-        """Warn of hooks on sharded parameters: autograd never calls them, because graphs use the unsharded ones."""
+        """Warn of `register_hook` on sharded parameters. Graphs use the unsharded ones, so the hooks never run."""
         names = [param.name for param in self.params if has_gradient_hooks(param.sharded)]
         if names and not self._warned_of_hooks:
             self._warned_of_hooks = True
