@@ -116,7 +116,7 @@ class Recorder:
     """The stream that steps run on, and the memory pool that their recordings share."""
 
     def __init__(self, device: torch.device):
-        torch.cuda.empty_cache()  # free what other streams cached: the first steps allocate as much again on this one
+        torch.cuda.empty_cache()  # free memory that other streams cached: the first steps need as much on this stream
         self._device, self._stream = device, _stream_of_steps(device)
         self._pool: Any = None
         self._alive = 0

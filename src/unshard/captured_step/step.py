@@ -228,7 +228,7 @@ class CapturedStep(Generic[P, R]):
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
         if signature in self._refused:
-            if self._refusals_told < REFUSALS_TOLD:  # not forever: it takes time
+            if self._refusals_told < REFUSALS_TOLD:  # not in every call, because it takes time
                 self._refusals_told += 1
                 self._agreement.refuse(self._calls, "begin")
             return False

@@ -185,5 +185,5 @@ class CheckpointFiles:
                     self._verified |= new
                 self.copy(entry, box, piece[start : start + box.numel].view(box.size))
             yield piece
-            # Pages that were read stay in this process's memory as long as they are mapped.
+            # Unmap the files, because pages that were read would otherwise stay in this process's memory.
             self._maps.clear()

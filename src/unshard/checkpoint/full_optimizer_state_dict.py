@@ -112,7 +112,7 @@ def load_full_optimizer_state_dict(
     Differences.of_all_ranks([each for each, _, _ in answers]).refuse("The state dict", strict, what="state dict")
     sharded = {name for _, names_of_rank, _ in answers for name in names_of_rank}
     full = {name for _, _, names_of_rank in answers for name in names_of_rank}
-    stored = {name: receive(name).clone() for name in tensors if name in full}  # decoding needs them
+    stored = {name: receive(name).clone() for name in tensors if name in full}  # for `decode`
     together(what, prepare)
     for name in tensors:
         if name in sharded:

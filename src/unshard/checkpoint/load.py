@@ -216,7 +216,7 @@ class Loading:
         self._of_all_ranks.warn(self.folder)
         values = self.manifest.values
         left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
-        if left_out and "optimizer" in self._given:  # otherwise only the model is wanted
+        if left_out and "optimizer" in self._given:  # otherwise, the caller wants only the model
             _log.warning("%s also holds %s, not loaded because not passed.", self.folder, listed(sorted(left_out)))
         later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else None
         if later is not None:

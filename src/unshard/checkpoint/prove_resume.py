@@ -310,7 +310,7 @@ def leaves(
     if id(value) in seen or isinstance(value, _CODE):
         return
     if not inside_objects:
-        seen = {**seen}  # skip only cycles: loading turns a list with two names into two lists
+        seen = {**seen}  # skip only cycles, because loading turns a list with two names into two lists
     seen[id(value)] = value  # keeps the object alive, so that its id is not reused
     inner: dict[str, Any] = {}
     if type(value) in _MAPPINGS:

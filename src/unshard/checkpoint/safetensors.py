@@ -189,7 +189,7 @@ def load_safetensors(
         for held, names in match(state, source.entries, differences):
             for name in names:
                 for box in held.box_map.boxes:
-                    source.read(name, box)  # only maps: files that the package rejects fail before any change
+                    source.read(name, box)  # only maps the file: one that the package rejects fails before any change
             differences.wrong += [
                 f"{names[0]} and {other} are tied here, and are two different tensors in the files"
                 for other in names[1:]

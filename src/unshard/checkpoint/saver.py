@@ -80,7 +80,7 @@ class BackgroundSave:
             if not isinstance(error, Exception):
                 raise
         finally:
-            # The copies are enough: training may delete the model while they are written.
+            # Keep only the copies, so that training may delete the model while the thread writes them.
             self.saving.tensors.clear()
 
     def _next_buffer(self) -> HostBuffer:

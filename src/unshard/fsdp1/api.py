@@ -202,7 +202,7 @@ def checked_cpu_offload(given: Any) -> CPUOffload:
 def checked_prefetch(given: Any) -> BackwardPrefetch | None:
     if given is None or isinstance(given, BackwardPrefetch):
         return given
-    if isinstance(given, Enum) and given.name in BackwardPrefetch.__members__:  # PyTorch's
+    if isinstance(given, Enum) and given.name in BackwardPrefetch.__members__:  # PyTorch's own enum
         return BackwardPrefetch[given.name]
     names = " or ".join(f"BackwardPrefetch.{name}" for name in BackwardPrefetch.__members__)
     raise PolicyError(f"backward_prefetch must be {names} or None, got {_shown(given)}.")

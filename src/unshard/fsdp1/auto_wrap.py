@@ -175,7 +175,7 @@ def _check_frozen(
     """Refuse units that mix frozen and trained parameters. With `use_orig_params`, only warn about wasted memory."""
     taken: set[nn.Parameter] = set(ignored)
     names = {module: name for name, module in root.named_modules()}
-    for module in reversed([each for each in root.modules() if each in chosen]):  # inner modules take theirs first
+    for module in reversed([each for each in root.modules() if each in chosen]):  # inner modules come first
         own = {name: each for name, each in module.named_parameters() if each not in taken}
         taken.update(own.values())
         frozen = [name for name, each in own.items() if not each.requires_grad]

@@ -256,7 +256,7 @@ def _flat_unit(
     itemsize = (policy.param_dtype or dtype).itemsize
     locals_ = list(map(local_part, parameters))
     flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
-    # Compare no names: a rank may ignore more modules than others, which renumbers the remaining ones.
+    # Do not compare names: if a rank ignores more modules than others, its remaining modules have other numbers.
     facts = [f"a parameter of shape {tuple(each.shape)}" for each in locals_]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])

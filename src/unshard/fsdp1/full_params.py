@@ -109,7 +109,7 @@ def full_params(
             stack.callback(each.exit)
             each.enter()
         if writeback:
-            stack.callback(_write_back, units)  # before any is resharded: programs may swap their memory
+            stack.callback(_write_back, units)  # before any unit is resharded, because programs may swap memory
         yield
 
 
@@ -153,7 +153,7 @@ class FullParams:
             assert parameter is not None
             if self._offload and parameter.device.type != "cpu":
                 parameter = nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
-            if module is not None:  # even if the module usually has a plain attribute, `named_parameters` lists it
+            if module is not None:  # also if the module usually has a plain attribute: `named_parameters` must list it
                 location.put(parameter)
                 module.__dict__.pop(location.name, None)
                 location_of(module, location.name).put(parameter)
@@ -204,7 +204,7 @@ class FullParams:
                 continue
             unsharded.grad = None
             if place is not None and param.tp_spec is None and not _same_memory(unsharded, place):
-                unsharded.data = place  # otherwise all-gathers would no longer reach it
+                unsharded.data = place  # otherwise, all-gathers would no longer update this parameter
         if not self._state.use_orig_params:
             for location, _ in self._places:
                 module = location.module()
@@ -261,7 +261,7 @@ def _write_back(units: list[FullParams]) -> None:
     """Copy parameters that were assigned inside the context, or got other memory, into the unsharded buffers."""
     moved = [pair for unit in units for pair in unit.moved()]
     buffers = {place.untyped_storage().data_ptr() for place, _ in moved}
-    # A program may have swapped parameters: copy values that are themselves in a buffer before writing to it.
+    # A program may have swapped parameters: clone values in a buffer before anything is written to that buffer.
     values = [each.clone() if each.untyped_storage().data_ptr() in buffers else each for _, each in moved]
     for (place, _), value in zip(moved, values, strict=True):
         place.copy_(value)

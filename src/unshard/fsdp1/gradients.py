@@ -73,7 +73,7 @@ def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) ->
             (sharded if shards.world > 1 else others).update(dict.fromkeys(own))
             tensor_parallel.update(dict.fromkeys(_add_tensor_parallel(flat, shards, apart)))
     if not sharded:
-        others.clear()  # PyTorch then adds up in the order of parameters(), not of units
+        others.clear()  # without shards, PyTorch adds up in the order of parameters(), not of units
     others.update(dict.fromkeys(each for each in self.parameters() if each not in sharded))
     gradients = _gradients({**sharded, **others})
     for parameter in tensor_parallel:

@@ -112,7 +112,7 @@ def states_to_save(
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)
-    for unit in units:  # also units that this optimizer does not step: another rank's may
+    for unit in units:  # also units that this optimizer does not step, because another rank's optimizer may
         held = enumerate(id(parameter) for parameter, _ in unit.parameters)
         own = {number: given["state"].get(keys[key], {}) for number, key in held if key in keys}
         state.update(_unsharded_states(unit, own, settings))
@@ -248,7 +248,7 @@ def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: 
     for name, (kind, value) in states.items():
         other = before.get(name, (kind, value))
         if {kind, other[0]} == {"same"} and not (isinstance(value, torch.Tensor) and value.ndim):
-            continue  # step counters, which ranks keep alike
+            continue  # step counters, which are the same on all ranks
         if kind != other[0] or (kind == "same" and not torch.equal(value, other[1])):
             raise StateError(
                 f"The state {name!r} of {unit.parameters[number][1][0].name!r} is neither sharded like the "

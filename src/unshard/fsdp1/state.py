@@ -175,7 +175,7 @@ class WrapperState(FSDPState):
         _check_agreement(states)
         root = super()._make_root(module)
         for state in states:
-            state.cast_buffers()  # for good
+            state.cast_buffers()  # permanently
         return root
 
 
@@ -390,7 +390,7 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
     """Yield the number of each parameter with elements on `rank`, and the offset of these in that rank's shard."""
-    for region in sharded.shard.regions:  # one, or none if the unit has no elements here
+    for region in sharded.shard.regions:  # one region, or none if this rank has no elements
         yield from region.begins(region.runs[0], rank)
 
 

@@ -126,7 +126,7 @@ class StateDictHandler:
             if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
             if isinstance(value, DTensor) and clean_tensor_name(key) in tensor_parallel:
-                state_dict[key] = self._to_save(value.detach(), offload)  # a collective: ranks that drop the entry join
+                state_dict[key] = self._to_save(value.detach(), offload)  # a collective, also for ranks that drop it
             elif is_sharded(value):
                 continue
             elif value.untyped_storage().data_ptr() in storages and value.numel():

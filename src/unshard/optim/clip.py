@@ -73,7 +73,7 @@ def clip_grad_norm_(
     else:
         power = _power_of_norm(gradients, order, ranks, foreach)
     if pipeline_stages > 1 and not math.isinf(order):
-        power *= pipeline_stages  # stages have equally many ranks: the mean times their number is the sum
+        power *= pipeline_stages  # stages have equally many ranks, so the mean times the number of stages is the sum
     double = bool(given) and all(parameter.dtype == torch.float64 for parameter in given)
     is_norm = order == 0 or math.isinf(order)
     norm = (power if is_norm else power.pow(1 / order)).to(torch.float64 if double else torch.float32)
@@ -139,7 +139,7 @@ def _power_of_norm(
         buckets[each.measured.device, each.measured.dtype, each.weight].append(each.measured)
     powers = [] if order < 0 and buckets else [torch.zeros((), dtype=torch.float64, device=ranks.device)]
     for (_, dtype, weight), tensors in buckets.items():
-        # float16 would overflow at norms of 65504. Norms of complex gradients are real, so their dtype is not given.
+        # float16 would overflow at norms of 65504. Norms of complex gradients are real, so pass no dtype for these.
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         if foreach is False:
             norms = [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in tensors]
@@ -329,8 +329,8 @@ def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: t
     verifies that all ranks do `what`.
     """
     specs = [spec_of(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
-    distinct = {id(spec.mesh): spec.mesh for spec in specs}  # comparing meshes costs more
-    meshes = [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]  # this rank is on them
+    distinct = {id(spec.mesh): spec.mesh for spec in specs}  # by id, because comparing meshes is slower
+    meshes = [mesh for mesh in distinct.values() if mesh.get_coordinate() is not None]  # contains this rank
     if group is not None:
         _check_group(group, meshes)
     sharded_over = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]

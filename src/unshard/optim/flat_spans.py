@@ -240,7 +240,7 @@ def _adjacent(groups: Sequence[dict[str, Any]], state: State, a: SpanParam, b: S
     eps = groups[a.group].get("eps")
     rounds_to_zero = isinstance(eps, float | int) and dtype.is_floating_point and eps < torch.finfo(dtype).tiny
     if one.end < other.begin and rounds_to_zero:
-        return False  # optimizers add `eps` to a divisor, so padding would become NaN
+        return False  # optimizers add `eps` to a divisor: if `eps` rounds to zero, padding becomes NaN
     return one.precedes(other) and _same_state(state.get(a.parameter), state.get(b.parameter))
 
 

@@ -79,7 +79,7 @@ class GradScaler(OpenGradScaler):
                 if dtype is not torch.bfloat16 or device.type != "cuda":
                     unscale_and_check(gradients, found[device], factor)
                     continue
-                for gradient in gradients:  # torch's kernel does not take bfloat16. One by one: copies take memory
+                for gradient in gradients:  # torch's kernel does not take bfloat16; one at a time, to save memory
                     wide = gradient.float()
                     unscale_and_check([wide], found[device], factor)
                     gradient.copy_(wide)

@@ -31,7 +31,7 @@ from .precision_report import (
 )
 
 _POLICY = Precision.POLICY
-_MOST_SHOWN = 20  # one cause often makes a difference in every block
+_MOST_SHOWN = 20  # one cause often leads to a difference in every block
 _BOUNDARIES = ("unit", "inputs planned", "found", "outputs planned", "found", "buffers planned", "found")
 _CAST_NAMES = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 _CASTS = frozenset(getattr(torch.Tensor, name) for name in _CAST_NAMES)
@@ -255,7 +255,7 @@ class PrecisionRecorder(TorchFunctionMode):
 
     def _one(self, stage: ParamStage, param: ManagedParam, dtype: torch.dtype) -> None:
         unit = self._owners.get(param)
-        if unit is not None:  # not a parameter of another model
+        if unit is not None:  # None for parameters of other models
             self.parameters[stage, param, unit.state.unit.precision].add(dtype)
 
     def dtypes(self, stage: ParamStage, param: ParamPlan, *precisions: Precision) -> DtypeSet:
@@ -305,7 +305,7 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
             for precision in Precision:
                 want, have = param.planned(stage, precision), recorder.dtypes(stage, param, precision)
                 if stage is ParamStage.GRADIENT:
-                    want = want | param.planned(stage, _POLICY)  # of a forward in the policy's precision
+                    want = want | param.planned(stage, _POLICY)  # forward may have run in the policy's precision
                 if stage is ParamStage.GATHERED and _gathered_as_bytes(unit, want, precision):
                     have = have - {torch.uint8}
                 if have and want and not have <= want:
