@@ -37,7 +37,7 @@ class Traits:
     reduces_groups: bool
     """`reduce_scatter` takes several tensors in one collective."""
     packing: PackingRule = PACK_SMALL
-    """Which parameters are packed if a collective takes several tensors."""
+    """Decides which parameters are packed if a collective takes several tensors."""
     in_place_only: bool = False
     """`all_gather` reads this rank's piece from the output and ignores the inputs."""
     reduces_in_place: bool = False

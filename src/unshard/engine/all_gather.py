@@ -75,13 +75,13 @@ class AllGatherPlan:
         the buffer too early can be refused later, but reading an empty storage would crash the process at once."""
         self._copies_without_tables: list[Callable[[], object]] | None = None
         self._copied_out = False
-        """True if a side stream copies the packed parameters out."""
+        """True if a side stream already copies the packed parameters out."""
         any_stream = traits.gathers_on_any_stream and extensions is None  # the code of extensions allocates memory
         self._streams = gather_streams(buffer.device) if side_streams and any_stream and self.outputs else None
-        """Where recorded steps cast, gather and copy out; None: on the compute stream."""
+        """The streams on which recorded steps cast, gather and copy out; None for the compute stream."""
         self._upload, self._upload_issues, self._extensions = upload, any_stream, extensions
         self._special = upload is not None or extensions is not None or not self.outputs
-        """True if more than casts comes before the collective, or there is nothing to gather."""
+        """True if an upload or a gather protocol precedes the collective, or if there is nothing to gather."""
         self._uploaded = [] if upload is None else upload.views(self.cast_from)
         self.staging.release()
         buffer.release()
@@ -120,7 +120,7 @@ class AllGatherPlan:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
 
         def cast_and_issue() -> Work:
-            # One by one takes less time on the device than the kernel for lists, and more on the host.
+            # Single copies take less time on the device than the kernel for lists, and more on the host.
             with no_transforms():  # inside torch.func.jvp, torch refuses to copy to one tensor, but not to a list
                 for to, source in zip(self.cast_to, self.cast_from, strict=True):
                     to.copy_(source)
@@ -273,7 +273,7 @@ class Slices:
             assert param.unsharded_view is not None
             self._pieces.append(param.unsharded_view.narrow(0, *shardings[index].rows(layout.rank)))
             local = torch.empty(shardings[index].local_shape(layout.rank), dtype=dtypes[index], device=buffer.device)
-            # Made at offset 0 and moved afterwards: DTensors made with an offset can be neither copied nor saved.
+            # Make the DTensor at offset 0 and move it: torch neither copies nor saves DTensors made with an offset.
             placements = (Replicate(), ShardPlacement(0))
             dtensor = make_dtensor(local, slicing.mesh, placements, torch.Size(shardings[index].shape))
             param.sliced = nn.Parameter(dtensor, requires_grad=False)

@@ -39,7 +39,7 @@ from .unit import ROOT, STATE_KEY, Unit
 # policy. If sharded and plain tensors are mixed, the module used a parameter of another unit.
 
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|type \(.+\) and .+ type \(.+\)|type promoting", re.IGNORECASE)
-# Torch's own messages: these are about dtypes even if the frame shows only one.
+# Torch's own messages: these are about dtypes even if the frame shows only one dtype.
 _CERTAINLY = re.compile(
     r"same dtype|expected scalar type|expect parameter to have scalar type|type promoting not supported|dtypes? match|"
     r"type \(.+\) and .+ type \(.+\) should be the same",
@@ -47,7 +47,7 @@ _CERTAINLY = re.compile(
 )
 _SHARDED_AND_PLAIN = "got mixed torch.Tensor and DTensor"
 _SHOWN = 12
-_CALLS = inspect.getfile(nn.Module)  # where modules are called; what they compute is elsewhere
+_CALLS = inspect.getfile(nn.Module)  # the file that calls modules; their own code is in other files
 
 
 NamedDtypes = dict[str, torch.dtype]
@@ -304,7 +304,7 @@ class _Metadata(OrderedDict[str, Any]):
 
 def warn_when_pickled(state_dict: Any, full: str) -> None:
     """Warn when `state_dict` is pickled. `full`: the call that returns unsharded parameters instead."""
-    metadata = getattr(state_dict, "_metadata", None)  # a user's own dict has none
+    metadata = getattr(state_dict, "_metadata", None)  # a user's own dict has no metadata
     if type(metadata) is OrderedDict and isinstance(state_dict, OrderedDict):
         state_dict._metadata = _Metadata(metadata, state_dict, full)  # type: ignore[attr-defined]
 

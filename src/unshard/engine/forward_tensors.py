@@ -106,7 +106,7 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
-"""The search looks at this many items of a container, the last ones."""
+"""The search looks at no more than this many items of a container, the last ones."""
 
 
 def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:

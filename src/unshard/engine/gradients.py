@@ -25,7 +25,7 @@ from .reduction import Reduction, ReductionInFlight, Stage
 from .sharded_grad import ShardedGrad, UnreducedGradients, gradient_of
 from .states import GradState, Options, checked_move
 
-_is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # no Python function: hot
+_is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad")  # in C: on the hot path
 
 
 class GroupGradients:

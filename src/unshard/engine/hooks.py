@@ -81,7 +81,7 @@ class FSDPState:
         self._handled: list[int] = []
         """For each active forward, the id of the exception that the program was handling when that forward began."""
         self._first_node = 0
-        self._ran = False  # writes are looked for once: a forward that writes parameters also does so the first time
+        self._ran = False  # look for writes only once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
         self._tensors_before = 0
@@ -213,7 +213,7 @@ class FSDPState:
         if unit.phase is not Phase.BACKWARD:
             graph = torch.is_grad_enabled()
             # Without grad mode this may be the first forward of a reentrant checkpoint. If the unit is a list of
-            # modules, backward may come through another one's output.
+            # modules, backward may come through the output of another module.
             returns = not graph or len(self._modules) > 1
             outputs = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output))
             if shares_memory(outputs):

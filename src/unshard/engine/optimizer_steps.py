@@ -85,7 +85,7 @@ def _before_step(optimizer: Any, *unused: Any) -> None:
         for root in roots_of_groups(checked.groups):
             if not root.in_backward and not root.in_forward:
                 _prepare(root, optimizer)
-            root.wait_for_uploads()  # a forward since the backward may have queued some
+            root.wait_for_uploads()  # a forward since the backward may have queued uploads
         for order in checked.orders:
             order.compare_step()
     if LISTENERS:

@@ -179,7 +179,7 @@ class ParamGroup:
             plan, label = unsharded.plan, self._label
         try:
             self._in_flight = plan, plan.start(label)
-        except OrderError:  # the ranks disagree, so it was not issued
+        except OrderError:  # the ranks disagree, so the all-gather was not issued
             if sharded.offload.copy_streams is not None:
                 sharded.offload.copy_streams.up.synchronize()  # an upload may still write the buffers
             plan.staging.release()

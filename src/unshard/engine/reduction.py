@@ -185,7 +185,7 @@ class Reduction:
     ):
         """`labels`: the labels of the reduce-scatter and of the all-reduce."""
         segments, traits = shard.segments, shards.traits
-        # If wire and reduce dtype differ, an all-to-all replaces the reduce-scatter. It takes one tensor.
+        # If wire and reduce dtype differ, an all-to-all, which takes one tensor, replaces the reduce-scatter.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
         grouping = Grouping.GROUPED if traits.reduces_groups and not exchanged else Grouping.BY_SEGMENT
         # Packed by the sizes in the compute dtype, as in the all-gather. So the order matches the shard, which flat

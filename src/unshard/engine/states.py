@@ -109,7 +109,7 @@ class Options:
     post_optim_event: Any = None
     """Root only: an event that the next forward waits for, because the optimizer stepped on another stream."""
     forward_prefetch: list[weakref.ref[Any]] | None = None
-    """Units to all-gather with this one, instead of the next one in the recorded order."""
+    """Units to all-gather with this unit, instead of the next unit in the recorded order."""
     backward_prefetch: list[weakref.ref[Any]] | None = None
 
 

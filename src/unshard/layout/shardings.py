@@ -2,7 +2,7 @@
 
 By row (`fully_shard`): each parameter is chunked along one dim as by `torch.chunk`, and chunks are padded. Flat
 (`FullyShardedDataParallel`): the concatenated parameters of a unit are split into equal shards, even inside a
-parameter.
+parameter, for example:
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 

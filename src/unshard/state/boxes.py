@@ -160,7 +160,7 @@ class BoxMap:
 
 
 def whole(shape: Sequence[int]) -> BoxMap:
-    """Return the map of a tensor that is not sharded, which is one box."""
+    """Return the map of a tensor that is not sharded: one box with all elements."""
     return BoxMap(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """Torch's scaler, with public names for its private methods and attributes, for subclasses. All versions."""
+    """Torch's scaler, with public names for private methods and attributes that subclasses need. All versions."""
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
@@ -87,7 +87,7 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
 
 hooks_of_step: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]]
 hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""The dicts of the hooks around an optimizer's step. No public way to read. All versions."""
+"""Return the dicts of the hooks around an optimizer's step. No public way to read. All versions."""
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -183,7 +183,7 @@ class Order:
         def reraise(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
             raise error
 
-        # Attributes of the object hide the methods. A flag would cost every collective of a step a look at it.
+        # Attributes of the object hide the methods. With a flag, every collective of a step would have to read it.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
         self.compare_step = lambda: noted.append(self._step)  # type: ignore[method-assign]
         # Other ranks need not hear of failures of collectives that never run.

@@ -26,8 +26,8 @@ from ...errors import CollectiveError, OrderError, listed
 from ...torch_private import job_store, line_of_program
 from .sequence import OrderStore, Progress
 
-RECENT = 16  # collectives that a rank can be ahead of another one that waits
-_RANKS_PER_SECOND = 100  # that write their keys, in a large job
+RECENT = 16  # a rank can be this many collectives ahead of another rank that waits
+_RANKS_PER_SECOND = 100  # ranks that write their keys per second, in a large job
 
 STEP = "step its optimizer"
 

@@ -395,7 +395,7 @@ class FlatShardedParams(ShardedParams):
         return cleared
 
     def writes(self) -> tuple[int, int]:
-        # New addresses do not count: ranks without elements of a parameter do not notice, so others would gather alone.
+        # New addresses do not count: ranks without elements of a parameter miss them, so the others would gather alone.
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:

@@ -116,7 +116,7 @@ class Upload:
         def cast_and_issue() -> Work:
             if targets:  # else the shard is the unsharded buffer itself
                 foreach_copy(targets, views)
-            # Freed already here: the memory belongs to this stream, and whoever gets it next queues behind the cast.
+            # Free the memory now: it belongs to this stream, so its next owner queues behind the cast.
             self._buffer.release()
             return issue()
 

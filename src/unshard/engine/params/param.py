@@ -71,7 +71,7 @@ class ManagedParam:
     sharded: nn.Parameter
     """The parameter that modules hold at rest."""
     local: torch.Tensor
-    """The local tensor that `sharded` was given. If `sharded` holds another one now, a program has replaced it."""
+    """The local tensor that `sharded` was given. If `sharded` has another now, a program has replaced this one."""
     policy: MixedPrecisionPolicy
     tp_spec: DTensorSpec | None = None
     """Distribution of the unsharded parameter over other ranks (tensor parallelism), if any."""
