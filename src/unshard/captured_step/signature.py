@@ -249,7 +249,7 @@ class OptimizerSettings:
 
 
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the settings that a recording repeats. The learning rate is one if the optimizer reads it on the host."""
+    """Return the settings that a recording repeats. This excludes a learning rate that is read on the device."""
     left_out = (*_NO_SETTINGS, "lr") if _reads_on_device(optimizer, group) else _NO_SETTINGS
     return tuple([(name, _comparable(value)) for name, value in group.items() if name not in left_out])
 

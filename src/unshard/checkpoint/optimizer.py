@@ -1,4 +1,4 @@
-"""Saving and loading an optimizer. A checkpoint stores its state by the names of the model's parameters.
+"""Saving and loading an optimizer. A checkpoint stores optimizer state by the names of the model's parameters.
 
 The optimizer's entry in the values of a checkpoint is:
 

@@ -81,7 +81,7 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Like `summon_full_params`, but for exactly these units, without other units that own parameters they use."""
+    """Like `summon_full_params`, but only for these units, not for other units that own their shared parameters."""
     for state in states:
         if state.in_summon_full_params:
             raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
@@ -128,7 +128,7 @@ class FullParams:
         self._precision = self._unit.precision
 
     def rest(self) -> None:
-        """Reshard the unit and units that use its parameters, because weights may differ from the last all-gather."""
+        """Reshard the unit and its sharers, because weights may have changed since the last all-gather."""
         self._unit.reshard()
         for state in states_of(self._unit.sharers):
             if not state.in_summon_full_params:

@@ -51,7 +51,7 @@ class Groups:
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
 
     def options(self) -> Options:
-        """Return options that keep the root unsharded after forward. It shows sharded parameters if others reshard."""
+        """Return options. After forward, the root is unsharded, but shows sharded parameters if other units reshard."""
         reshards = self.shards is not None and self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         return Options(
             reshard_after_forward=None if reshards else False,

@@ -89,7 +89,7 @@ class StateBatch:
         self._state.update(self._copy(self._on_device, target, self.copy_streams.down))
 
     def _copy(self, state: MutableMapping[Any, Any], target: Target, stream: Any) -> dict[Any, Any]:
-        """Return the spans' entries of `state`. Per-element values are in `target`; `stream` copies them there."""
+        """Start copying per-element values of the spans' state to `target` on `stream`. Return the new entries."""
         copied: dict[Any, Any] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
