@@ -163,7 +163,7 @@ class Extension:
 
 
 class Extensions:
-    """The parameters of a param group that have a gather protocol. If possible, the group's all-gather has them."""
+    """Parameters of one param group with gather protocols. If possible, the group's all-gather includes them."""
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport

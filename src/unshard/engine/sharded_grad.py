@@ -147,7 +147,7 @@ class ShardedGrad:
         return self._known_idle
 
     def belongs_to(self, parameters: Set[int]) -> bool:
-        """Return True if every grad is the `.grad` of its parameter, and `parameters` has the ids of all parameters."""
+        """Return True if every grad is the `.grad` of its parameter, and that parameter's id is in `parameters`."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False

@@ -78,7 +78,7 @@ class TransportSettings:
             group.change_transport(self._transport(group))
 
     def _separates(self) -> bool:
-        """Return True if reduce-scatters have their own process group: the user's choice or, by default, the faster."""
+        """Return True if reduce-scatters have their own process group: if the user chose that, else if it is faster."""
         if self._separate is not None or self._make_pool is not None:
             # The backend registers the memory of a pool for one process group only.
             return bool(self._separate)

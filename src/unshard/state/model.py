@@ -285,7 +285,7 @@ def _named(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def set_added_state(path: str, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Load `values`, which `added_state` returned; raise if the module's state afterwards differs from `values`."""
+    """Load `values`, saved from `added_state`; raise if the module's state afterwards differs from `values`."""
     for load in (_set_quant_states, _copy_in_place, load_own_state):
         if _has(path, module, values):
             return

@@ -37,7 +37,7 @@ class ParamLocation:
 
     @property
     def plain(self) -> bool:
-        """True if writing to `parameters` replaces the parameter. Recurrent layers also have a list of parameters."""
+        """True if writing to `parameters` replaces the parameter. Recurrent layers also keep a list to be updated."""
         module = self.module()
         return module is None or type(module).__setattr__ is nn.Module.__setattr__
 
@@ -200,7 +200,7 @@ class ParamSwap:
         self._sharded_values: Sequence[Any] = [param.sharded for param in self._plain]
 
     def show_unsharded(self, follow_requires_grad: bool = False) -> None:
-        """Put the unsharded parameters on the modules. `follow_requires_grad`: freeze them like the sharded ones."""
+        """Put unsharded parameters on modules. `follow_requires_grad`: with `requires_grad` of the sharded ones."""
         if follow_requires_grad and any(
             map(is_not, map(_requires_grad, self.unsharded), map(_requires_grad, self._at_rest))
         ):
