@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .engine.api import state_of
+from .engine.api import refuse_shared_memory, state_of
 from .errors import AppliedTwiceError
 from .fsdp1.api import (
     CPUOffload,
@@ -100,6 +100,7 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
     """Convert the sharded parameters. `.to()`, `.half()` and similar methods call this."""
     state = state_of(self)
     assert state is not None
+    refuse_shared_memory(state.unit, fn)
     state.unit.reshard()
     result = type(self)._apply(self, fn, recurse)
     state.unit.rebind_params()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from unshard import FullyShardedDataParallel as FSDP
-from unshard import MixedPrecisionPolicy, fully_shard
+from unshard import MixedPrecisionPolicy, composable, fully_shard
 from unshard.engine.states import ParamState
 
 
@@ -178,15 +179,14 @@ def test_a_weight_of_another_unit_is_used_directly() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("front_end", ["fully_shard", "flat", "originals"])
+@pytest.mark.parametrize("front_end", ["fully_shard", "flat", "originals", "legacy"])
 @world(1, 2)
 def test_share_memory_is_refused(front_end: str) -> None:
     """Before sharding it does no harm; afterwards the next step would end the process."""
     inner = nn.Linear(4, 4)
     inner.share_memory()
-    model = nn.Sequential(
-        fully_shard(inner) if front_end == "fully_shard" else FSDP(inner, use_orig_params=front_end == "originals")
-    )
+    shard = {"fully_shard": fully_shard, "legacy": composable.fully_shard, "flat": FSDP}
+    model = nn.Sequential(shard.get(front_end, partial(FSDP, use_orig_params=True))(inner))
     for each in (model, model[0]):
         with pytest.raises(NotImplementedError, match=r"share_memory\(\) of Unit"):
             each.share_memory()
