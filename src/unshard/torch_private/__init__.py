@@ -1,7 +1,7 @@
-"""All private torch APIs that this library uses, each with the reason and the torch versions that have it.
+"""All private torch APIs that this library uses.
 
-"All versions" are the supported ones, 2.11 to 2.15, checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU). "No public
-way" means that torch has no public API for the purpose.
+Unless a docstring gives another reason, torch has no public API for the purpose. Unless it names versions, all
+supported versions (2.11 to 2.15) have the private API. This was checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU).
 """
 
 from . import versions as versions  # first: checks the version before anything else can fail

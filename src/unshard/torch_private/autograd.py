@@ -21,7 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # -- backward and hooks ------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward that runs on the calling thread, or -1. No public way. All versions."""
+"""Return the number of the backward that is running on the calling thread, or -1 if there is none."""
 
 
 def inside_backward() -> bool:
@@ -29,15 +29,15 @@ def inside_backward() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the running backward. Call this only in a backward. No public way. All versions."""
+    """Run `callback` at the end of the running backward. Call this only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
     """Call `hook` when the gradient of `tensor` is computed. The hook cannot be removed.
 
-    Fast if `tensor` has a graph node and no hooks. `register_hook` takes four times as long, because it makes a handle.
-    Every unit registers two hooks per step. All versions.
+    This is fast if `tensor` has a graph node and no hooks. `register_hook` takes four times as long, because it creates
+    a handle, and every unit registers two hooks per step.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
@@ -52,26 +52,26 @@ def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None
 # Called for every parameter in every step, so not a Python function.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-"""Return the hooks of `register_post_accumulate_grad_hook` on a tensor. No public way. All versions."""
+"""Return the hooks that `register_post_accumulate_grad_hook` has added to a tensor."""
 
 
 def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context in which writes do not increment the version counter of `tensor`.
 
-    Use this for writes that restore the values that autograd saved. All versions.
+    Use this for writes that restore the values that autograd saved.
     """
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return the sequence number that the calling thread gives to the next graph node. No public way. All versions.
+"""Return the sequence number that the next graph node of the calling thread gets.
 
 Among the nodes that are ready, backward runs the one with the highest number first.
 """
 
 
 def sequence_nr_of(tensor: torch.Tensor) -> int:
-    """Return the sequence number of the node that computed `tensor`; for leaves, the largest integer. All versions."""
+    """Return the sequence number of the node that computed `tensor`. Return the largest integer for a leaf."""
     node = tensor.grad_fn
     return sys.maxsize if node is None else node._sequence_nr()
 
@@ -80,10 +80,7 @@ def sequence_nr_of(tensor: torch.Tensor) -> int:
 
 
 def traced_by_make_fx() -> bool:
-    """Return True while operations are recorded in a graph, as by `torch.func.linearize` and `torch.export`.
-
-    No public way. All versions.
-    """
+    """Return True while torch records operations in a graph, as in `torch.func.linearize` and `torch.export`."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -94,9 +91,9 @@ def never_compiled(function: _Function) -> _Function:
     """Exclude `function` and everything it calls from `torch.compile`. Return `function` itself.
 
     If `function` is the outermost Python frame, the compiler skips it without a graph break, so a module with such
-    hooks compiles with `fullgraph=True`. If compiled code calls it, the graph breaks with the reason below. The
-    decorator `torch.compiler.disable` sets the same attributes, but adds a frame that is traced and breaks in both
-    cases, and imports the compiler, which takes seconds. All versions.
+    hooks compiles with `fullgraph=True`. If compiled code calls `function`, the graph breaks with the reason below. The
+    decorator `torch.compiler.disable` sets the same attributes. But it adds a frame that is traced and breaks the graph
+    in both cases, and it imports the compiler, which takes seconds.
     """
     _skip(function, recursive=True)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -106,7 +103,7 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def frame_not_compiled(function: _Function) -> _Function:
-    """Exclude the code of `function` from `torch.compile`, but not the functions it calls. All versions."""
+    """Exclude the code of `function` from `torch.compile`, but not the functions it calls."""
     _skip(function, recursive=False)
     return function
 
@@ -123,7 +120,7 @@ _REASON = (
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Return True while a profiler records. `record_function` costs time even if no profiler records. All versions."""
+"""Return True while a profiler records. Check this first: `record_function` costs time even without a profiler."""
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------
@@ -132,9 +129,8 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def end_failed_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
     """Tell the allocator and the random number generator that the recording on `stream` into `pool` is over.
 
-    `CUDAGraph.capture_end` tells both only if it succeeds. Otherwise the pool cannot be recorded into again, and the
-    generator raises at its next use. For the pool there is no public way. For the generator, another recording ends the
-    failed one. Tried with torch 2.11.
+    `CUDAGraph.capture_end` tells both only if it succeeds. Otherwise, the pool cannot be recorded into again, and the
+    generator raises at its next use. For the generator, a second recording ends the failed one. Tested with torch 2.11.
     """
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -154,7 +150,7 @@ LIBRARY_FILES = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     pickle.__file__,
 )
-"""Prefixes of the files of torch, of this package, and of `pickle`, which calls both."""
+"""Path prefixes of the files of torch and of this package, and the path of `pickle`, which calls both."""
 
 
 def frames(first: FrameType | None) -> Iterator[FrameType]:
@@ -165,7 +161,7 @@ def frames(first: FrameType | None) -> Iterator[FrameType]:
 
 
 def stack_level_of_program() -> int:
-    """Return the `stacklevel` with which a warning of the calling function names the user's program."""
+    """Return the `stacklevel` that makes a warning in the calling function point to the user's program."""
     for level, frame in enumerate(frames(sys._getframe())):  # level 0 is this function
         if not frame.f_code.co_filename.startswith(LIBRARY_FILES):
             return level
@@ -173,7 +169,7 @@ def stack_level_of_program() -> int:
 
 
 def line_of_program(thread: int) -> str:
-    """Return the file, line and function of the user's program that a thread is in; empty if there is none."""
+    """Return the file, line and function of the user's program that `thread` is running, or an empty string."""
     for frame in frames(sys._current_frames().get(thread)):
         if not frame.f_code.co_filename.startswith(LIBRARY_FILES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -183,20 +179,20 @@ def line_of_program(thread: int) -> str:
 # -- the stack: backward, modules and optimizers -----------------------------------------------------------
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""The code of the function in which every backward runs. There is no public way to find a backward. All versions."""
+"""The code object of the function in which every backward runs."""
 _FUNCTIONAL_CALL = nn.utils.stateless._functional_call.__code__
 
 
 def any_thread_in_backward() -> bool:
-    """Return True if any thread is inside a backward that it started. No public way. All versions."""
+    """Return True if any thread is inside a backward that it started."""
     return any(frame.f_code is RUN_BACKWARD for first in [*sys._current_frames().values()] for frame in frames(first))
 
 
 def runs_split_backward(thread: int) -> bool:
-    """Return True in a backward for inputs only, of a pipeline schedule that splits backward in two.
+    """Return True while a pipeline schedule that splits backward in two computes the gradients of the inputs.
 
-    Hooks of CUDA tensors run in autograd's threads. So if the calling thread did not start the backward, look at the
-    stack of `thread`. There is no public way. All versions.
+    Autograd runs hooks of CUDA tensors in its own threads. So if the calling thread has not started the backward, look
+    at the stack of `thread`.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
     if pipelining is None:
@@ -210,14 +206,14 @@ def runs_split_backward(thread: int) -> bool:
 
 
 def inside_functional_call() -> bool:
-    """Return True if the calling thread is inside `torch.func.functional_call`. No public way. All versions."""
+    """Return True if the calling thread is inside `torch.func.functional_call`."""
     return any(frame.f_code is _FUNCTIONAL_CALL for frame in frames(sys._getframe(1)))
 
 
 def calls_on_stack(modules: list[nn.Module]) -> int:
-    """Return how many calls of `modules` the calling thread is in, except compiled calls.
+    """Return how many calls of `modules` are on the calling thread's stack, except compiled calls.
 
-    Hooks cannot count the calls, because torch runs no hook when a KeyboardInterrupt leaves a module. All versions.
+    Hooks cannot count the calls, because torch runs no hook when a KeyboardInterrupt leaves a module.
     """
     call = nn.Module._call_impl.__code__
     return sum(frame.f_code is call and frame.f_locals["self"] in modules for frame in frames(sys._getframe(1)))
@@ -226,7 +222,7 @@ def calls_on_stack(modules: list[nn.Module]) -> int:
 def stepped_by_plain_scaler() -> bool:
     """Return True if torch's own `GradScaler` called the current optimizer step. Call this in a hook of the step.
 
-    Return False for a subclass that unscales in its own way. The names of the methods are private. All versions.
+    Return False for a subclass that unscales in its own way.
     """
     plain: Any = torch.amp.GradScaler
     codes = (plain.step.__code__, plain._maybe_opt_step.__code__)
@@ -248,11 +244,11 @@ _AROUND_OPTIMIZERS = ("unshard.", "torch.optim.", "torch._compile", "torch._dyna
 
 
 def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
-    """Return the checkpoint helper that called our code: its name, its optimizers, and True if it wants full state.
+    """Return the name of the checkpoint helper that called our code, its optimizers, and True if it wants full state.
 
-    Return None if there is no helper, or if the drop-in has put our wrapper's class into the helpers' module. The
-    helpers recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change
-    anything. Only the arguments on the stack tell which helper asks, and for which optimizers. All versions.
+    Return None if no helper did, or if the drop-in has put our wrapper's class into the helpers' module. The helpers
+    recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change anything. Only
+    the arguments on the stack show which helper asks, and for which optimizers.
     """
     outermost = None
     for frame in _outside(("unshard.",)):
@@ -271,9 +267,9 @@ def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
 
 
 def caller_in_checkpoint() -> str | None:
-    """Return the name of the function of `torch.distributed.checkpoint` that called the current optimizer method.
+    """Return the name of the `torch.distributed.checkpoint` function that called the current optimizer method.
 
-    Call this in a hook of the method. Return None for other callers, and for helpers with our wrapper. All versions.
+    Call this in a hook of the method. Return None for other callers, and for helpers that know our wrapper.
     """
     frame = next(_outside(_AROUND_OPTIMIZERS), None)
     if frame is None or not f"{_module(frame)}.".startswith(f"{CHECKPOINT}.") or _knows_wrapper(frame):
@@ -282,7 +278,6 @@ def caller_in_checkpoint() -> str | None:
 
 
 def _outside(modules: tuple[str, ...]) -> Iterator[FrameType]:
-    """Return the frames of the calling thread, from the innermost frame whose module is not in `modules` on."""
     return dropwhile(lambda frame: f"{_module(frame)}.".startswith(modules), frames(sys._getframe(1)))
 
 

@@ -33,9 +33,9 @@ ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
 def low_precision_of(hook: Any) -> torch.dtype | None:
-    """Return the dtype of `hook` if it is one of torch's compressing communication hooks for FSDP, else None.
+    """Return the dtype that `hook` sends if it is one of torch's compressing communication hooks for FSDP, else None.
 
-    The module of the hooks has no public name. It is looked up, not imported. All versions.
+    The hooks' module is looked up, not imported: if nothing has imported it, `hook` is not one of its hooks.
     """
     module: Any = sys.modules.get("torch.distributed.algorithms._comm_hooks.default_hooks")
     if module is None:
@@ -49,7 +49,7 @@ def low_precision_of(hook: Any) -> torch.dtype | None:
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:
-    """Return the allocator of the backend's own memory, or None. No public way. All versions."""
+    """Return the allocator of the backend's own memory, or None if the backend has none."""
     if device.type != "cuda":
         return None
     backend = backend_of(group, device)
@@ -57,7 +57,7 @@ def backend_allocator(group: Any, device: torch.device) -> Any:
 
 
 def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
-    """Return torch's pool of symmetric memory, whose module has no public name. All versions."""
+    """Select `backend` for torch's symmetric memory, and return its memory pool on `device`."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
@@ -65,10 +65,7 @@ def symmetric_memory_pool(device: torch.device, backend: str) -> Any:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Return the backend of `group` for `device`, or None: most groups written in Python have no backend.
-
-    No public way. All versions.
-    """
+    """Return the backend of `group` for `device`, or None. Most groups written in Python have no backend."""
     try:
         return group._get_backend(device)
     except (RuntimeError, AttributeError, NotImplementedError):
@@ -76,9 +73,9 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of the backend of `group` for `device`; the group's own name if there is no backend.
+    """Return the name of the backend of `group` for `device`, or the group's own name if there is no backend.
 
-    `dist.get_backend` only knows the backend of the group's default device. All versions.
+    `dist.get_backend` knows only the backend of the group's default device.
     """
     backend = backend_of(group, device)
     try:
@@ -88,30 +85,27 @@ def backend_name(group: Any, device: torch.device) -> str:
 
 
 def served_device_types(group: Any) -> list[str]:
-    """Return the device types for which `group` has backends; empty if unknown. No public way. All versions."""
+    """Return the device types for which `group` has backends. The list is empty if they are unknown."""
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def job_store() -> dist.Store:
-    """Return the default process group's store, over a separate connection, so that nobody waits for our requests.
-
-    No public way. All versions.
-    """
+    """Return the default process group's store, over a separate connection, so that nobody waits for our requests."""
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def call_before_destruction(callback: Callable[[], None]) -> None:
     """Call `callback` once, at the start of `destroy_process_group()`, which ends the job on this rank.
 
-    Torch finalizes its `torchcomms` there, before the process groups. No public way. All versions.
+    Torch then finalizes its `torchcomms`, before it destroys the process groups.
     """
     dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 
 
 def number_of_groups() -> int:
-    """Return how many process groups this rank is in. No public way. All versions.
+    """Return how many process groups this rank is in.
 
-    Until 2.13, torch names a group by this number if only its own ranks make it.
+    Up to 2.13, torch uses this number in the name of a group that only its own ranks create.
     """
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -125,9 +119,9 @@ def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
     """Inside this context, give a new process group of `ranks` a name with one of our numbers.
 
     Torch names groups by a counter that all ranks must agree on. Since 2.14, the counter includes groups that only
-    their own ranks make. Other ranks then have a different count, and the next `new_group` of the whole job waits
-    forever. Our numbers depend only on the ranks of the group, and torch's counter does not change. No public way. All
-    versions; 2.11 to 2.13 use the counter only for groups of the whole job.
+    their own ranks create. Other ranks then have a different count, and the next `new_group` of the whole job waits
+    forever. Our numbers depend only on the ranks of the group, and torch's counter does not change. Torch 2.11 to 2.13
+    use the counter only for groups of the whole job.
     """
     world, made = dist.distributed_c10d._world, _own_groups.setdefault(dist.group.WORLD, Counter())
     before, world.group_count = world.group_count, _OWN_NUMBERS + made[tuple(ranks)]
@@ -139,19 +133,13 @@ def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def nccl_options(group: Any, device: torch.device) -> Any:
-    """Return a copy of the options of the NCCL backend of `group`; None if the backend is wrapped, as in debug mode.
-
-    No public way. All versions.
-    """
+    """Return a copy of the options of the group's NCCL backend, or None if it is wrapped, as in debug mode."""
     options = getattr(backend_of(group, device), "options", None)
     return copy.deepcopy(options) if isinstance(options, dist.ProcessGroupNCCL.Options) else None
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """Return the timeout of the collectives of `group` on `device`. No public way. All versions.
-
-    If the backend does not tell, return PyTorch's default.
-    """
+    """Return the timeout of collectives of `group` on `device`, or PyTorch's default if it is unknown."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -166,7 +154,7 @@ _concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueD
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all `meshes`, which are slices of one mesh. No public way. All versions."""
+    """Return a mesh with the dimensions of all `meshes`, which are slices of one mesh."""
     if len(meshes) == 1:
         return meshes[0]
     key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
@@ -177,19 +165,19 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def dtensor_extensions(device: torch.device) -> Any:
-    """Return the object that torch's FSDP1 sets on a module on a slice of a mesh. Programs only ask for its class.
+    """Return an instance of the class that torch's FSDP1 attaches to a module on a slice of a mesh.
 
-    The class is imported only on demand, because its module imports torch's FSDP1. All versions.
+    Programs only check the class. It is imported on demand, because its module imports torch's FSDP1.
     """
     module: Any = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     return module.DTensorExtensions(getattr(torch, device.type))
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return `mesh` with all dimensions flattened to one that is called `name`. No public way. All versions."""
+    """Return `mesh` with all dimensions flattened into one dimension named `name`."""
     return mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that `mesh` is a slice of, or `mesh` itself. No public way. All versions."""
+    """Return the mesh that `mesh` is a slice of, or `mesh` itself."""
     return mesh._get_root_mesh()

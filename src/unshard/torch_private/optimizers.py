@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """Torch's scaler, with public names for private methods and attributes that subclasses need. All versions."""
+    """Torch's scaler, with public names for the private methods and attributes that subclasses need."""
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
@@ -27,13 +27,13 @@ class OpenGradScaler(torch.amp.GradScaler):
         return self.unscale_gradients(optimizer, inv_scale)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
-        """Initialize the scale if this rank has no loss: it then never calls `scale`, but unscales with other ranks."""
+        """Create the scale if needed: a rank without a loss never calls `scale`, but unscales with the other ranks."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def scale_on(self, device: torch.device) -> torch.Tensor:
-        """Return the scale on `device`, initialized at the first use."""
+        """Return the scale on `device`. The first use creates the scale."""
         scale, _ = self._check_scale_growth_tracker("scale")
         return scale.to(device, non_blocking=device.type != "cpu")
 
@@ -45,7 +45,7 @@ class OpenGradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)]["stage"] = stage
 
     def found(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return, per device, a positive number if the last check found a gradient that is not finite, else 0."""
+        """Return one number per device: positive if the last check found a non-finite gradient, else 0."""
         return list(self._found_inf_per_device(optimizer).values())
 
     @property
@@ -58,7 +58,7 @@ class OpenGradScaler(torch.amp.GradScaler):
 
     @staticmethod
     def skips_itself(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer itself skips steps with non-finite gradients, and gets the check's result."""
+        """Return True if the optimizer receives the result of the check and skips non-finite steps itself."""
         return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     @staticmethod
@@ -70,28 +70,28 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> tuple[tuple[int, OptState], ...]:
-    """Return the ids and stages of optimizers that a scaler unscaled or stepped since its last update. All versions."""
+    """Return the id and stage of each optimizer that the scaler has unscaled or stepped since its last update."""
     stages = ((number, state["stage"]) for number, state in scaler._per_optimizer_states.items())
     return tuple([(number, stage) for number, stage in stages if stage is not OptState.READY])
 
 
 def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
-    """Let the scaler forget which optimizers were unscaled or stepped since its last update. All versions."""
+    """Make the scaler forget which optimizers it has unscaled or stepped since its last update."""
     scaler._per_optimizer_states.clear()
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a learning rate scheduler has wrapped the step of this object. All versions."""
+    """Return True if a learning rate scheduler has wrapped this optimizer's `step`."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 hooks_of_step: Callable[[torch.optim.Optimizer], tuple[dict[int, Any], ...]]
 hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Return the dicts of the hooks around an optimizer's step. No public way to read. All versions."""
+"""Return the dicts of the hooks that run before and after an optimizer's step."""
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that the optimizer has stepped, although no Python code of its step ran. All versions."""
+    """Tell schedulers that the optimizer has stepped, although none of its Python code has run."""
     vars(optimizer)["_opt_called"] = True
 
 
@@ -99,7 +99,6 @@ def rewrap_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
     """Wrap the step of the optimizer's new class, because the scheduler's wrapper calls the step of the old class.
 
     The new wrapper also sets `_opt_called`, with which the scheduler checks that steps come before `scheduler.step()`.
-    All versions.
     """
     del vars(optimizer)["step"]
     reference, step = weakref.ref(optimizer), type(optimizer).step
@@ -118,7 +117,6 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run the step of the optimizer's class, without any hooks and without a scheduler's wrapper.
 
     Torch wraps the step of every class, and of its base classes, in a function that calls hooks and does nothing else.
-    All versions.
     """
     registered = [*hooks_of_step(optimizer), _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     kept = [dict(hooks) for hooks in registered]

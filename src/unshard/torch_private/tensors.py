@@ -27,14 +27,14 @@ from torch.utils.hooks import RemovableHandle
 
 # -- nested containers -------------------------------------------------------------------------------------
 
-# Torch flattens arguments with these, and programs register their own classes for them. All versions.
+# Torch flattens arguments with these functions, and programs register their own classes for them.
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 tree_map = _pytree.tree_map
 
 # -- tensors and storages ----------------------------------------------------------------------------------
 
-# One call for many tensors. Documented, and `torch.optim` uses them, but with underscores. All versions.
+# One call for many tensors. They are documented and `torch.optim` uses them, but their names have underscores.
 foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_div = torch._foreach_div_
@@ -55,30 +55,30 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 # Called for every parameter in every step, so not a Python function.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Return autograd's version counter of a tensor. No public way. All versions."""
+"""Return a tensor's version counter, which grows with every in-place write."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""Return the tensor of which, for autograd, a tensor is a view, or None. No public way. All versions."""
+"""Return the tensor that a tensor is a view of, according to autograd, or None."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if a program has called `register_hook` of `tensor`. No public way. All versions."""
+    """Return True if `tensor` has hooks from `register_hook`."""
     return bool(tensor._backward_hooks)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects share a storage. No public way. All versions."""
+    """Return how many tensors and Python objects share a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 # Called for every unit in every step, so not a Python function.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return a key of a storage, even an empty one: torch may make several Python objects for a storage. All versions."""
+"""Return a number that identifies a storage, even an empty one: torch may make several Python objects for it."""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that hold the memory of a subclass such as DTensor, or the tensor that a transform wraps.
 
-    Return no tensors for an ordinary tensor. There is no public way to unwrap tensors. All versions.
+    Return an empty list for an ordinary tensor.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
@@ -92,8 +92,7 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
     """Chunk each tensor along dim 0 into `chunks`, pad the chunks with zeros, and concatenate them in `out`.
 
     `out` has the shape (chunks, sum of padded chunk sizes). On CUDA this is one kernel, which casts only bf16 to fp32.
-    Other casts use a buffer in the gradients' dtype. No public operation pads and interleaves in one call. All
-    versions.
+    Other casts use a buffer in the gradients' dtype. No public operation pads and interleaves in one call.
     """
     dtype = tensors[0].dtype
     if dtype == out.dtype or (dtype == torch.bfloat16 and out.dtype == torch.float32):
@@ -106,15 +105,15 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
 
 # Called for every parameter in every step, so not Python functions.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""Return the local tensor of a DTensor itself. `to_local()` may return a new view instead. All versions."""
+"""Return a DTensor's own local tensor. `to_local()` may return a new view instead."""
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
-"""Return the mesh and placements of a DTensor in one object. The public properties take two lookups. All versions."""
+"""Return a DTensor's mesh and placements in one object. The public properties take two lookups."""
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as a plain tensor over the same memory, unless its class has its own `__torch_dispatch__`.
+    """Return a plain tensor that shares the memory of `tensor`, unless its class has its own `__torch_dispatch__`.
 
-    Through `__torch_function__`, `detach` would return a tensor of the same class. All versions.
+    Through `__torch_function__`, `detach` would return a tensor of the same class.
     """
     if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return tensor
@@ -128,15 +127,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor, in place. No public way. All versions."""
+    """Replace the local tensor of a DTensor, in place."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """Return a DTensor whose local tensor is `local` itself. Its global strides are contiguous.
 
-    The public `DTensor.from_local` makes a view, so the caller could not check later if the DTensor still holds the
-    same tensor. All versions.
+    The public `DTensor.from_local` makes a view, so the caller could not check later that the DTensor still holds the
+    same tensor.
     """
     meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -149,8 +148,8 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
     """Like `make_dtensor`, but the DTensor has the storage offset of `local`, which is a view of a larger buffer.
 
     `torch.compile` makes a fake DTensor of the fake local tensor, and fails if the real DTensor has another offset. But
-    torch neither copies nor saves a DTensor with an offset. So the DTensor gets its own methods for both, which copy
-    only its own bytes. They are attributes of the object, to leave torch's class alone. All versions.
+    torch can neither copy nor save a DTensor with an offset. So the DTensor gets its own methods for both, which copy
+    only its own bytes. The methods are attributes of the object, so torch's class stays unchanged.
     """
 
     def copied() -> DTensor:
@@ -166,17 +165,17 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
-    """Like `make_dtensor`, but return a parameter. `nn.Parameter` drops `local`, so it is set again. All versions."""
+    """Like `make_dtensor`, but return a parameter. `nn.Parameter` drops `local`, so it is set again."""
     parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
     set_local_tensor(parameter, local)
     return parameter
 
 
 def _hash_local_shapes() -> None:
-    """Let DTensors with different local shapes have different hashes in inductor's cache on disk.
+    """Make DTensors with different local shapes have different hashes in inductor's on-disk cache.
 
     Torch's hash lacks the local shape. If shards differ in size, a rank would load another rank's compiled graph, which
-    fails. Torch 2.12 to 2.15; earlier versions have no such hash.
+    fails. Torch 2.12 to 2.15 have this hash.
     """
     torch_hash = DTensor._stable_hash_for_caching
 
@@ -191,10 +190,10 @@ if hasattr(DTensor, "_stable_hash_for_caching"):
 
 
 def _without_offset(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype as `local` at storage offset 0, to make a DTensor with.
+    """Return a tensor with the shape and dtype of `local` and storage offset 0, from which to create a DTensor.
 
-    A DTensor has no storage but keeps the storage offset of the tensor it is made with. Unless this offset is 0, torch
-    neither copies nor saves the DTensor.
+    A DTensor has no storage, but keeps the storage offset of the tensor it is created from. If this offset is not 0,
+    torch can neither copy nor save the DTensor.
     """
     if type(local) is not torch.Tensor or local.storage_offset() == 0:
         return local
@@ -202,22 +201,22 @@ def _without_offset(local: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor with the sizes of `spec`, to assign to `.data` of another DTensor. All versions."""
+    """Return a DTensor with the sizes of `spec`, to assign to another DTensor's `.data`."""
     return DTensor(_without_offset(local), spec, requires_grad=False)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """Return a DTensor of `local` with the given spec; `local` itself if the spec is None. All versions."""
+    """Return a DTensor whose local tensor is `local`. Return `local` itself if `spec` is None."""
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 def strided_shard(dim: int, factor: int) -> Placement:
-    """Return the placement that shards a dim which a later mesh dim has split into `factor` chunks. All versions."""
+    """Return the placement for a tensor dim that a later mesh dim has already split into `factor` chunks."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Return True for placements of `strided_shard`, which in some versions are also `Shard`s. All versions."""
+    """Return True for placements from `strided_shard`. In some torch versions, these are also `Shard`s."""
     return isinstance(placement, _StridedShard)
 
 
@@ -233,7 +232,7 @@ def make_sharded_tensor(
     """Return a `ShardedTensor` in which `local`, which may be empty, is this rank's shard.
 
     `pieces`: offsets, sizes and rank of every shard. Each rank knows all of them, so nothing is communicated. FSDP1's
-    sharded state dicts hold such tensors, and `torch.distributed.checkpoint` reads them. No public name. All versions.
+    sharded state dicts hold such tensors, and `torch.distributed.checkpoint` reads them.
     """
     device = local.device
     kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
@@ -248,7 +247,7 @@ def make_sharded_tensor(
 
 
 def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
-    """Return the shape, the dtype and this rank's shard, if any, of a `ShardedTensor`. All versions."""
+    """Return the shape and the dtype of a `ShardedTensor`, and this rank's shard or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         about, shards = tensor.metadata(), tensor.local_shards()
@@ -258,25 +257,25 @@ def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torc
 # -- modules -----------------------------------------------------------------------------------------------
 
 own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""Return the dict of a module's own parameters. Assigning to it is far cheaper than `setattr`. All versions."""
+"""Return the dict of a module's own parameters. Assigning to it is far cheaper than `setattr`."""
 own_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
-"""Return the dict of a module's own buffers. All versions."""
+"""Return the dict of a module's own buffers."""
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the dict of a module's children. `named_children` omits second names of a child. All versions."""
+"""Return the dict of a module's children. `named_children` omits a child's second name."""
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""Return the names of a module's own buffers that are not in its state dict. No public way. All versions."""
+"""Return the names of a module's own buffers that are not in its state dict."""
 hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]]
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Return the dicts of a module's forward and backward hooks, by handle number. All versions."""
+"""Return the dicts of a module's forward and backward hooks, by handle number."""
 hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
 hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Return the two dicts of a tensor's hooks, each None without hooks. No public way to read. All versions."""
+"""Return the dicts of a tensor's gradient hooks and post-accumulate hooks, or None for each without hooks."""
 
 
 def changes_own_state(module: nn.Module) -> bool:
-    """Return True if a module's own state dict entries may differ from those of nn.Module. All versions.
+    """Return True if a module's own state dict entries may differ from those that `nn.Module` would save.
 
-    Ignores hooks of modules with children, because such hooks change the children's names.
+    Hooks of modules with children are ignored, because such hooks change the children's names.
     """
     kind, has_children = type(module), bool(module._modules)
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
@@ -287,7 +286,7 @@ def changes_own_state(module: nn.Module) -> bool:
 def own_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's own state dict entries, by names without a prefix.
 
-    The public `state_dict` also runs hooks that unshard parameters, and includes children. All versions.
+    The public `state_dict` also runs hooks that unshard parameters, and includes children.
     """
     found: dict[str, Any] = {}
     if not module._modules and type(module).state_dict is not nn.Module.state_dict:
@@ -301,7 +300,7 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
-    """Load `values`, which are entries of `own_state`. Missing entries are not an error. All versions.
+    """Load `values`, which come from `own_state`. Missing entries are not an error.
 
     The load is strict, because some modules look for their values among the unexpected entries.
     """
@@ -309,15 +308,15 @@ def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 quick_attributes = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes of a DTensor are read as quickly as those of a tensor, because torch does not look for
-`__torch_function__`. No public name. All versions."""
+"""A context in which attributes of DTensors are read as quickly as those of plain tensors, because torch does not look
+for `__torch_function__`."""
 no_transforms = torch._C._DisableFuncTorch
 """A context that suspends transforms such as `torch.func.grad`, `jvp` and `vmap`, so that tensors made inside are plain
-tensors. No public name. All versions."""
+tensors."""
 
 
 def hooks_of_all() -> list[dict[int, Any]]:
-    """Return the dicts of global hooks of modules and optimizers. No public way to read. All versions."""
+    """Return the dicts of hooks that apply to all modules or to all optimizers."""
     return [
         all_modules._global_forward_hooks,
         all_modules._global_forward_pre_hooks,
@@ -329,12 +328,12 @@ def hooks_of_all() -> list[dict[int, Any]]:
 
 
 def hooks_made() -> int:
-    """Return a counter that grows with every registered hook of a module, tensor or optimizer. All versions."""
+    """Return a counter that grows whenever a hook of a module, tensor or optimizer is registered."""
     return RemovableHandle.next_id
 
 
 def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Update the weights that a recurrent layer computes with, as its `__setattr__` does. All versions."""
+    """Update the weights that a recurrent layer computes with, as its `__setattr__` does."""
     names: Any = getattr(module, "_flat_weights_names", ())
     weights: Any = getattr(module, "_flat_weights", [])
     if name in names:
@@ -344,31 +343,31 @@ def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
 def moves_to_shared_memory(function: Any) -> bool:
     """Return True if `function`, which a module applies to its tensors, comes from `Module.share_memory`.
 
-    Only the qualified name of `function` tells. All versions.
+    Only the qualified name of `function` shows this.
     """
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}.")
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
-"""The base class of all batch and instance norms. No public name. All versions."""
+"""The base class of all batch and instance norms."""
 BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The base class of batch norms, which FSDP1 names in its defaults. No public name. All versions."""
+"""The base class of batch norms. FSDP1's mixed precision ignores it by default."""
 
 
 def is_replicated(module: nn.Module) -> bool:
     """Return True if torch's composable `replicate` was applied to this module, so its parameters are not sharded.
 
-    `replicate` is looked up, not imported: if nothing imported it, it was not applied. All versions.
+    `replicate` is looked up, not imported: if nothing has imported it, it was not applied.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Exclude `module` from torch's composable `replicate` when a program applies that to a module around `module`.
+    """Exclude `module` from torch's composable `replicate` if a program applies it to a module around `module`.
 
     `replicate` would replace DTensors by their local tensors. The attribute that it reads has a different name in each
-    process, so this has an effect only if `replicate` was already imported. All versions.
+    process, so this has an effect only if `replicate` has already been imported.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:
