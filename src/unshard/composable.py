@@ -45,7 +45,7 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> _Module:
-    """Shard the parameters of `module` that no other unit has, as one flat parameter, in place. Returns `module`.
+    """Shard the parameters of `module` that are in no other unit, as one flat parameter. Return the same module.
 
     This is `FullyShardedDataParallel(module, use_orig_params=True, ...)`, except that names do not change, and that
     every sharded module casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that class
@@ -90,7 +90,7 @@ def _bound_weakly(method: Callable[..., Any], module: nn.Module) -> Callable[...
 
 
 def _fqn_modifiers(self: nn.Module) -> Any:
-    """Raise if the result of PyTorch's checkpoint helpers, which call this, would be wrong."""
+    """PyTorch's checkpoint helpers call this method. It raises if their result would be wrong."""
     refuse_helpers(self, wrapped=False)
     own = getattr(type(self), "_fqn_modifiers", None)
     return {} if own is None else own(self)

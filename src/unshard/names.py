@@ -43,9 +43,9 @@ def behind_data_parallel(model: nn.Module) -> nn.Module:
 def modules_until(
     top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of names, module) for `top` and each module below `top`, parents first, each module once.
+    """Yield `top` and all modules below it as (name prefix, module), each module once and parents first.
 
-    Skips modules for which `stop` returns True, and modules that only such modules contain.
+    Skips modules for which `stop` returns True, and modules that are only inside such modules.
     """
     seen = set() if seen is None else seen
     if top not in seen and not stop(top):
@@ -56,5 +56,4 @@ def modules_until(
 
 
 def optimizer_parameters(optimizer: Any) -> list[Any]:
-    """Return the parameters of all optimizer groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -125,11 +125,11 @@ class MixedPrecisionPolicy:
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Return the reduce dtype after an `eval()` forward with `full_precision_in_eval`."""
+        """Return the dtype in which gradients are reduced after an `eval()` forward with `full_precision_in_eval`."""
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
-        """Return True if forward casts its inputs. `root`: the unit is the root. `empty`: the unit lacks parameters."""
+        """Return True if forward casts its inputs. `root`: the unit is the root. `empty`: it has no parameters."""
         return self.cast_forward_inputs
 
     @property

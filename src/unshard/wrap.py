@@ -72,8 +72,9 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Wrap modules with at least `min_num_params` elements that are not in other units, innermost first.
 
-    Does not look inside `force_leaf_modules`, for modules that read parameters of inner modules without calling them.
-    Does not wrap `exclude_wrap_modules`, for modules without forward. The defaults are attributes of this function.
+    The policy does not look inside `force_leaf_modules`, which are meant for modules that read parameters of inner
+    modules without calling those modules. It does not wrap `exclude_wrap_modules`, which are meant for modules without
+    forward. The defaults are attributes of this function.
     """
     own: Any = size_based_auto_wrap_policy
     if recurse:
@@ -90,7 +91,6 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Wrap modules that any of these policies selects."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 

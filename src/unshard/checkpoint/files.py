@@ -58,7 +58,7 @@ def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
     """Write the buffers to a new file, wait until the file is on the disk, and return its manifest entry.
 
-    `expected`: the required size of the file. Any thread may call this, because it uses no model or process group.
+    `expected`: the required file size. Any thread may call this function, because it uses no model or process group.
     """
     checksums = BlockChecksums(algorithm, path)
 
@@ -83,7 +83,7 @@ class CheckpointFiles:
         self._files: dict[int, BinaryIO] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._verified: set[tuple[int, int]] = set()
-        """(file, block) numbers that `pieces` has verified and need not verify again: small tensors share blocks."""
+        """(file, block) numbers that `pieces` has already verified. Small tensors share blocks."""
 
     def __enter__(self) -> CheckpointFiles:
         return self

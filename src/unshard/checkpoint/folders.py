@@ -175,9 +175,9 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def keep_only(path: Path, count: int, newest: Path) -> None:
-    """Keep `newest`, which was just published, and the `count` - 1 other checkpoints with the highest steps.
+    """Delete all checkpoints except `newest` and the `count` - 1 others with the highest steps.
 
-    Delete all other checkpoints. Folders without a valid manifest are neither counted nor deleted.
+    `newest` has just been published. Folders without a valid manifest are neither counted nor deleted.
     """
     others = [folder for _, folder in published(path) if folder != newest and _is_whole(folder)]
     for folder in others[count - 1 :]:

@@ -25,7 +25,7 @@ from .ranks import Differences, begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
-"""Keys of state with one value per parameter, not one per element. For 0-D parameters, both have the same shape."""
+"""Keys of state with one value per parameter. For 0-D parameters, its shape is the same as with one per element."""
 
 
 def full_optimizer_state_dict(
@@ -84,14 +84,14 @@ def load_full_optimizer_state_dict(
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}
-    """Rank 0's tensors."""
+    """The tensors of the state dict. Empty on all ranks but rank 0."""
     names: dict[str, str] = {}
     """Maps the name of a tensor in this rank's model to its name in the state dict."""
     targets: dict[str, HeldTensor] = {}
     load: OptimizerLoad
 
     def compare() -> tuple[Differences, list[str], list[str]]:
-        """Return the differences, and the names of the tensors that this rank needs in part, then in full."""
+        """Return the differences, the names of tensors that this rank needs in part, and of those it needs in full."""
         nonlocal load
         differences, state = Differences(), model_state(model)
         own_entry, own_tensors = _by_own_names(entry, tensors, state, names)
@@ -123,7 +123,7 @@ def load_full_optimizer_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, optimizer: Optimizer, values: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry], str]:
-    """Describe rank 0's state dict for the other ranks: an optimizer entry, tensors, and the device type of sends.
+    """Describe rank 0's state dict to other ranks: an optimizer entry, tensors, and the device type to send from.
 
     Adds the tensors themselves to `values`.
     """

@@ -150,7 +150,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the device type for sending tensors. All ranks use the result of rank 0."""
+    """Return the device type for sending tensors. All ranks use rank 0's result."""
     _, size = rank_and_size()
     return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
 
@@ -205,7 +205,7 @@ def load_full_state_dict(
     targets: dict[str, HeldTensor] = {}
 
     def compare() -> tuple[Differences, list[tuple[str, ...]]]:
-        """Return the differences, and the names in the state dict of each tensor that matches."""
+        """Return the differences and, for each tensor that matches, its names in the state dict."""
         nonlocal state
         differences, state = Differences(), model_state(model)
         found = match(state, entries, differences)
@@ -250,7 +250,7 @@ def load_full_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, model: nn.Module
 ) -> tuple[dict[str, str], dict[str, TensorEntry], dict[str, Any], str]:
-    """Describe rank 0's state dict for the other ranks: keys by name, tensors, extra states, device type of sends."""
+    """Describe rank 0's state dict to other ranks: keys by name, tensors, extra states, device type to send from."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"Rank 0 must pass the full state dict, got {type(state_dict).__name__}.")
     keys, tensors, extra = {}, {}, {}
@@ -267,7 +267,6 @@ def _described(
 
 
 def entry_of(value: Any, where: str) -> TensorEntry:
-    """Describe a full tensor for the other ranks."""
     is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not is_full or value.layout is not torch.strided or value.is_meta:
         about = f" of layout {value.layout} on {value.device}" if is_full else ""

@@ -58,8 +58,8 @@ class HostBuffer:
 class HostBuffers:
     """The buffers of one saver.
 
-    By default, one buffer holds this rank's whole file. If `host_bytes` is less than the file's size, there are two
-    buffers of half of `host_bytes`: one is filled while the other is written.
+    By default, one buffer holds this rank's whole file. If the file is larger than `host_bytes`, there are two
+    buffers with half of `host_bytes` each: one is filled while the other is written.
     """
 
     def __init__(self, host_bytes: int | None):
@@ -80,7 +80,7 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Allocate the buffers, then touch and (if `pinned`) pin them in a thread. Both take longer than copies."""
+        """Allocate the buffers. A thread touches them and, if `pinned`, pins them: both take longer than copies."""
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
         # Not a daemon: at exit, Python must wait for the thread before it frees the memory.
@@ -90,7 +90,6 @@ class HostBuffers:
         self._preparing.start()
 
     def wait(self) -> None:
-        """Wait until the thread that `prepare` started has finished."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None

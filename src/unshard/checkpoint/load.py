@@ -33,7 +33,7 @@ _log = logging.getLogger("unshard")
 PARTS = ("optimizer", "scheduler", "scaler", "data")
 _EXTRA = "extra/"
 _TRIES = 5
-"""Attempts to load the latest checkpoint: another job may delete it (`keep_last`)."""
+"""Maximum number of attempts to load the latest checkpoint, because another job may delete it (`keep_last`)."""
 
 
 def load(
@@ -112,9 +112,9 @@ def match(
     """Find the tensors of a model among `entries`, and add what does not fit to `differences`.
 
     Returns the tensors that fit, each with the names that it is stored under. `entries` may hold a tied tensor under
-    one or more of its names; if more, callers must make sure that the values are equal. `aliases` maps other names of a
-    tied tensor in `entries` to the name that it is stored under. `prefix` precedes names in reports. With `casts`,
-    floating-point tensors are converted to the dtypes of the model.
+    several names; callers then make sure that the values are equal. `aliases` maps other names of a tied tensor in
+    `entries` to the name that it is stored under. `prefix` precedes names in reports. `casts` allows floating-point
+    dtypes that differ from the model's.
     """
     aliases = aliases or {}
     names_of = {held.name: [held.name] for held in model.tensors}
@@ -156,7 +156,7 @@ def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
 
 
 Comparison = tuple[str, list[str], Differences]
-"""One rank's result: the manifest's checksum, the names of what was passed besides the model, and the differences."""
+"""Result of `compare` on one rank: the manifest's checksum, the names of the given parts, and the differences."""
 
 
 class Loading:
@@ -175,9 +175,9 @@ class Loading:
         """Tensors to fill, and where they are stored."""
         self._optimizer: OptimizerLoad | None = None
         self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
-        """Methods to call, the path of their argument, and the argument, which stays JSON until `verify` decodes it."""
+        """(method, path, argument) of each call that loads a value. Arguments stay JSON until `verify` decodes them."""
         self._rng: Any = None
-        """State of this rank's random number generators, which stays JSON until `verify` decodes it."""
+        """State of this rank's random number generators. It stays JSON until `verify` decodes it."""
 
     # -- comparing ------------------------------------------------------------------------------------------
 
@@ -201,7 +201,6 @@ class Loading:
         return self.manifest.checksum, list(given), self._differences
 
     def refuse(self, answers: list[Comparison], strict: bool) -> None:
-        """Raise if the checkpoint does not match the run on at least one rank."""
         if len({checksum for checksum, _, _ in answers}) > 1:
             raise CheckpointError(
                 f"The ranks read different manifests in {self.folder}. All ranks must see the same disk."
@@ -310,7 +309,6 @@ class Loading:
         return entry
 
     def _stored(self, name: str) -> torch.Tensor:
-        """Return a whole tensor of the checkpoint."""
         entry = self._entry(name)
         value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.files.copy(entry, full_box(entry.shape), value)
@@ -319,7 +317,7 @@ class Loading:
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self, extra: bool = False) -> None:
-        """Call `set_extra_state` of modules if `extra`, else `load_state_dict` of the scheduler, scaler and data."""
+        """Call the modules' `set_extra_state` if `extra`, else `load_state_dict` of the scheduler, scaler and data."""
         then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
             if path.startswith(_EXTRA) == extra:

@@ -63,7 +63,7 @@ def best_algorithm() -> str:
 
 
 def maker_of(algorithm: str, where: object) -> Callable[[], Any]:
-    """Return the constructor of an algorithm's checksums. `where`: the file named in errors."""
+    """Return the constructor of checksum objects for `algorithm`. `where`: the file named in errors."""
     if algorithm == "crc32":
         return Crc32
     if algorithm != "xxh3_64":
@@ -229,7 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Malformed(Exception):
-    """Error in a manifest or the header of a safetensors file. Callers add the path."""
+    """A manifest or the header of a safetensors file is malformed. Callers add the path to the message."""
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

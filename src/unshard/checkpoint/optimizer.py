@@ -40,7 +40,7 @@ def tensor_name(key: str, name: str) -> str:
 
 @torch.no_grad()
 def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldTensor], dict[str, Any]]:
-    """Return this rank's tensors of optimizer state, and its optimizer entry (see the module's docstring)."""
+    """Return this rank's optimizer state as tensors, and the optimizer entry that the module's docstring describes."""
     finish_steps()
     tensors: list[HeldTensor] = []
     states: dict[str, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 class OptimizerLoad:
-    """Loads an optimizer from a checkpoint. Constructing it changes nothing."""
+    """Loads an optimizer from a checkpoint. Constructing this object changes nothing."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class OptimizerLoad:
         self._groups = params_of(optimizer, model)
         self._params = [pair for group in self._groups for pair in group]
         self._state: dict[int, dict[str, Any]] = {}
-        """Saved state by parameter number, which stays JSON until `decode`."""
+        """Saved state by parameter number. The state stays JSON until `decode` is called."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
-        """A copy of `_state` that holds tensors to fill in place of the `sharded` marks."""
+        """A copy of `_state` in which tensors to fill replace the `sharded` marks."""
         if entry is None:
             differences.missing["the optimizer"] = 0
             return
@@ -146,7 +146,7 @@ class OptimizerLoad:
             }
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
-        """Return the options, as JSON, of the saved optimizer group with the parameters of `group`."""
+        """Return the JSON options of the saved optimizer group that has the parameters of `group`."""
         names = [each.name for _, inside in group for each in inside]
         saved = self._saved["groups"]
         found = [number for number, each in enumerate(saved) if not set(names).isdisjoint(each["params"])]
@@ -159,7 +159,7 @@ class OptimizerLoad:
         return saved[found[0]]["options"] if found else {}
 
     def _state_of(self, parameter: Any, inside: list[OptimizedParam], differences: Differences) -> dict[str, Any]:
-        """Return the saved state of one of the optimizer's parameters as JSON. Empty if nothing was saved."""
+        """Return the saved JSON state of one of the optimizer's parameters, or {} if nothing was saved."""
         if not isinstance(parameter, DTensor) and not parameter.numel():
             return {}  # no elements on this rank: the optimizer has no state for it
         states = [self._saved["state"].get(each.name, {}) for each in inside]
@@ -205,7 +205,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def targets(self) -> list[HeldTensor]:
-        """Return the tensors that callers must fill before `finish`. They reuse the optimizer's memory if it fits."""
+        """Return the tensors that callers must fill before `finish`. Existing state tensors are reused if they fit."""
         finish_steps()
         found: list[HeldTensor] = []
         ranges = shard_ranges_of(parameter for parameter, _ in self._params)
@@ -240,12 +240,11 @@ class OptimizerLoad:
 
 
 def _sharded(state: dict[str, Any]) -> list[str]:
-    """Return the keys whose values are stored as tensors sharded like the parameter."""
     return [key for key, value in state.items() if type(value) is dict and value == SHARDED]
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Return the state tensor `before` if it fits, else zeros, because the padding of flat parameters is not loaded."""
+    """Return the state tensor `before` if it fits, else zeros. Loading does not fill the padding of flat parameters."""
     if isinstance(before, torch.Tensor) and before.dtype == dtype and before.shape == parameter.shape:
         if not isinstance(before, DTensor) and not isinstance(parameter, DTensor):
             return before

@@ -177,7 +177,6 @@ class _Proof:
 
 
 def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `run` that are arguments of `save` and `load`."""
     return {name: run[name] for name in PARTS if name in run}
 
 
@@ -219,7 +218,7 @@ def _shown(value: Any) -> str:
 
 @torch.no_grad()
 def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    """Return, by name, everything that `save` saves, this rank's plain tensors, and `others`, without copies."""
+    """Return everything that `save` saves, this rank's plain tensors, and `others`, by name. Nothing is copied."""
     found: dict[str, Any] = {}
     for name, value in others.items():
         found.update(leaves(value, name))

@@ -58,7 +58,7 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def exchanging(what: str, error: str | None = None) -> Iterator[None]:
-    """Turn the failure of a collective in this context into a CheckpointError, which names dead ranks if known.
+    """Turn a collective's failure in this context into a CheckpointError that names the dead ranks if they are known.
 
     `error`: an error that this rank raised before the collective, to be included in the message.
     """
@@ -117,7 +117,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _message(what: str, failed: dict[int, str], size: int) -> str:
-    """Return an error message that groups the failed ranks by text and lists up to four texts."""
+    """Return an error message with up to four different texts, each with the ranks that raised it."""
     if size == 1:
         return f"{what} failed. {failed[0]}"
     by_text: dict[str, list[int]] = {}
@@ -140,17 +140,16 @@ class Differences:
     """Mismatches between the source of a load and the model or optimizer. Each rank finds its own."""
 
     missing: dict[str, int] = field(default_factory=dict)
-    """Names that the checkpoint lacks, and their bytes."""
+    """Names that the checkpoint lacks, with their sizes in bytes."""
     unexpected: dict[str, int] = field(default_factory=dict)
-    """Names that only the checkpoint has, and their bytes."""
+    """Names that only the checkpoint has, with their sizes in bytes."""
     wrong: list[str] = field(default_factory=list)
-    """Mismatches that `strict=False` does not allow, in words."""
+    """Descriptions of mismatches that even `strict=False` does not allow."""
     without_state: dict[str, int] = field(default_factory=dict)
-    """Trainable parameters without saved optimizer state, and their bytes. Not an error: they may be unused."""
+    """Sizes in bytes of trainable parameters without saved optimizer state. Not an error: they may be unused."""
 
     @staticmethod
     def of_all_ranks(each_rank: list[Differences]) -> Differences:
-        """Combine the differences that each rank found."""
         return Differences(
             missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
             # With pipeline parallelism, another rank may need the name.

@@ -53,11 +53,11 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer types for comparing bytes, by the size of an element."""
+"""Integer types for comparing bytes, by element size in bytes."""
 _SHOWN = 40
 """Maximum length of a printed value."""
 _MOST = 5
-"""Number of differences of a kind that a `ResumeReport` prints."""
+"""Maximum number of names that a `ResumeReport` prints under each title."""
 
 
 @dataclass
@@ -177,7 +177,6 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
 
 
 def _compare_values(path: str, a: Any, b: Any, found: list[str]) -> None:
-    """Append a description of each difference between the JSON values `a` and `b` to `found`."""
     if type(a) is dict and type(b) is dict and "$" not in a and "$" not in b:
         for key in sorted(a.keys() | b.keys()):
             where = f"{path}.{key}" if path != "values" else key
@@ -266,7 +265,7 @@ class ResumeReport:
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """Return `title` and one line per name, which shows the first rank that differs; [] without differences."""
+    """Return `title`, then one line per name with the first rank that differs. Return [] if nothing differs."""
     by_name: dict[str, list[ResumeDifference]] = {}
     for each in differences:
         by_name.setdefault(each.name, []).append(each)

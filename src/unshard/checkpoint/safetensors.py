@@ -46,7 +46,7 @@ _NAMES = (
     "F8_E5M2FNUZ=float8_e5m2fnuz"
 )
 CODES: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
-"""Maps the code of a dtype in safetensors files to its name in checkpoints."""
+"""Maps dtype codes of safetensors files to dtype names of checkpoints."""
 CODE_OF = {name: code for code, name in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The limit that the package safetensors imposes."""
@@ -56,7 +56,7 @@ _MAX = 2**60
 
 
 def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """Return the length and the header that begin a file. The tensors must follow in the order of `tensors`."""
+    """Return the start of a file: the header's length and the header. The tensors must follow in their given order."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for name, entry in tensors.items():
@@ -230,7 +230,7 @@ class SafetensorsSource:
         self.entries: dict[str, TensorEntry] = {}
         self._paths: dict[str, Path] = {}
         self.ties: dict[str, str] = {}
-        """Maps tied names that the files omit to the stored names that the metadata ties them to."""
+        """Maps each tied name that the files omit to the name under which its tensor is stored."""
         self.hash = hashlib.sha256()
         """Hash of all headers."""
         for file, expected in _files(path).items():
@@ -390,7 +390,7 @@ def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: It
 
 
 def _in_files(tensors: list[Exported], limit: int) -> dict[str, list[Exported]]:
-    """Assign tensors to files by name. Within a file, larger dtypes come first, so that all tensors are aligned."""
+    """Assign tensors to files in name order. Within a file, larger dtypes come first, which aligns all tensors."""
     files: list[list[Exported]] = [[]]
     size = 0
     for each in sorted(tensors):

@@ -78,7 +78,7 @@ def save(
 
 
 class Described(NamedTuple):
-    """Description of a tensor that one rank holds, sent to the other ranks."""
+    """Describes a tensor that one rank holds. The ranks exchange these descriptions."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,10 +99,10 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
 
 
 def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
-    """Assign each box to one rank; return the tensor entries (a file number is a rank) and the size of each file.
+    """Assign each box to the rank that writes it. Return the tensor entries and the size of each rank's file.
 
-    If several ranks hold a box, the one with the fewest bytes so far writes the box. Without `spread`, and always for
-    plain tensors, the lowest of these ranks does.
+    File numbers in these entries are ranks. If several ranks hold a box, the one with the fewest bytes so far writes
+    it. If `spread` is False, and always for plain tensors, the lowest of these ranks writes it.
     """
     nbytes = [0] * len(ranks)
     tensors: dict[str, TensorEntry] = {}
@@ -151,9 +151,9 @@ class RankEntry:
     """Encoded values that every rank saves."""
     optimizer: dict[str, Any] | None = None
     uncast: list[str] = field(default_factory=list)
-    """Names of tensors of quantized layers."""
+    """Names of tensors that belong to quantized layers."""
     nonfinite: list[str] = field(default_factory=list)
-    """Parameters that are NaN or infinite on this rank."""
+    """Names of parameters with NaN or infinite elements on this rank."""
 
 
 class Saving:
@@ -171,7 +171,7 @@ class Saving:
         self._entries: list[RankEntry] = []
         self._plan: dict[str, TensorEntry] = {}
         self.nbytes, self.on_cuda = 0, False
-        """Size of this rank's file, and True if any of it is on a CUDA device."""
+        """`nbytes`: size of this rank's file. `on_cuda`: True if any tensor in it is on a CUDA device."""
         self._unpublished: Unpublished | None = None
 
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
@@ -249,7 +249,7 @@ class Saving:
                     yield views[box], held.dtype
 
     def publish(self, files: list[FileEntry | None]) -> None:
-        """Write the manifest and publish. Call this on rank 0 after all ranks have written their files."""
+        """Write the manifest and publish the checkpoint. Call this on rank 0 when all files are written."""
         assert self._unpublished is not None
         content = memoryview(manifest_bytes(self._manifest(files)))
         write_file(self.folder / MANIFEST, [content], self.algorithm, len(content))
@@ -308,7 +308,6 @@ def nonfinite_parameters(state: ModelState) -> list[str]:
 
 
 def warn_of_nonfinite(what: str, ranks: list[RankEntry]) -> None:
-    """Log one warning for the parameters that are NaN or infinite on at least one rank."""
     where: dict[str, list[int]] = {}
     for rank, entry in enumerate(ranks):
         for name in entry.nonfinite:

@@ -46,14 +46,14 @@ _under_way: set[BackgroundSave] = set()
 
 
 class BackgroundSave:
-    """One save on one rank. The training thread fills host buffers, and a thread of the save writes them."""
+    """One save on one rank. The training thread fills host buffers, and the save's own thread writes them."""
 
     def __init__(self, saving: Saving):
         self.saving = saving
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
-        """Empty buffers, from the thread to training; None when the thread has stopped writing."""
+        """Empty buffers that the thread returns to training; None when the thread has stopped writing."""
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
-        """Full buffers, from training to the thread; then None, or the exception that stopped the copies."""
+        """Full buffers that training passes to the thread; at the end, None or the exception that stopped copying."""
         self._written = threading.Event()
         """Set by the thread when this rank's file is on the disk, or when writing has failed."""
         self._stopped = threading.Event()
@@ -96,7 +96,7 @@ class BackgroundSave:
             raise self._write_error
 
     def finish_publishing(self) -> None:
-        """Wait until the checkpoint is published, or raise. Call this on rank 0 after all ranks wrote their files."""
+        """Wait until the checkpoint is published. Call this on rank 0 after all ranks have written their files."""
         self._thread.join()
         if self._publish_error is not None:
             raise self._publish_error
@@ -210,7 +210,7 @@ class Saver:
 
     @property
     def host_bytes(self) -> int:
-        """Size of this rank's host buffers."""
+        """Size of this rank's host buffers in bytes."""
         return sum(each.nbytes for each in self._buffers.buffers)
 
     def prepare(
@@ -242,7 +242,7 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Start saving a run in the new folder `step_<step>`. Arguments are those of `unshard.checkpoint.save`.
+        """Start saving a run in the new folder `step_<step>`. Takes the same arguments as `unshard.checkpoint.save`.
 
         First waits for the previous save; if that save failed, raises its error and starts nothing. Returns when this
         rank's bytes are copied to host memory. Training may then change the model and all other arguments.

@@ -112,7 +112,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 
 def stored_names(value: Any) -> list[str]:
-    """Return the names of the tensors that the JSON `value` refers to, because they are not stored inline."""
+    """Return the names of the tensors that the JSON `value` refers to by name instead of storing them inline."""
     if isinstance(value, dict):
         if value.get("$") == "tensor" and isinstance(value.get("name"), str):
             return [value["name"]]
@@ -121,7 +121,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """Convert JSON, which is untrusted, to the original value. `stored(name)` returns a tensor not stored inline."""
+    """Convert untrusted JSON to the original value. `stored(name)` returns a tensor that is not stored inline."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:

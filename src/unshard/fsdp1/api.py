@@ -36,7 +36,7 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Which tensors are sharded over the ranks, and when a unit is resharded."""
+    """Selects which tensors are sharded over the ranks, and when a unit is resharded."""
 
     FULL_SHARD = auto()
     """Shard parameters, gradients and optimizer state. A unit is unsharded only while it computes."""
@@ -51,7 +51,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward all-gathers the next unit: before or after it computes the current unit's gradients."""
+    """Selects when backward all-gathers the next unit: before or after the current unit's gradients are computed."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -85,7 +85,7 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """Contents of `state_dict()` of a wrapped module."""
+    """Selects what `state_dict()` of a wrapped module returns."""
 
     FULL_STATE_DICT = auto()
     """Unsharded parameters with the names and shapes of the module before it was wrapped."""
@@ -123,7 +123,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """The ``StateDictConfig`` of optimizer state, which is copied to host memory by default."""
+    """Like ``StateDictConfig``, but for optimizer state. By default, tensors are copied to host memory."""
 
     offload_to_cpu: bool = True
 

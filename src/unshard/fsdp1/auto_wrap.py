@@ -27,7 +27,7 @@ def auto_wrap(
     ignored_modules: AbstractSet[nn.Module] = frozenset(),
     ignored_params: AbstractSet[nn.Parameter] = frozenset(),
 ) -> None:
-    """Replace each module below `module` that `policy` chooses by `wrapper(each, **kwargs)`. Keep `module` itself.
+    """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`. Keep `module` itself.
 
     `kwargs` are the root's arguments, without the policy. If `mixed_precision` in `kwargs` has classes to ignore (batch
     norms, by default), instances of these are wrapped separately, without mixed precision. `ignored_modules` must

@@ -77,7 +77,7 @@ def build_state(
     use_orig_params: bool = True,
     legacy: bool = False,
 ) -> WrapperState:
-    """Build one unit from the parameters of `module` that no other unit has. The caller must attach the result."""
+    """Build one unit from the parameters of `module` that are in no other unit. The caller must attach the result."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
     modules, parameters = _managed_by(module, ignored)
@@ -171,7 +171,7 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
 
 
 def _managed_by(module: nn.Module, ignored: Ignored) -> tuple[list[nn.Module], Parameters]:
-    """Return a unit's modules and distinct parameters, parents first, without other units and ignored modules."""
+    """Return the unit's modules and distinct parameters, parents first. Skip other units and ignored modules."""
     modules: list[nn.Module] = []
     parameters: Parameters = {}
 
@@ -326,7 +326,7 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 
 
 def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
-    """Return `device_id`, else the accelerator of the tensors, of the mesh, or of the process group, else the CPU."""
+    """Return `device_id` if given, else the accelerator of the tensors, the mesh or the process group, else the CPU."""
     found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):

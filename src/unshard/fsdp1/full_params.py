@@ -55,7 +55,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
 
-    Writes are kept, unless `writeback` is False. All ranks must enter together.
+    Writes are kept, unless `writeback` is False. All ranks must enter the context together.
     """
     if writeback and rank0_only:
         raise UnsupportedError("writeback=True with rank0_only=True would leave the ranks with different parameters.")
@@ -361,10 +361,9 @@ def full_value(value: torch.Tensor) -> torch.Tensor:
 
 
 def tp_local(param: ManagedParam, value: Any) -> Any:
-    """Return the part of a full parameter or state that this rank computes with, if the parameter is tensor parallel.
+    """Return this rank's tensor-parallel part of a full parameter or state. Return any other value unchanged.
 
-    `value` may also be a DTensor on the tensor-parallel mesh, as in `summon_full_params`. Values of another shape are
-    returned unchanged.
+    `value` may also be a DTensor on the tensor-parallel mesh, as in `summon_full_params`.
     """
     spec = param.tp_spec
     if spec is None or not isinstance(value, torch.Tensor) or value.shape != spec.shape:

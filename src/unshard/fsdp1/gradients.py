@@ -27,8 +27,8 @@ from .state import WrapperState, flat_sharded_of, shard_begins, states_below_roo
 Params = dict[nn.Parameter, None]
 """An ordered set of parameters."""
 Kind = tuple[bool, tuple[Any, ...]]
-"""True if the wrapper's ranks hold shards, False if they hold copies; then the process groups over which tensor
-parallelism shards."""
+"""(is_sharded, groups): `is_sharded` is True if the wrapper's ranks hold shards, False if they hold copies.
+`groups` are the process groups over which tensor parallelism shards."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of the gradients' norms, rounded to float32 at the end. Steps before are at least float32."""
+    """Return the norm of all gradients in float32. Intermediate results have at least this precision."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]

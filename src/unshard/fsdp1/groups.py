@@ -51,7 +51,7 @@ class Groups:
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
 
     def options(self) -> Options:
-        """Return options. After forward, the root is unsharded, but shows sharded parameters if other units reshard."""
+        """Return options. If units reshard after forward, the root stays unsharded but shows sharded parameters."""
         reshards = self.shards is not None and self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         return Options(
             reshard_after_forward=None if reshards else False,
@@ -212,6 +212,6 @@ def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iter
 
 
 def tensor_parallel_groups(params: Iterable[ManagedParam]) -> list[Any]:
-    """Return the distinct process groups of the tensor-parallel meshes of `params`."""
+    """Return the distinct process groups over which `params` are tensor parallel."""
     meshes = {id(param.tp_spec.mesh): param.tp_spec.mesh for param in params if param.tp_spec is not None}
     return list(dict.fromkeys(group for mesh in meshes.values() for group in mesh.get_all_groups()))

@@ -42,9 +42,9 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> StateDict:
-    """Convert the result of `optim_state_dict`, from any number of ranks, for `optim.load_state_dict`.
+    """Convert a state dict that `optim_state_dict` returned to the form that `optim.load_state_dict` takes.
 
-    `load_directly` also loads the result into `optim`.
+    The state dict may come from another number of ranks. `load_directly` also loads the result into `optim`.
     """
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _broadcast(optim_state_dict, group)
@@ -159,7 +159,7 @@ def _require_state_dict(optim: Any, given: Any) -> None:
 def _param_groups(
     optim: Any, given: list[StateDict], names: dict[int, list[str]], keys: dict[int, Any]
 ) -> list[StateDict]:
-    """Return the groups of `optim`, with the options of `given` and with parameters replaced by their `keys`."""
+    """Return the groups of `optim` with the options from `given`. Parameters are replaced by their `keys`."""
     groups: list[StateDict] = []
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
@@ -170,7 +170,6 @@ def _param_groups(
 
 
 def _broadcast(optim_state_dict: StateDict | None, group: Any) -> StateDict:
-    """Return rank 0's state dict on all ranks."""
     holder = [optim_state_dict]
     group = dist.group.WORLD if group is None else group
     with SharedCall("broadcast optimizer state", [group], meet=True):
@@ -254,7 +253,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """Convert the result of `sharded_optim_state_dict` for `optim.load_state_dict` on this rank."""
+    """Convert a result of `sharded_optim_state_dict` to the form that `optim.load_state_dict` takes on this rank."""
     _deprecated("flatten_sharded_optim_state_dict")
     return _to_load(model, optim, sharded_optim_state_dict)
 
@@ -307,7 +306,7 @@ def rekey_optim_state_dict(
 
 
 def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """Return `optim` or, without it, a stand-in for an optimizer built from `optim_input` (default: all parameters)."""
+    """Return `optim`. If it is None, return a stand-in with the parameters of `optim_input` (by default, all)."""
     if optim is not None:
         return optim
     inputs = list(model.parameters() if optim_input is None else optim_input)

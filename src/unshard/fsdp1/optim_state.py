@@ -37,7 +37,7 @@ class UnitParams:
     """The unit's parameters as an optimizer sees them, each with the original parameters inside."""
 
     def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of one kind of state. `states`: by parameter number; missing states become zeros."""
+        """Return this rank's shard of one kind of state. `states`: by parameter number; missing states become 0."""
         if states and not self.sharded.originals:
             return next(iter(states.values()))
         flat = torch.zeros_like(self.sharded.flat.local, dtype=dtype)
@@ -86,7 +86,7 @@ def optim_state_dict(
     *,
     for_loading: bool = False,
 ) -> StateDict:
-    """Return the optimizer's state by original name, in the model's state dict type. All ranks must call this.
+    """Return the optimizer's state by original parameter name, in the model's state dict type. All ranks must call it.
 
     `torch.distributed.checkpoint.load` fills only existing entries of its argument, and an optimizer has no state
     before its first step. `for_loading=True` adds the state that the first step would create, without
@@ -112,7 +112,7 @@ def states_to_save(
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)
-    for unit in units:  # also units that this optimizer does not step, because another rank's optimizer may
+    for unit in units:  # also units without parameters in this optimizer: another rank's optimizer may have them
         held = enumerate(id(parameter) for parameter, _ in unit.parameters)
         own = {number: given["state"].get(keys[key], {}) for number, key in held if key in keys}
         state.update(_unsharded_states(unit, own, settings))
@@ -272,7 +272,7 @@ def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSetti
 def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
     """Return the state that the first step would create for each of these parameters, by id.
 
-    The optimizer steps temporary zeros with zero gradients, so neither the optimizer nor the parameters change.
+    The optimizer takes a step with temporary zeros as parameters and gradients. The real ones do not change.
     """
     zeros = {id(each): nn.Parameter(torch.zeros_like(each)) for each in parameters}
     for zero in zeros.values():
@@ -314,7 +314,7 @@ DROPIN = "unshard.dropin.install() at the start of the program makes these funct
 
 
 def refuse_helpers(module: nn.Module, wrapped: bool) -> None:
-    """Refuse calls that PyTorch's checkpoint helpers get wrong. Call this in `_fqn_modifiers`, which they call first.
+    """Raise if PyTorch's checkpoint helpers are running and would give a wrong result. `_fqn_modifiers` calls this.
 
     The helpers would save a rank's shard of optimizer state as if it were all of it. `wrapped`: True for a wrapper,
     which adds a prefix to the names of parameters, but not to the keys of state dicts.

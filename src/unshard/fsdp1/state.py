@@ -91,7 +91,7 @@ class WrapperState(FSDPState):
 
     @property
     def owners(self) -> list[WrapperState]:
-        """States of other units that own parameters that this unit uses."""
+        """States of the other units whose parameters this unit uses."""
         return states_of(self.unit.borrows_from)
 
     def __getstate__(self) -> Any:
@@ -153,7 +153,7 @@ class WrapperState(FSDPState):
         return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None))
 
     def division(self) -> tuple[float, float]:
-        """Return the divisors of gradients before and after the reduction."""
+        """Return the numbers that gradients are divided by before and after the reduction."""
         shards, replicas = self.transports
         factors = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
         return factors.before, factors.after
@@ -223,13 +223,12 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
 
 
 def _get_module_fsdp_state(module: Any) -> Any:
-    """Return a wrapper itself, the state of a module that `composable.fully_shard` sharded, or None for others."""
+    """Return the wrapper itself or, after `composable.fully_shard`, the module's state. None for other modules."""
     state = module if isinstance(module, WrapperState) else wrapper_state_of(module)
     return module if state is not None and state.is_of_wrapper else state
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[Any], list[nn.Module]]:
-    """Return the states of the units at and below `module`, and the modules of these units, in `modules()` order."""
     found = {state: each for each in module.modules() if (state := _get_module_fsdp_state(each)) is not None}
     return list(found), list(found.values())
 
@@ -239,7 +238,6 @@ def _get_fsdp_states(module: nn.Module) -> list[Any]:
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Handle]:
-    """Return the handles of all units at and below `module` that have parameters."""
     return [state.handle for state in wrapper_states(module) if state.handle is not None]
 
 
@@ -287,7 +285,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Handle:
-    """Like PyTorch's `FlatParamHandle` of one unit. All values are read from the unit; the handle keeps no copies."""
+    """Acts like PyTorch's `FlatParamHandle` for one unit. All values are read from the unit, without copies."""
 
     def __init__(
         self,
@@ -368,7 +366,7 @@ class Handle:
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
 
     def _set_param_infos(self, parameter: Any) -> None:
-        """Set modules and names of parameters. Call this only if a program reads them: it creates a reference cycle."""
+        """Set modules and names of parameters. Call this only if a program reads them: this creates a cycle."""
         infos, shared = [], []
         for param in self._sharded.params:
             first, *others = [(location.name, location.module()) for location in param.locations]
@@ -380,7 +378,6 @@ class Handle:
 
 
 def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
-    """Return the sharded parameters of a flat unit, or None if the unit has no parameters."""
     if not unit.param_groups:
         return None
     sharded = unit.param_groups[0].sharded
@@ -389,13 +386,13 @@ def flat_sharded_of(unit: Unit) -> FlatShardedParams | None:
 
 
 def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of each parameter with elements on `rank`, and the offset of these in that rank's shard."""
+    """Yield (parameter number, offset in the rank's shard) for each parameter with elements on `rank`."""
     for region in sharded.shard.regions:  # one region, or none if this rank has no elements
         yield from region.begins(region.runs[0], rank)
 
 
 def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """View the elements of `param` in an unsharded flat parameter, gradient or state, in the parameter's shape."""
+    """Return a view of an unsharded flat parameter, gradient or state: the elements of `param`, in its shape."""
     cut = param.sharding
     return unsharded.as_strided(cut.shape, cut.stride, cut.begin)  # type: ignore[arg-type, union-attr]
 

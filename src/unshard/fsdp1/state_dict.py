@@ -51,7 +51,7 @@ class StateDictHandler:
         self._state, self._wrapper_prefix = state, wrapper_prefix
         self._summoned: ExitStack | None = None
         self._missing: list[str] = []
-        """Keys that the state dict to load lacks, of shared parameters that other units own."""
+        """Keys that the state dict to load lacks. Other units own the parameters with these keys."""
 
     def attach(self, module: nn.Module) -> None:
         """Register hooks on `module` that save and load, because `composable.fully_shard` creates no wrapper."""
@@ -74,7 +74,7 @@ class StateDictHandler:
     # -- saving ---------------------------------------------------------------------------------------------
 
     def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        """Return the state dict of `fill()`, which is torch's own `state_dict`, with this unit's entries converted."""
+        """Call torch's own `state_dict` (`fill`), convert this unit's entries to `_type`, and return the state dict."""
         self._begin_saving(module)
         try:
             state_dict = fill()
@@ -160,17 +160,16 @@ class StateDictHandler:
                         del state_dict[key]
 
     def _borrowed_keys(self, module: nn.Module, prefix: str) -> Keys:
-        """Return the keys, in this unit, of shared parameters that other units own."""
+        """Return this unit's keys for shared parameters that other units own."""
         return self._keys(module, prefix, self._state.unit.borrowed)
 
     def _shared_keys(self, module: nn.Module, prefix: str) -> list[tuple[WrapperState, Keys]]:
-        """Group `_borrowed_keys` by owner. Skip owners inside `summon_full_params`, which exposes all locations."""
+        """Group `_borrowed_keys` by owner. Skip owners inside `summon_full_params`: it exposes all locations."""
         keys = self._borrowed_keys(module, prefix)
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
 
     def _replace_by_flat_param(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Replace the original parameters with this rank's shard of the flat parameter."""
         sharded = self._flat_sharded()
         if sharded is None:
             return
@@ -233,7 +232,6 @@ class StateDictHandler:
             keys[:] = [clean_tensor_name(key) for key in keys]
 
     def _unshard(self, module: nn.Module, writeback: bool) -> None:
-        """Expose the full parameters until `_reshard`."""
         self._state.find_root(module)
         self._summoned = ExitStack()
         self._summoned.enter_context(full_params([self._state], writeback))
@@ -349,7 +347,6 @@ def set_state_dict_type(
 
 
 def _for_mesh(state: WrapperState, config: Any) -> Any:
-    """Return `config`. Sharded configs are set to use DTensors if and only if the module was wrapped with a mesh."""
     if isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
         return replace(config, _use_dtensor=state.groups.mesh is not None)
     return config

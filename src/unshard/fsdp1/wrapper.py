@@ -49,8 +49,8 @@ class FullyShardedDataParallel(nn.Module):
     """Wraps a module and shards its parameters over ranks, as one flat parameter per wrapped module.
 
     Wrapped modules inside `module` keep their own flat parameters. Build the optimizer after wrapping: `parameters()`
-    returns one flat parameter per unit or, with `use_orig_params`, the original parameters, of which each rank holds
-    consecutive elements. Parameters are unsharded inside forward and `summon_full_params`.
+    returns one flat parameter per unit. With `use_orig_params`, it returns the original parameters, and each rank holds
+    some of their elements. Parameters are unsharded inside forward and `summon_full_params`.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call `fn` with every module inside while this unit's parameters are unsharded, and keep what `fn` writes."""
+        """Call `fn` with this module and all modules inside while this unit is unsharded. What `fn` writes is kept."""
         if self._state.in_summon_full_params:
             raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
         with summon_full_params(self, recurse=False):
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fqn_modifiers(self) -> Any:
-        """Raise if the result of PyTorch's checkpoint helpers, which call this, would be wrong."""
+        """PyTorch's checkpoint helpers call this method. It raises if their result would be wrong."""
         refuse_helpers(self, wrapped=True)
         return getattr(self._modules[FSDP_WRAPPED_MODULE], "_fqn_modifiers", dict)()
 
@@ -300,7 +300,6 @@ class FullyShardedDataParallel(nn.Module):
         return self._state.training_state
 
     def _assert_state(self, expected: TrainingState | list[TrainingState]) -> None:
-        """Raise unless the module is in one of the expected states."""
         allowed = expected if isinstance(expected, list) else [expected]
         if self.training_state not in allowed:
             names = ", ".join(each.name for each in allowed)
