@@ -1,4 +1,4 @@
-"""The `unshard` command. Commands import torch lazily, so that help and usage errors are immediate."""
+"""The `unshard` command. Commands import torch lazily, so that help and usage errors appear at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _version() -> str:
 
 
 def _show(text: str, asked: bool = True) -> int:
-    """Print `text` as the help that the user asked for, or as an error if the user gave no command."""
+    # Without a command, the help is an error message.
     print(text, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 
@@ -184,7 +184,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a program with the drop-in installed. The program's exceptions and `sys.exit` reach the caller."""
+    """Run a program on unshard instead of torch.distributed.fsdp. Exceptions and `sys.exit` reach the caller."""
     as_module = arguments[:1] == ["-m"]
     rest = arguments[1:] if as_module else arguments
     asked = bool(rest) and rest[0] in _HELP
@@ -216,7 +216,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run_processes(arguments: list[str]) -> int:
-    """Call torchrun with these arguments. Each process that it starts runs `python -m unshard.dropin <program>`."""
+    """Call torchrun with these arguments. The processes that it starts run `python -m unshard.dropin <program>`."""
     launcher = importlib.import_module("torch.distributed.run")
     parsed = launcher.get_args_parser().parse_args(arguments)
     if parsed.no_python:
@@ -248,7 +248,7 @@ def _run_script(path: str) -> None:
 
 
 def _put_first(place: str) -> None:
-    """Set the first entry of `sys.path`, as Python does for a program. Do nothing in safe-path mode."""
+    # Python does the same for a program, except in safe-path mode.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = place
 
@@ -266,7 +266,7 @@ def _summarize() -> None:
 
 
 def _say(text: str) -> None:
-    """Print to stderr, on rank 0 only. stdout belongs to the program."""
+    # stdout belongs to the program.
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 

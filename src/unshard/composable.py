@@ -1,4 +1,4 @@
-"""The legacy composable call `fully_shard(module, mixed_precision=MixedPrecision(...))`: FSDP1 without a wrapper."""
+"""The legacy composable API `fully_shard(module, mixed_precision=MixedPrecision(...))`, FSDP1 without a wrapper."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> _Module:
-    """Shard the parameters of `module` that are in no other unit, as one flat parameter. Return the same module.
+    """Shard the parameters of `module` that are in no other unit, as one flat parameter. Returns `module`.
 
-    This is `FullyShardedDataParallel(module, use_orig_params=True, ...)`, except that names do not change, and that
-    every sharded module casts its inputs as a root does (`cast_root_forward_inputs`). Static methods of that class
-    (`state_dict_type`, `summon_full_params`, `optim_state_dict`, ...) also accept the returned module. `state_dict()`
-    returns full tensors unless another type is set.
+    This does the same as `FullyShardedDataParallel(module, use_orig_params=True, ...)`, with two differences. Names do
+    not change, and every sharded module casts its inputs as a root does (`cast_root_forward_inputs`).
+
+    Static methods of `FullyShardedDataParallel`, such as `state_dict_type`, `summon_full_params` and
+    `optim_state_dict`, also accept the returned module. `state_dict()` returns full tensors unless another state dict
+    type is set.
     """
     check_module(module, "fully_shard")
     precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)
@@ -84,13 +86,16 @@ def fully_shard(
 
 
 def _bound_weakly(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Bind `method` by a weak reference, because a bound method as an attribute would keep the module alive."""
+    # A bound method as an attribute of the module would keep the module alive.
     reference = weakref.ref(module)
     return lambda *args, **kwargs: method(reference(), *args, **kwargs)
 
 
 def _fqn_modifiers(self: nn.Module) -> Any:
-    """PyTorch's checkpoint helpers call this method. It raises if their result would be wrong."""
+    """Raise if the caller in `torch.distributed.checkpoint.state_dict` would save or load wrong values.
+
+    Otherwise, return what the class's own `_fqn_modifiers` returns, or an empty dict.
+    """
     refuse_helpers(self, wrapped=False)
     own = getattr(type(self), "_fqn_modifiers", None)
     return {} if own is None else own(self)
@@ -108,5 +113,5 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
 
 
 def _apply_inside(module: nn.Module, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    """Shard a module that the policy chose. `use_orig_params` is ignored, because it is always True here."""
+    # `use_orig_params` is always True here, and `fully_shard` does not take it.
     return fully_shard(module, **options)

@@ -25,7 +25,7 @@ class AppliedTwiceError(UnshardError, AssertionError):
 
 
 class UnnamedMeshError(UnshardError, AssertionError):
-    """A mesh has several dimensions without names."""
+    """A mesh has several dimensions, but no names for them."""
 
 
 class DimensionError(UnshardError, AssertionError):
@@ -49,15 +49,15 @@ class PickleError(UnsupportedError, pickle.PicklingError):
 
 
 class StateError(UnshardError, RuntimeError):
-    """Methods were called in a wrong order, or in a state that does not allow the call."""
+    """Methods were called in the wrong order, or while the model is in a state that does not allow the call."""
 
 
 class ArgumentTypeError(PolicyError, ArgumentError):
-    """An argument has a wrong type. PyTorch raises TypeError for some such arguments, ValueError for others."""
+    """An argument has the wrong type. PyTorch raises TypeError for some such arguments and ValueError for others."""
 
 
 class TrainingStateError(ConflictError, StateError, ArgumentError):
-    """A method needs a module at rest, but the module is computing or inside `summon_full_params`."""
+    """A method was called in forward, in backward or inside `summon_full_params`, where it is not allowed."""
 
 
 class OrderError(UnshardError, RuntimeError):
@@ -73,7 +73,7 @@ class ThreadError(StateError):
 
 
 class ParameterError(UnshardError, RuntimeError):
-    """A sharded parameter is on the meta device, on a wrong device, or has a wrong shape."""
+    """A sharded parameter is on the meta device or another wrong device, or has the wrong shape."""
 
 
 class GradientError(UnshardError, RuntimeError):
@@ -81,11 +81,11 @@ class GradientError(UnshardError, RuntimeError):
 
 
 class CheckpointError(UnshardError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or does not fit what it is loaded into."""
+    """A checkpoint cannot be written, is damaged, or does not fit the model or optimizer that loads it."""
 
 
 def listed(names: Iterable[object], most: int = 3) -> str:
-    """Format names for a message: "a, b, c and 4 more"."""
+    """Format names for a message, for example as "a, b, c and 4 more"."""
     shown = [str(name) for name in names]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more

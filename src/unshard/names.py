@@ -1,4 +1,4 @@
-"""Names without the prefixes of wrappers, the modules of a unit, and the parameters of an optimizer."""
+"""Removes wrapper prefixes from names, and lists the modules of a unit and the parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALL_PREFIXES = (CHECKPOINT_PREFIX, COMPILE_PREFIX, FSDP_PREFIX)
 def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPOINT_PREFIX)) -> str:
     """Remove all occurrences of `prefixes` from `name`.
 
-    By default, this returns the name that a parameter or buffer has in a state dict: `FullyShardedDataParallel` and
-    activation checkpointing do not change state dict keys, `torch.compile` does.
+    By default, this returns the name that a parameter or buffer has in a state dict. `FullyShardedDataParallel` and
+    activation checkpointing do not change the keys of a state dict, but `torch.compile` does.
     """
     for prefix in prefixes:
         name = name.replace(prefix, "")
@@ -26,7 +26,7 @@ def clean_tensor_name(name: str, prefixes: Sequence[str] = (FSDP_PREFIX, CHECKPO
 
 
 def behind_checkpoints(module: nn.Module) -> nn.Module:
-    """Return the module inside any wrappers of activation checkpointing or offloading."""
+    """Return the module inside all wrappers for activation checkpointing or activation offloading."""
     # Not getattr, which a wrapper forwards to the module that it wraps.
     while (inside := dict(module.named_children()).get(CHECKPOINT_PREFIX.rstrip("."))) is not None:
         module = inside
@@ -43,9 +43,9 @@ def behind_data_parallel(model: nn.Module) -> nn.Module:
 def modules_until(
     top: nn.Module, stop: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `top` and all modules below it as (name prefix, module), each module once and parents first.
+    """Yield `top` and all modules inside it as (name prefix, module). Each module comes once, and parents come first.
 
-    Skips modules for which `stop` returns True, and modules that are only inside such modules.
+    Modules for which `stop` returns True are skipped, and so are modules that are only inside such modules.
     """
     seen = set() if seen is None else seen
     if top not in seen and not stop(top):

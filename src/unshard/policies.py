@@ -1,4 +1,4 @@
-"""Policies that users pass to `fully_shard`. They are frozen dataclasses, validated on creation."""
+"""Policies that users pass to `fully_shard`. These are frozen dataclasses, which check their values on creation."""
 
 from __future__ import annotations
 
@@ -15,37 +15,42 @@ from .names import ALL_PREFIXES, clean_tensor_name
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype")
 # Rounding the frequencies of rotary embeddings gives wrong positions.
 _ALWAYS_KEPT = ("*inv_freq*",)
-# Fields of a unit's policy that overrides for some of its parameters cannot set.
+# Fields that only the policy of a unit can set, and overrides for some of its parameters cannot.
 _UNIT_ONLY = ("overrides", "buffer_dtype", "keep_buffers", "full_precision_in_eval")
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of one unit.
+    """The dtypes in which a unit computes and communicates.
 
-    ``param_dtype``: dtype of the all-gather and of compute; ``reduce_dtype``: dtype of the gradient reduction;
-    ``output_dtype``: floating-point outputs of forward are cast to it. ``None`` changes nothing.
-    ``cast_forward_inputs``: floating-point inputs of forward are cast to ``param_dtype``. Sharded parameters, sharded
-    gradients and optimizer state always keep the original dtype.
+    Sharded parameters, sharded gradients and optimizer state always keep the original dtype. A field that is ``None``
+    changes nothing.
 
-    The following fields are off by default; PyTorch's policy of this name does not have them.
+    ``param_dtype`` is the dtype of the all-gather and of compute. ``reduce_dtype`` is the dtype of the gradient
+    reduction. Floating-point outputs of forward are cast to ``output_dtype``. If ``cast_forward_inputs`` is True,
+    floating-point inputs of forward are cast to ``param_dtype``.
 
-    ``wire_dtype``: gradients are sent in this dtype and summed in the reduce dtype. With bf16 compute, fp32 reduction
-    and bf16 here, half the bytes are sent without losing precision. (Gradients accumulated over several backwards
-    without synchronization are rounded to ``wire_dtype``.)
+    The following fields are off by default. PyTorch's policy of the same name does not have them.
 
-    ``overrides``: a different dtype for parameters of this unit whose names match a pattern (``{"*norm*":
-    torch.float32}``). The first match wins. Names are those of ``named_parameters()`` of the sharded module, and
-    ``"*.router.*"`` also matches a top-level ``router``. A module whose parameters all match gets its inputs in that
-    dtype and returns outputs in ``param_dtype``. The value may also be a policy: its ``reduce_dtype``,
-    ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` then apply, and outputs are not cast without an
-    ``output_dtype``.
+    ``wire_dtype`` is the dtype in which gradients are sent. They are still summed in the reduce dtype. For example,
+    with bf16 compute, fp32 reduction and a ``wire_dtype`` of bf16, half the bytes are sent without losing precision.
+    However, gradients that are accumulated over several backwards without synchronization are rounded to
+    ``wire_dtype``.
 
-    ``buffer_dtype``: forward sees floating-point buffers in this dtype, except those whose names match a pattern in
-    ``keep_buffers``, those called ``inv_freq``, and those of modules with an override. The buffers themselves keep
-    their dtype, but writes in forward are rounded: list running statistics in ``keep_buffers``.
+    ``overrides`` sets a different dtype for parameters of this unit whose names match a pattern, for example
+    ``{"*norm*": torch.float32}``. The first match wins. Names are those of ``named_parameters()`` of the sharded
+    module, and ``"*.router.*"`` also matches a top-level ``router``. If all parameters of a module match, its
+    inputs are cast to that dtype, and its outputs to ``param_dtype``. The value may also be a policy. In this case, its
+    ``reduce_dtype``, ``output_dtype``, ``cast_forward_inputs`` and ``wire_dtype`` apply as well, and outputs are cast
+    only if it sets ``output_dtype``.
 
-    ``full_precision_in_eval``: in ``eval()`` mode, all-gather and compute in the original dtype, without casts.
+    ``buffer_dtype`` is the dtype in which forward sees floating-point buffers. It does not apply to buffers whose names
+    match a pattern in ``keep_buffers``, to buffers called ``inv_freq``, or to buffers of modules with an override. The
+    buffers themselves keep their dtype, but values that forward writes to them are rounded. List running statistics in
+    ``keep_buffers`` to avoid this.
+
+    If ``full_precision_in_eval`` is True, all-gather and compute use the original dtype in ``eval()`` mode, without
+    casts.
     """
 
     param_dtype: torch.dtype | None = None
@@ -106,7 +111,7 @@ class MixedPrecisionPolicy:
         return value
 
     def for_parameter(self, names: Iterable[str]) -> MixedPrecisionPolicy:
-        """Return the first override that matches one of a parameter's names, else this policy."""
+        """Return the first override that matches one of the names of a parameter, or this policy if none matches."""
         names = list(names)
         for pattern, policy in cast(tuple[tuple[str, MixedPrecisionPolicy], ...], self.overrides):
             if any(matches(name, pattern) for name in names):
@@ -121,7 +126,7 @@ class MixedPrecisionPolicy:
         return original
 
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients are accumulated without synchronization."""
+        """Return the dtype in which backwards without synchronization accumulate gradients."""
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -129,7 +134,10 @@ class MixedPrecisionPolicy:
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
-        """Return True if forward casts its inputs. `root`: the unit is the root. `empty`: it has no parameters."""
+        """Return True if forward casts its inputs.
+
+        `root` is True for the root unit, and `empty` is True for a unit without parameters.
+        """
         return self.cast_forward_inputs
 
     @property
@@ -139,11 +147,11 @@ class MixedPrecisionPolicy:
 
 
 class DtypeOverride(MixedPrecisionPolicy):
-    """An override given as a dtype. Outputs of modules with this override are cast to the unit's `param_dtype`."""
+    """An override that was passed as a dtype. Outputs of modules with it are cast to the unit's `param_dtype`."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if `pattern` matches the name of a parameter or buffer, with or without prefixes of wrappers."""
+    """Return True if `pattern` matches the name of a parameter or buffer, with or without wrapper prefixes."""
     plain = clean_tensor_name(name, ALL_PREFIXES)
     return any(fnmatchcase(each, pattern) for each in (name, plain, f".{plain}"))
 
@@ -173,15 +181,15 @@ def _pattern(field: str, pattern: Any) -> str:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Says where shards are stored between uses. This base class keeps shards on the device."""
+    """Says where parameters, gradients and optimizer state are stored. This base class keeps them on the device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Keeps sharded parameters, gradients and optimizer state in host memory. Compute and collectives use the device.
 
-    ``pin_memory`` keeps them in page-locked memory, which makes copies faster. Without an accelerator there is no such
-    memory, and the first unit warns.
+    If ``pin_memory`` is True, the host memory is page-locked, which makes copies faster. Without an accelerator,
+    page-locked memory is not available, and the first unit emits a warning.
     """
 
     pin_memory: bool = True
@@ -194,11 +202,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 class OptimizerOffloadPolicy(OffloadPolicy):
     """Keeps the optimizer state in host memory. Parameters and gradients stay on the device.
 
-    A step copies the state of a few parameters at a time to the device and back, and computes on the device with
-    identical results. The optimizer must be flat (``unshard.optim.flat``).
+    A step copies the state of a few parameters at a time to the device and back. It computes on the device, with the
+    same results as without offloading. The optimizer must be flat (``unshard.optim.flat``).
 
-    ``pin_memory`` keeps the state in page-locked memory, so that copies overlap with compute. Without an accelerator
-    there is no such memory, and the first unit warns.
+    If ``pin_memory`` is True, the host memory is page-locked, so that copies overlap with compute. Without an
+    accelerator, page-locked memory is not available, and the first unit emits a warning.
     """
 
     pin_memory: bool = True

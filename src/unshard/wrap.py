@@ -1,4 +1,7 @@
-"""Policies for `auto_wrap_policy`, which select modules to wrap as units, and manual wrapping with `wrap`."""
+"""Policies for `auto_wrap_policy`, and manual wrapping with `wrap`.
+
+A policy selects the modules of a model to wrap as units.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap the modules for which `lambda_fn` returns True."""
+    """Wrap modules for which `lambda_fn` returns True."""
     return True if recurse else lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Wrap the instances of the classes `transformer_layer_cls`."""
+    """Wrap instances of the classes in `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -72,9 +75,9 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Wrap modules with at least `min_num_params` elements that are not in other units, innermost first.
 
-    The policy does not look inside `force_leaf_modules`, which are meant for modules that read parameters of inner
-    modules without calling those modules. It does not wrap `exclude_wrap_modules`, which are meant for modules without
-    forward. The defaults are attributes of this function.
+    The policy does not look inside instances of `force_leaf_modules`. This is meant for modules that read parameters of
+    inner modules without calling those modules. The policy does not wrap instances of `exclude_wrap_modules`. This is
+    meant for modules without a forward. The defaults are attributes of this function.
     """
     own: Any = size_based_auto_wrap_policy
     if recurse:
@@ -107,7 +110,7 @@ class _Policy(ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps the instances of `module_classes`, with the arguments of the root."""
+    """Wraps instances of `module_classes`, with the same arguments as the root."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]):
         if isinstance(module_classes, type) or not isinstance(module_classes, Iterable):
@@ -136,7 +139,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wraps the modules for which `lambda_fn` returns True, or a dict of arguments that override the root's."""
+    """Wraps modules for which `lambda_fn` returns True, or a dict of arguments that override those of the root."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]):
         if not callable(lambda_fn):
@@ -171,7 +174,10 @@ _enabled: ContextVar[tuple[Callable[..., nn.Module], Kwargs] | None] = ContextVa
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """A context in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`. Outside, `wrap` is a no-op."""
+    """A context in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
+
+    Outside this context, `wrap` is a no-op.
+    """
     if _enabled.get() is not None:
         raise UnsupportedError("enable_wrap cannot be nested. Leave the first context before entering the second.")
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
@@ -182,7 +188,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap `module` with the arguments of `enable_wrap` and these overrides. Outside `enable_wrap`, return `module`."""
+    """Wrap `module` with the arguments of `enable_wrap`, overridden by `wrap_overrides`.
+
+    Outside `enable_wrap`, return `module`.
+    """
     enabled = _enabled.get()
     if enabled is None:
         return module

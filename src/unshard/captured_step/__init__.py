@@ -1,4 +1,4 @@
-"""A training step that is recorded once as a CUDA graph and then replayed: no Python runs in a replay."""
+"""Training steps that are recorded once as a CUDA graph and then replayed, without running any Python code."""
 
 from .step import CapturedStep, capture
 

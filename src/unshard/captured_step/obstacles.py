@@ -1,4 +1,4 @@
-"""Side effects of a step that a replay would not repeat, and the line of the program that stopped a recording."""
+"""Finds side effects of a step that a replay would not repeat, and the program line that stopped a recording."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .trained import Trained
 
 _SEED = 0x2D99787926D46932  # a seed that no program sets
 _watching: list[HostEffects] = []
-"""Instances whose step is running now."""
+"""The `HostEffects` of steps that are running now."""
 
 
 class HostEffects:
-    """Compares the state of the host before a step (`__init__`) and after it (`found`)."""
+    """Detects changes that a step makes on the host. Create it before the step, and call `found` after the step."""
 
     def __init__(self, trained: Trained, arguments: Arguments):
         self.trained, self._arguments = trained, arguments
@@ -33,13 +33,13 @@ class HostEffects:
         self._counters, self._signature = self._host_state(), trained.signature(None, ())
         self._awaited = trained.awaited()
         self.strangers: dict[str, None] = {}
-        """Classes of optimizers that stepped although they were not passed to `capture`."""
+        """Class names of optimizers that stepped although they were not passed to `capture`."""
         self._generators = _generators()
         _watch_optimizers()
         _watching.append(self)
 
     def stop(self) -> None:
-        """Stop watching optimizers. Call this when the step has ended, even if it raised."""
+        """Stop watching optimizers. Call this when the step has ended, even if the step raised an exception."""
         _watching.remove(self)
 
     def found(self) -> str:
@@ -76,12 +76,14 @@ class HostEffects:
         )
 
     def _learning_rates(self) -> list[tuple[int, int]]:
-        """Return the id of each learning rate, and its version counter if it is a tensor."""
         rates = [group.get("lr") for optimizer in self.trained.optimizers for group in optimizer.param_groups]
         return [(id(rate), version_of(rate) if isinstance(rate, torch.Tensor) else 0) for rate in rates]
 
     def _host_state(self) -> dict[tuple[str, str], list[Any]]:
-        """Return optimizers' numbers and version counters of CPU tensors, by class name and state key or attribute."""
+        """Return numbers that optimizers keep on the host, and the version counters of their CPU tensors.
+
+        Each key of the result is a pair: the class name of an optimizer, and an attribute name or a state key.
+        """
         found: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for optimizer in self.trained.optimizers:
             name, device = type(optimizer).__name__, self.trained.device
@@ -98,7 +100,7 @@ class HostEffects:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register `_note_step` once, for all optimizers. Removing the hook later would invalidate recordings."""
+    """Register the hook `_note_step` for all optimizers. Removing the hook later would invalidate recordings."""
     register_optimizer_step_pre_hook(_note_step)
 
 
@@ -109,7 +111,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 
 def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
-    """Yield numbers, and version counters of CPU tensors, in `value` and its nested containers."""
+    """Yield the numbers in `value` and its nested containers, and the versions of tensors that are not on `device`."""
     if isinstance(value, int | float):
         yield value
     elif isinstance(value, torch.Tensor):
@@ -121,7 +123,6 @@ def _on_host(value: Any, device: torch.device | None) -> Iterator[Any]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return comparable states of the host's random number generators, including numpy's if it is imported."""
     states = {"torch (a CPU generator)": torch.random.get_rng_state().tolist(), "random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -132,10 +133,10 @@ def _generators() -> dict[str, Any]:
 
 @contextmanager
 def refusing_seeds(trained: Trained) -> Iterator[None]:
-    """Make a recording raise if the step sets the device's seed or random state, because a replay would not set these.
+    """A context in which a recording raises an exception if the step sets the device's seed or random state.
 
-    In a recording, CUDA refuses a seed that differs from the current seed and ignores an equal one, so this context
-    sets a seed that no program uses.
+    A replay would not set these. During a recording, CUDA raises an exception if the step sets a new seed, but not if
+    the step sets the current seed again. This context therefore sets a seed that no program uses.
     """
     device = trained.device
     if device is None or device.type != "cuda" or trained.has_dropout_of_cudnn():

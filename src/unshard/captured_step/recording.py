@@ -1,4 +1,7 @@
-"""A CUDA graph of one step: how the ranks agree to record it, and how it is recorded, undone and replayed."""
+"""Records a step as a CUDA graph and replays it.
+
+The ranks agree on whether to record. If any rank fails, all of them undo the recording.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from ..torch_private import end_failed_recording, forget_scaler_stages, tree_fla
 from .signature import Arguments
 from .trained import Snapshots, Trained
 
-PATIENCE = 60.0  # seconds that a rank waits for other ranks, as the step itself would
-KEPT = 64  # calls whose keys stay in the store; ranks are never that far apart
+PATIENCE = 60.0  # seconds that a rank waits for other ranks, for which the step itself would also wait
+KEPT = 64  # number of calls whose keys stay in the store; ranks are never that many calls apart
 
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Counters that number captured steps, by default process group."""
+"""Maps each default process group to a counter that numbers captured steps."""
 _numbers_without_group = count(-1, -1)
 
 
@@ -39,15 +42,15 @@ _numbers_without_group = count(-1, -1)
 class Answer(Enum):
     YES = "yes"
     NO = "no"
-    """A rank does not want to record."""
+    """At least one rank does not want to record this call."""
     REFUSED = "refused"
-    """A rank cannot record, now or later."""
+    """At least one rank cannot record this call, now or later."""
     LATE = "late"
-    """A rank did not answer in time."""
+    """At least one rank did not answer in time."""
 
 
 def next_number() -> int:
-    """Return the number of a new captured step. The steps with the same number on all ranks decide together."""
+    """Return a number for a new captured step. The ranks agree on recordings of steps with equal numbers."""
     grouped = dist.is_initialized()
     return next(_numbers.setdefault(dist.group.WORLD, count(1)) if grouped else _numbers_without_group)
 
@@ -56,14 +59,17 @@ class Agreement:
     """Lets ranks agree, through the job's store, on whether to record a call of one captured step."""
 
     def __init__(self, ranks: Sequence[int], number: int):
-        """`ranks` decide together. If `ranks` is empty, this process decides alone."""
+        """Let `ranks` agree on the captured step `number`. If `ranks` is empty, this process decides alone."""
         self._size, self._cleans = len(ranks), bool(ranks) and dist.get_rank() == ranks[0]
         self._store: dist.Store | None = None
         if self._size > 1:
             self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
 
     def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
-        """Return the ranks' common answer for `call`. `wanted`: this rank's vote. Wait `patience` seconds at most."""
+        """Return the decision of all ranks about `call`, after waiting at most `patience` seconds for other ranks.
+
+        `wanted` is this rank's vote. `about` names the decision, because a call may need several decisions.
+        """
         store, name = self._store, f"{call} {about}"
         if store is None:
             return Answer.YES if wanted else Answer.NO
@@ -81,7 +87,7 @@ class Agreement:
         return Answer(store.get(name).decode())
 
     def refuse(self, call: int, about: str) -> None:
-        """Tell the other ranks that this rank cannot record, so that they do not wait."""
+        """Tell the other ranks that this rank cannot record `call`, so that they do not wait for this rank."""
         if self._store is not None:
             self._clean(self._store, call, about)
             self._settle(self._store, f"{call} {about}", Answer.REFUSED)
@@ -102,7 +108,7 @@ class Agreement:
 
 @cache
 def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all captured steps share, because cuBLAS keeps 32 MiB for each stream and thread."""
+    """Return the stream that all captured steps share, because cuBLAS allocates 32 MiB per stream and thread."""
     # High priority: casts and copies on side streams run in the gaps of compute.
     stream = torch.cuda.Stream(device, priority=-1)
     # Let cuBLAS allocate now. In a step, it would get part of a larger block, which could then never be freed.
@@ -113,7 +119,7 @@ def _stream_of_steps(device: torch.device) -> torch.cuda.Stream:
 
 
 class Recorder:
-    """The stream that steps run on, and the memory pool that their recordings share."""
+    """Runs and records the steps of one `CapturedStep`. All recordings share one memory pool."""
 
     def __init__(self, device: torch.device):
         torch.cuda.empty_cache()  # free memory that other streams cached: the first steps need as much on this stream
@@ -121,16 +127,16 @@ class Recorder:
         self._pool: Any = None
         self._alive = 0
         self._pool_is_spent = False
-        """True after a failed recording, which makes the pool unusable according to torch's sources."""
+        """True after a failed recording. According to torch's sources, the pool can then no longer be used."""
         self._failed: list[torch.cuda.CUDAGraph] = []
-        """Graphs of failed recordings, kept alive because the allocator may still ask whether they use a stream."""
+        """Graphs of failed recordings. They must stay alive because torch's allocator may still refer to them."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context that runs work on the stream of steps, between earlier and later work of the current stream.
+        """A context that runs work on the recording stream, between earlier and later work of the current stream.
 
-        Eager steps also use the stream that steps are recorded on, because autograd remembers the stream that first
-        used a parameter, and a recording must not depend on other streams.
+        Eager steps also use the recording stream, because autograd remembers the stream that first used a parameter. A
+        recording must not depend on another stream.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -141,7 +147,10 @@ class Recorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[..., Any], arguments: Arguments) -> Recording:
-        """Record `step` without running it. Raises the step's exceptions, and CUDA's if the step cannot be recorded."""
+        """Record `step` without running it on the device.
+
+        Raises the exceptions of the step, and CUDA's exceptions if the step cannot be recorded.
+        """
         is_new = self._pool_is_spent or not self._alive
         if is_new:
             self._pool, self._pool_is_spent = torch.cuda.graph_pool_handle(), False
@@ -151,16 +160,17 @@ class Recorder:
             if is_new:
                 self._take_at_once(nbytes)
             returned = static.run(step)
-        # Torch has queued writes of a random seed and offset on that stream. Replays must write theirs later.
+        # Torch has queued writes of a random seed and offset on the recording stream. Replays must write theirs later.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._alive += 1
         detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, returned)
         return Recording(static, collectives, graph, detached, self._dropped)
 
     def wait(self) -> None:
-        """Wait for replays to end. Otherwise, dropping a recording could free memory that its last replay still uses.
+        """Wait until all replays have ended. Call this before dropping a recording.
 
-        With `expandable_segments`, torch waits only for the stream that allocated the memory, not for replays.
+        Otherwise, the drop could free memory that the last replay still uses. With `expandable_segments`, torch waits
+        only for the stream that allocated the memory, not for replays.
         """
         torch.cuda.synchronize(self._device)
 
@@ -168,7 +178,7 @@ class Recorder:
         self._alive -= 1
 
     def _give_back(self) -> int:
-        """Free the memory that eager steps left cached, and return an upper bound of a step's peak memory."""
+        """Free the memory that eager steps have left cached. Return an upper bound of a step's peak memory in bytes."""
         torch.cuda.synchronize(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
@@ -178,10 +188,10 @@ class Recorder:
         return min(given_back, peak)
 
     def _take_at_once(self, nbytes: int) -> None:
-        """Fill the empty pool with one block, which the step then splits.
+        """Allocate `nbytes` from the empty pool as one block and free the block, which the step then splits.
 
-        Otherwise the pool gets a block for each allocation that fits no free block, and the blocks that forward frees
-        are too small for backward.
+        Otherwise, the pool gets a new block for every allocation that fits no free block. The blocks that forward frees
+        are then too small for backward.
         """
         settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         can_split = torch.cuda.get_allocator_backend() == "native" and "max_split_size_mb" not in settings
@@ -190,7 +200,7 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Like `torch.cuda.graph`, but cleans up after a failed recording. torch would leave its own stream current."""
+        """Record like `torch.cuda.graph`. Unlike that context, restore the current stream if the recording fails."""
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads, such as data loaders, may use the device meanwhile.
@@ -199,7 +209,7 @@ class Recorder:
                     yield
                 except BaseException:
                     with suppress(RuntimeError), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # "the graph is empty"; the exception says why
+                        warnings.simplefilter("ignore")  # torch warns about an empty graph; the exception says why
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -213,7 +223,7 @@ class Recorder:
 
 @dataclass(eq=False)
 class Recording:
-    """A recorded step. Only `replay` runs the step; recording it does not."""
+    """A step that was recorded without running on the device. Each `replay` runs it."""
 
     _static: Arguments
     _collectives: Recorded
@@ -221,9 +231,9 @@ class Recording:
     _returned: Any
     _on_drop: Callable[[], None]
     gradients: Snapshots | None = None
-    """Gradients after a replay. None if a replay leaves the same gradients as before the call."""
+    """Snapshots of the gradients after a replay. None if they equal the snapshots before the call."""
     written: list[ShardedGrad] = field(default_factory=list)
-    """Gradients that a replay may write; the program must not hold any of them."""
+    """Gradients that a replay writes. Before a replay, only the `.grad` of parameters may refer to these tensors."""
     used: int = 0
     """Number of the last call that replayed this recording."""
 
@@ -231,27 +241,27 @@ class Recording:
         self._returned, self._structure = tree_flatten(self._returned)
 
     def can_replay(self, trained: Trained) -> bool:
-        """Return True if the memory of the gradients that a replay writes exists and is free to be written."""
+        """Return True if the memory of the gradients that a replay writes still exists and may be overwritten."""
         if self.gradients is not None and not trained.can_restore(self.gradients):
             return False
         return all(grad.attached or grad.idle for grad in self.written)
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the step with these arguments. The next replay overwrites the returned tensors."""
+        """Run the step with `tensors` as its tensor arguments. The next replay overwrites the returned tensors."""
         check_replay(self._collectives)
         self._static.fill(tensors)
         self._graph.replay()
-        return tree_unflatten(self._returned, self._structure)  # new containers: the program may change them
+        return tree_unflatten(self._returned, self._structure)  # new containers, because the program may change them
 
     def drop(self) -> None:
-        """Free the recording's memory. Call this before destroying the process group, which waits for the graph."""
+        """Free the recording's memory. Call this before the process group is destroyed, or NCCL waits forever."""
         self._graph.reset()
         self._returned = []
         self._on_drop()
 
 
 def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
-    """Return a function that restores the host's view of gradients and optimizer state after a failed recording."""
+    """Return a function that undoes the changes of a failed recording to models and optimizers on the host."""
     state = [entry for each in trained.optimizers for entry in each.state.values() if type(entry) is dict]
     dicts: list[tuple[dict[Any, Any], dict[Any, Any]]]
     dicts = [(each, dict(each)) for each in (*trained.tensor_dicts(), *state)]
@@ -259,7 +269,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
     dicts += [(vars(each), dict(vars(each))) for each in trained.optimizers]
 
     def restore() -> None:
-        """Undo the changes of a failed recording on the host. The recording has run nothing on the device."""
+        # Only the host has changed, because a recording runs nothing on the device.
         for root in trained.roots():
             root.abandon()
         for each in trained.unmanaged:  # they had no gradients before
@@ -282,7 +292,7 @@ def restorer(trained: Trained, gradients: Snapshots) -> Callable[[], None]:
 
 @contextmanager
 def _without_earlier_casts() -> Iterator[None]:
-    """Clear autocast's cache, because a recording must neither read earlier casts nor leave its own in the cache."""
+    """A context with an empty autocast cache. A recording must not read earlier casts or leave its own in the cache."""
     torch.clear_autocast_cache()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Comparison of calls that may share a recording: objects, arguments, settings of optimizers, and signatures."""
+"""Compares the arguments and settings of calls, to decide whether the calls can share a recording."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, Number),
 )
-"""Types of immutable arguments, which calls compare by value."""
+"""Types of immutable arguments. Such arguments are compared by value."""
 
 _PLAIN = frozenset((torch.Tensor, bool, int, float, str, NoneType))
-"""Types of most arguments that are not containers."""
+"""The most common types of arguments that are not containers."""
 
 _O = torch.optim
 _CAPTURABLE = (_O.Adam, _O.AdamW, _O.Adamax, _O.NAdam, _O.RAdam, _O.RMSprop, _O.Rprop, _O.Adadelta, _O.ASGD)
@@ -35,17 +35,18 @@ _NO_SETTINGS = ("params", "param_names")
 
 
 class SameObjects:
-    """A list that equals any list of the same objects in the same order. It keeps them alive, so ids are not reused.
+    """A list that equals any list of the same objects in the same order.
 
-    Objects are compared with `is`: tensors with equal values are different objects, and programs may override `==`.
-    Every call compares such lists with the previous call, so the loops run in C.
+    Objects are compared with `is`, because `==` would compare the values of tensors. The list keeps the objects alive,
+    so their ids are not reused. The loops over the objects run in C, because every call of a step compares several of
+    these lists.
     """
 
     def __init__(self, objects: list[Any]):
         self.objects = objects
 
     def followed_by(self, objects: list[Any]) -> SameObjects:
-        """Return self if it has exactly these objects, else a new list of them."""
+        """Return self if it contains exactly these objects in this order. Otherwise, return a new list of them."""
         mine = self.objects
         return self if len(mine) == len(objects) and all(map(is_, mine, objects)) else SameObjects(objects)
 
@@ -63,17 +64,16 @@ class SameObjects:
 
 
 def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
-    """Return the values of all dicts in one list, in order."""
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 class Arguments:
-    """The arguments of one call, flattened."""
+    """The flattened arguments of one call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._args, self._kwargs = args, kwargs
         self._structure: Any
-        """A `TreeSpec`, or the keys of `kwargs` if there are no containers, because flattening takes time."""
+        """The keys of `kwargs` if all argument types are in `_PLAIN`, which saves time. Otherwise, a `TreeSpec`."""
         if _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
             self.leaves, self._structure = [*args, *kwargs.values()], tuple(kwargs)
         else:
@@ -81,13 +81,14 @@ class Arguments:
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def signature(self) -> Any:
-        """Return a value that is equal for arguments that can share a recording. Tensors count by their metadata."""
+        """Return a value that is equal for arguments that can share a recording. For tensors, only metadata counts."""
         return self._structure, tuple(map(_described, self.leaves))
 
     def obstacle(self, device: torch.device, is_part: Callable[[Any], bool]) -> str:
         """Return the reason why a recording on `device` cannot take these arguments, or an empty string.
 
-        `is_part` returns True for models and optimizers of the step, because their changes are detected separately.
+        `is_part` returns True for models and optimizers of the step. These can be arguments, because their changes are
+        detected separately.
         """
         for leaf in self.leaves:
             if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)) and not is_part(leaf):
@@ -111,16 +112,15 @@ class Arguments:
         return ""
 
     def versions(self) -> list[int]:
-        """Return the version counters of the tensors, which grow with every write."""
         return list(map(version_of, self.tensors))
 
     def run(self, step: Callable[..., Any]) -> Any:
         return step(*self._args, **self._kwargs)
 
     def static(self) -> Arguments:
-        """Return a copy of the arguments, with tensors at fixed addresses, which replays read."""
+        """Return a copy of the arguments for a recording. Replays read the tensors of this copy, which `fill` sets."""
         static = Arguments(*tree_map(_copied, (self._args, self._kwargs)))
-        # Detach: the step may make the copies require gradients, and then `fill` could not write them.
+        # The step may make the copies require gradients. Without `detach`, `fill` could then not write to them.
         static.tensors = [each.detach() for each in static.tensors]
         return static
 
@@ -144,10 +144,11 @@ def _described(leaf: Any) -> Any:
 
 
 class LearningRates:
-    """The learning rates of an optimizer as tensors, so that a replay reads what a scheduler or the program has set.
+    """Keeps the learning rates of an optimizer in tensors, so that replays read the current values.
 
-    The optimizer groups contain the program's own numbers, except while a step runs. Nothing changes if the optimizer
-    reads its learning rate on the host, or if the program itself passes a tensor.
+    The optimizer groups contain these tensors while a step runs. At all other times, they contain the numbers that the
+    program or a scheduler has set. A group is left unchanged if the optimizer reads the learning rate on the host, or
+    if the program has set a tensor as the learning rate.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
@@ -173,7 +174,8 @@ class LearningRates:
     def _move_counters(self, parameters: list[Any]) -> None:
         """Move step counters to the device, where `capturable` optimizers expect them.
 
-        Parameters of a flat optimizer may share a counter. NAdam keeps a second number besides its counter.
+        Parameters of a flat optimizer may share a counter, which is moved once. NAdam has a second number besides its
+        counter, which is moved as well.
         """
         moved: dict[int, torch.Tensor] = {}
         for parameter in parameters:
@@ -184,9 +186,9 @@ class LearningRates:
 
     @contextmanager
     def shown(self, recorded: bool = False) -> Iterator[None]:
-        """A context in which optimizer groups hold the tensors, so that a scheduler's step writes to these.
+        """A context in which optimizer groups contain the tensors, so that a scheduler's step writes to the tensors.
 
-        `recorded`: True if the step is recorded instead of run, so that the tensors get no new values.
+        Set `recorded` if the step is recorded and does not run. The learning rates then do not change.
         """
         optimizer = self._optimizer
         shown = [
@@ -205,7 +207,7 @@ class LearningRates:
 
 
 def _reads_on_device(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return True if the optimizer can read the learning rate from a tensor, and the program has set a number."""
+    """Return True if `group["lr"]` is a number, and the optimizer can read the learning rate from a device tensor."""
     if not isinstance(group.get("lr"), Real):
         return False
     if not group.get("fused"):
@@ -217,24 +219,24 @@ def _reads_on_device(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _can_be_capturable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return True for torch's optimizers that do nothing on the host if `capturable` is set."""
+    """Return True for torch's optimizers that run entirely on the device if `capturable` is set."""
     kind = type(optimizer).base if isinstance(optimizer, Flat) else type(optimizer)
     if kind is torch.optim.Rprop and group.get("foreach") and not isinstance(optimizer, Flat):
-        return False  # torch then cannot copy lists of DTensors
+        return False  # torch cannot copy lists of DTensors in this case
     return kind in _CAPTURABLE and "capturable" in group
 
 
 class OptimizerSettings:
-    """The settings of all optimizer groups. A call reads them again only if one was assigned or can change in place."""
+    """Caches the settings of all optimizer groups, until one of them is assigned or may have changed in place."""
 
     def __init__(self, optimizers: Sequence[Optimizer]):
         self._optimizers = optimizers
         self._all = SameObjects([])
         self._can_change_in_place = True
         self.tensors = SameObjects([])
-        """Settings that are tensors."""
+        """The settings that are tensors."""
         self.compared: tuple[tuple[tuple[str, Any], ...], ...] = ()
-        """Names and values for each optimizer group: equal for calls that can share a recording."""
+        """Names and values of settings, by optimizer group. They must be equal for two calls to share a recording."""
 
     def look(self) -> None:
         """Update `tensors` and `compared` if the program has assigned a setting, or may have changed one in place."""
@@ -249,13 +251,12 @@ class OptimizerSettings:
 
 
 def _settings(optimizer: Optimizer, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the settings that a recording repeats. This excludes a learning rate that is read on the device."""
     left_out = (*_NO_SETTINGS, "lr") if _reads_on_device(optimizer, group) else _NO_SETTINGS
     return tuple([(name, _comparable(value)) for name, value in group.items() if name not in left_out])
 
 
 def _comparable(value: Any) -> Any:
-    """Return a value that compares numbers by value and device tensors, which replays read, by identity."""
+    """Return an object that compares the numbers in `value` by value, and device tensors by identity."""
     if isinstance(value, int | float | str | NoneType | Number):
         return value
     if isinstance(value, tuple | list):
@@ -288,7 +289,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Signature:
-    """Calls with equal signatures can share a recording. Warnings show the field names."""
+    """Properties of a call. Calls with equal signatures can share a recording. Warnings contain the field names."""
 
     arguments: Any
     train_or_eval_mode_of_modules: tuple[bool, ...]
@@ -309,11 +310,11 @@ class Signature:
         return hash(tuple(vars(self).values()))
 
     def __hash__(self) -> int:
-        return self._hash  # computed once: there are hundreds of values
+        return self._hash  # computed once, because there are hundreds of values
 
 
 def changed_rates(one: Signature, other: Signature) -> list[int]:
-    """Return the indices of optimizer groups with different learning rates, or [] if anything else differs, too."""
+    """Return the indices of optimizer groups with different learning rates, or [] if anything else differs as well."""
     mine, theirs = one.settings_of_optimizer_groups, other.settings_of_optimizer_groups
     if replace(one, settings_of_optimizer_groups=theirs) != other or len(mine) != len(theirs):
         return []
@@ -347,7 +348,6 @@ def difference(one: Signature, other: Signature) -> str:
 
 
 def _shown(described: tuple[Any, ...]) -> str:
-    """Format an argument as `_described` returns it: type and value, or the metadata of a tensor."""
     if len(described) == 2:
         return f"{described[1]!r:.80}"
     return f"a tensor of shape {tuple(described[1])} and {described[3]}"

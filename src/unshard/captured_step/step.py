@@ -1,4 +1,4 @@
-"""Decides for each call of a step whether to run, record or replay it."""
+"""Decides whether a call of a step runs eagerly, is recorded, or replays a recording."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .trained import Identity, Trained
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RECORDING_SECONDS = 600.0  # to wait for other ranks to finish recording, which may run compilers
-SIGNATURES = 64  # signatures without a recording that are remembered
+RECORDING_SECONDS = 600.0  # how long to wait for other ranks to record, because recording may run compilers
+SIGNATURES = 64  # how many signatures without a recording are remembered
 UNUSED_CALLS = 100  # calls after which an unused recording may be dropped for another signature
 WARN_AFTER = 10  # warn if nothing was recorded in WARN_AFTER * `warmup` calls
 TRIES = 3  # attempts to record while other ranks are late or cannot record
-RATES = 3  # new signatures that differ only in learning rates, before a warning
-REFUSALS_TOLD = 64  # calls for which this rank tells the others that it does not record
+RATES = 3  # warn after this many new signatures that differ only in learning rates
+REFUSALS_TOLD = 64  # for how many calls this rank tells the others that it does not record
 
 _PREVENTED = {
     Answer.LATE: f"did not join a recording within {PATIENCE:.0f} s. Call the step on all ranks, with the same shapes "
     "and settings",
     Answer.REFUSED: "could not record a call",
 }
-"""Reasons that complete the words "another rank"."""
+"""Texts for warnings. Each text follows the words "another rank"."""
 
 _alive: weakref.WeakSet[CapturedStep[..., Any]] = weakref.WeakSet()
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Default process groups whose destruction drops all recordings first."""
+"""Default process groups for which `forget_all` is registered to run before their destruction."""
 
 
 def capture(
@@ -57,16 +57,19 @@ def capture(
     warmup: int = 3,
     max_graphs: int = 4,
 ) -> CapturedStep[P, R]:
-    """Return a callable with the arguments of `step` that records the step as a CUDA graph and replays it.
+    """Return a callable that records `step` as a CUDA graph and replays it. The callable takes the arguments of `step`.
 
-    `step` is a training step or part of one: forward, loss, backward, clipping, scaler, optimizer, `zero_grad`. It
-    takes tensors on the GPU. Pass everything that it trains with: `model` and `optimizer` (or lists), and `scaler`.
+    `step` is a training step or part of one, such as forward, loss, backward, clipping, scaler, optimizer and
+    `zero_grad`. Tensors among its arguments must be on the GPU. `model` must contain all modules that
+    `step` trains, and `optimizer` all optimizers that it steps (one object or a list). `scaler` is its gradient scaler.
 
-    The first `warmup` calls run eagerly, the next one is recorded, and later ones are replays: the device repeats the
-    step with the current values of parameters, optimizer state, learning rates, scale and arguments, and with new
-    random numbers. No Python of the step runs in a replay. Results are valid until the next call. There is one
-    recording for each signature (shapes and dtypes of tensors, other arguments, train or eval mode, whether gradients
-    are synchronized, optimizer settings), and at most `max_graphs`.
+    The first `warmup` calls run eagerly, the next call is recorded, and later calls are replays. In a replay, the
+    device repeats the step with the current values of parameters, optimizer state, learning rates, scale and arguments,
+    and with new random numbers. No Python code of the step runs. Results are valid until the next call.
+
+    There is one recording for each signature, up to `max_graphs` recordings. The signature of a call consists of the
+    shapes and dtypes of tensors, the other arguments, train or eval mode, optimizer settings, and whether gradients are
+    synchronized.
 
     Steps that cannot be recorded run eagerly, with a warning that says why. On a CPU, there is no warning.
     """
@@ -87,7 +90,7 @@ def capture(
 
 
 class CapturedStep(Generic[P, R]):
-    """A step that is run eagerly, recorded or replayed. Created by `capture`."""
+    """A step whose calls run eagerly, are recorded, or replay a recording. `capture` creates it."""
 
     def __init__(self, step: Callable[P, R], trained: Trained, warmup: int, max_graphs: int):
         update_wrapper(self, step, updated=())
@@ -99,22 +102,22 @@ class CapturedStep(Generic[P, R]):
         self._warned: set[str] = set()
         self._identity: Identity | None = None
         self._last_signature: Signature | None = None
-        """The signature of the last call. It replaces an equal signature, because its hash is already cached."""
+        """The signature of the last call. Calls with an equal signature reuse this object, which caches its hash."""
         self._rates: list[LearningRates] = []
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
         self._number = next_number()
         self._answers: Counter[Answer] = Counter()
-        """The ranks' decisions about calls that this rank wanted to record."""
+        """Number of times that the ranks gave each answer, for calls that this rank wanted to record."""
         self._drops = self._refusals_told = 0
-        """How often recordings were dropped, and how often this rank told the others that it cannot record."""
+        """How often recordings were dropped, and how often this rank told other ranks that it cannot record."""
         self._new_rates = 0
-        """Signatures since the last recording that differ from others only in learning rates."""
+        """Number of signatures since the last recording in which only the learning rates were new."""
         _alive.add(self)
 
     @property
     def recordings(self) -> int:
-        """Number of recorded signatures."""
+        """The number of recorded signatures."""
         return len(self._recorded)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,7 +152,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def forget(self) -> None:
-        """Drop all recordings and free their memory. The next calls run eagerly; later calls record again."""
+        """Drop all recordings and free their memory. The next calls run eagerly, and later calls record again."""
         self._wait()
         self._forget()
 
@@ -176,7 +179,10 @@ class CapturedStep(Generic[P, R]):
             rates.refresh()
 
     def _signature(self, arguments: Arguments, device: torch.device) -> Signature | None:
-        """Drop outdated recordings. Return the call's signature, or None if it can be neither recorded nor replayed."""
+        """Drop outdated recordings, and return the signature of the call.
+
+        Return None if the call can be neither recorded nor replayed.
+        """
         trained = self._trained
         trained.rest()
         gradients = trained.gradients()
@@ -210,7 +216,6 @@ class CapturedStep(Generic[P, R]):
         return self._last_signature
 
     def _is_due(self, signature: Signature) -> bool:
-        """Return True if the signature ran often enough and there is room for a recording."""
         # Recordings that are invalidated repeatedly cost more than they save.
         needed = self._warmup << min(max(0, self._drops - 1), 10)
         if self._counts.get(signature, 0) < needed:
@@ -228,7 +233,7 @@ class CapturedStep(Generic[P, R]):
         if self._agreement is None:
             self._agreement = Agreement(self._trained.ranks(), self._number)
         if signature in self._refused:
-            if self._refusals_told < REFUSALS_TOLD:  # not in every call, because it takes time
+            if self._refusals_told < REFUSALS_TOLD:  # not in every call, because telling takes time
                 self._refusals_told += 1
                 self._agreement.refuse(self._calls, "begin")
             return False
@@ -252,7 +257,7 @@ class CapturedStep(Generic[P, R]):
     # -- eager ----------------------------------------------------------------------------------------------
 
     def _run(self, arguments: Arguments, signature: Signature | None) -> Any:
-        """Run the step eagerly. The call counts as warmup if it has a signature."""
+        """Run the step eagerly. The call counts as warmup if `signature` is not None."""
         if self._recorder is None:
             return arguments.run(self._step)
         if signature is None or signature in self._refused:
@@ -269,7 +274,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _step_to_rest(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, then reshard units kept for the next forward, because replays must end with sharded units."""
+        """Run the step, then reshard units that it kept for the next forward. Replays must end with sharded units."""
         awaited = self._trained.awaited()
         result = self._step(*args, **kwargs)
         if self._trained.awaited() <= awaited:
@@ -319,7 +324,7 @@ class CapturedStep(Generic[P, R]):
     # -- recording ------------------------------------------------------------------------------------------
 
     def _record(self, signature: Signature, arguments: Arguments) -> Recording | None:
-        """Record the call. Return None if any rank could not record, so that all ranks run the step eagerly."""
+        """Record the call. If any rank cannot record it, return None on all ranks, which then run the step eagerly."""
         assert self._recorder is not None and self._agreement is not None
         trained = self._trained
         while len(self._recorded) >= self._max_graphs:
@@ -361,7 +366,6 @@ class CapturedStep(Generic[P, R]):
         return None
 
     def _refuse(self, signature: Signature, reason: str) -> None:
-        """Warn, and remember not to record this signature again."""
         self._refused[signature] = None
         if len(self._refused) > SIGNATURES:
             del self._refused[next(iter(self._refused))]
@@ -377,12 +381,12 @@ class CapturedStep(Generic[P, R]):
 
 
 def can_record(device: torch.device) -> bool:
-    """Return False on a CPU, and while another captured step, whose recording includes this step, is recorded."""
+    """Return True on a CUDA device, except during another step's recording. That recording then includes this step."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _drop_before_destruction() -> None:
-    """Make torch drop recordings before it destroys process groups, because NCCL would wait forever for the graphs."""
+    """Let torch call `forget_all` before it destroys process groups. Otherwise, NCCL would wait for graphs forever."""
     if dist.is_initialized() and dist.group.WORLD not in _told:
         _told.add(dist.group.WORLD)
         call_before_destruction(forget_all)

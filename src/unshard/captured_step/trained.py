@@ -51,7 +51,7 @@ from ..torch_private import (
 from .signature import OptimizerSettings, SameObjects, Signature, values_of
 
 Snapshots = tuple[GradientSnapshot, ...]
-"""Snapshots of the gradients of each param group."""
+"""One snapshot of the gradients for each param group."""
 
 _training, _requires_grad, _grad, _unit_options = map(attrgetter, ("training", "requires_grad", "grad", "options"))
 _root, _param_state = attrgetter("root"), attrgetter("param_state")
@@ -62,7 +62,7 @@ _policy, _shards, _shard = attrgetter("policy"), attrgetter("shards"), attrgette
 _reductions = attrgetter("gradients.reductions")
 _BY_IDENTITY = ("all_reduce_hook", "forward_prefetch", "backward_prefetch")
 _flags = attrgetter(*(each.name for each in fields(Options) if each.name not in (*_BY_IDENTITY, "post_optim_event")))
-"""Gets all options except `_BY_IDENTITY`, which are compared by identity, and the event, which `obstacle` refuses."""
+"""Gets the options that are compared by value. `post_optim_event` is not compared, because `obstacle` refuses it."""
 _option_objects = attrgetter(*_BY_IDENTITY)
 _WITHOUT_PARTS = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose objects contain no other tensors."""
@@ -74,17 +74,17 @@ class Identity(NamedTuple):
 
     model: list[Any]
     other: list[Any]
-    """Hooks, and optimizer state, which the first step creates."""
+    """Hooks and optimizer state. Their changes do not restart the warmup, because the first step creates state."""
 
 
 class Trained:
-    """Models, optimizers and scaler of a step. Each call compares them with the previous call, in fast C loops."""
+    """The models, optimizers and scaler of a step. Loops in C find changes since the previous call of the step."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any):
         self._models, self.optimizers, self.scaler = models, optimizers, scaler
         self._modules: list[nn.Module] = []
         self._empty_dicts: list[dict[str, Any]] = []
-        """Empty dicts of children, parameters or buffers. The next three lists contain the dicts that are not empty."""
+        """The modules' empty dicts of children, parameters or buffers. The next three lists contain all other dicts."""
         self._child_dicts: list[dict[str, Any]] = []
         self._parameter_dicts: list[dict[str, Any]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
@@ -104,14 +104,14 @@ class Trained:
         self.units: list[Unit] = []
         self._groups: list[ParamGroup] = []
         self.parameters: list[torch.Tensor] = []
-        """Parameters that modules or optimizers hold."""
+        """All parameters of the models and the optimizers."""
         self.unmanaged: list[torch.Tensor] = []
         """Parameters that are not sharded."""
         self._cast_buffers: list[ModuleBuffers] = []
-        """Buffers that the forward of their unit sees in another dtype."""
+        """Buffers that a unit casts to another dtype for its forward."""
 
     def look(self) -> None:
-        """Detect changes of the models (added or removed modules, replaced parameters), and follow them."""
+        """Find modules and parameters again if modules were added or removed, or if parameters were replaced."""
         children = self._children.followed_by(values_of(self._child_dicts))
         has_changed = not self._modules or any(self._empty_dicts) or children is not self._children
         if has_changed:
@@ -132,7 +132,6 @@ class Trained:
         self._hooks_made = -1
 
     def _look_at_parameters(self, modules_changed: bool = False) -> None:
-        """Find units and parameters again if a parameter was replaced, or if `modules_changed`."""
         held = self._held.followed_by(values_of(self._parameter_dicts))
         optimized = self._optimized.followed_by(list(chain.from_iterable(map(optimizer_parameters, self.optimizers))))
         same = held is self._held and optimized is self._optimized
@@ -150,7 +149,7 @@ class Trained:
         self._hooks_made = -1
 
     def is_part(self, value: Any) -> bool:
-        """Return True for modules of the models, optimizers, the scaler, and other modules that have no tensors."""
+        """Return True if `value` is the scaler, an optimizer, a module of the models, or a module without tensors."""
         if isinstance(value, nn.Module):
             return value in self._modules or next(chain(value.parameters(), value.buffers()), None) is None
         return value is self.scaler or any(value is each for each in self.optimizers)
@@ -163,10 +162,10 @@ class Trained:
         return self.parameters[0].device if self.parameters else None
 
     def ranks(self) -> list[int]:
-        """Return the ranks that train these models together, or [] if collectives are not compared.
+        """Return the ranks that train these models together, or [] if the ranks do not compare their collectives.
 
-        Flat parameters do not record which ranks replicate them. If these are only a part of the job, each set of ranks
-        that shards the parameters decides on its own.
+        For flat parameters, only the ranks that shard them are known, not the ranks that replicate them. If both
+        together are not all ranks of the job, each set of ranks that shards the parameters decides on its own.
         """
         found: set[int] = set()
         for group in self._groups:
@@ -179,7 +178,7 @@ class Trained:
         return sorted(found)
 
     def has_dropout_of_cudnn(self) -> bool:
-        """Return True if a module has dropout whose state cuDNN keeps, and rebuilds for each seed."""
+        """Return True if a recurrent module in train mode has dropout. cuDNN rebuilds dropout state for each seed."""
         return any(isinstance(each, nn.RNNBase) and each.dropout and each.training for each in self._modules)
 
     def roots(self) -> list[Root]:
@@ -220,11 +219,11 @@ class Trained:
         return ""
 
     def rest(self) -> None:
-        """Reshard units that an evaluation or a call of `unshard()` left unsharded."""
+        """Reshard units that stayed unsharded after an evaluation or a call of `unshard()`."""
         self._rest(self._left_unsharded())
 
     def rest_after(self, result: Any) -> None:
-        """Reshard units that the step keeps for the next forward, unless `result` may be a view of their memory."""
+        """Reshard units that were kept for the next forward, unless `result` may contain views of their memory."""
         kept = [unit for unit in self._left_unsharded() if unit.kept_for_forward]
         values = tree_flatten(result)[0] if kept else []
         if all(isinstance(each, _WITHOUT_PARTS) for each in values):
@@ -249,8 +248,9 @@ class Trained:
     def follow_changes(self) -> None:
         """Let units and flat optimizers copy replaced parameters, parameters with new memory, and loaded state.
 
-        Otherwise, the next step would make these copies and, if it is recorded, so would every replay. Skip units
-        without a root: the root resolves tied parameters in the first forward, and a first call is never recorded.
+        Without this method, the next step would make these copies. If that step is recorded, every replay would repeat
+        them. Units without a root are skipped, because the root resolves tied parameters in the first forward. That
+        forward is never recorded.
         """
         if not all(group.sharded.is_bound() for group in self._groups):
             for unit in self.units:
@@ -264,8 +264,8 @@ class Trained:
     def release_memory(self) -> None:
         """Free the memory of cleared gradients and of unfinished all-gathers.
 
-        The next forward would free this memory too late: a recording would keep writing to memory that has new owners.
-        The memory also fragments the blocks of earlier steps, which then cannot be freed.
+        The next forward would free this memory too late. If that forward is recorded, replays would write to the memory
+        when it already has new owners. Also, the memory keeps the allocator from freeing the blocks of earlier steps.
         """
         for unit in self.units:
             for group in unit.param_groups:
@@ -274,14 +274,18 @@ class Trained:
                     group.release_gathered()
 
     def forget_casts(self) -> None:
-        """Drop casts of buffers. A recording needs its own casts, and replays do not raise the versions of buffers."""
+        """Drop the cached casts of buffers.
+
+        A recording must create its own casts. Cached casts would become outdated without notice, because a replay that
+        writes a buffer does not change the buffer's version.
+        """
         for buffers in self._cast_buffers:
             buffers.forget_casts()
 
     # -- what recordings depend on ------------------------------------------------------------------------
 
     def identity(self) -> Identity:
-        """Return what all recordings rely on. Unchanged entries stay the same objects, so comparing them is fast."""
+        """Return the current `Identity`. Unchanged lists of objects are reused, so comparing two identities is fast."""
         self._buffers = self._buffers.followed_by(values_of(self._buffer_dicts))
         attributes = [each for each in values_of(map(vars, self.optimizers)) if isinstance(each, torch.Tensor)]
         self._state = self._state.followed_by(values_of(self._entries_of_state()) + attributes)
@@ -308,7 +312,10 @@ class Trained:
         )
 
     def _look_at_memory(self) -> None:
-        """Sort tensors by how programs replace their memory: plain ones by `.data`, DTensors by a new local tensor."""
+        """Separate plain tensors from DTensors.
+
+        `identity` detects replaced memory by the address of a plain tensor, and by the local tensor of a DTensor.
+        """
         tensors = [*self.parameters, *self._buffers.tensors()]
         self._dtensors = [each for each in tensors if isinstance(each, DTensor)]
         self._plain = [each for each in tensors if not isinstance(each, DTensor)]
@@ -329,7 +336,7 @@ class Trained:
         )
 
     def _hooks(self) -> list[tuple[int, ...]]:
-        """Return the ids of all hooks. Search for hooks only if one was registered anywhere since the last call."""
+        # Search for hooks only if one was registered anywhere since the last call.
         made = hooks_made()
         if made != self._hooks_made:
             self._hooks_made = made
@@ -339,7 +346,6 @@ class Trained:
         return list(map(tuple, self._hooked))
 
     def tensor_dicts(self) -> list[dict[str, Any]]:
-        """Return the dicts in which all modules hold their parameters and buffers."""
         return [own(module) for own in (own_parameters, own_buffers) for module in self._modules]
 
     def tensors(self) -> SameObjects:
@@ -349,14 +355,14 @@ class Trained:
         return SameObjects([*SameObjects(held).tensors(), *self._settings.tensors.tensors()])
 
     def _entries_of_state(self) -> list[dict[str, Any]]:
-        """Return the entries of optimizer state that are dicts. Some optimizers also store other objects."""
         entries = [entry for each in self.optimizers for entry in each.state.values()]
+        # Some optimizers store other objects besides dicts.
         if {dict}.issuperset(map(type, entries)):
             return entries
         return [each for each in entries if isinstance(each, dict)]
 
     def signature(self, arguments: Any, gradients: Snapshots) -> Signature:
-        """Return the signature of a call, which selects a recording. `gradients`: gradients before the call."""
+        """Return the signature of a call, which selects a recording. `gradients` are snapshots before the call."""
         with quick_attributes():
             requires_grad = tuple(map(_requires_grad, self.parameters))
         self._settings.look()
@@ -414,7 +420,7 @@ class Trained:
         return self.unit_left_unsharded() or self.obstacle_in(self.gradients())
 
     def unit_left_unsharded(self) -> str:
-        """Return a reason that names a unit that is not at rest after the step, or an empty string."""
+        """Return a reason that names a unit that is not at rest, or an empty string if all units are at rest."""
         for unit in self.units:
             if not unit.at_rest:
                 return (
@@ -424,7 +430,7 @@ class Trained:
         return ""
 
     def stages(self) -> tuple[Any, ...]:
-        """Return the scaler's stage for each optimizer since the scaler's last update."""
+        """Return the scaler's stage for each optimizer (for example, unscaled or stepped) since its last `update`."""
         return () if self.enabled_scaler is None else scaler_stages(self.scaler)
 
 

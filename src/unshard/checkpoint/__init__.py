@@ -1,17 +1,20 @@
-"""Checkpoints of a run: model, optimizer, scheduler, scaler, data and random numbers, for any number of ranks.
+"""Saves a training run and loads it on any number of ranks.
 
-values                         state as JSON
-storage manifest files         the file system; the format; data files
-folders                        published checkpoints, saves in progress, leftovers
-ranks                          work that all ranks do together; mismatches that any rank finds
-save                           the plan (which rank writes which box), writing and publishing
-host_buffers saver             saving in the background
-load                           comparing tensors with a model; loading
-optimizer                      saving and loading optimizer state
-full_state_dict full_optimizer_state_dict    unsharded tensors, to and from rank 0
-safetensors                    loading and writing safetensors files
-reports                        `verify`, `inspect`, `diff` and the report of `prove_resume`
-prove_resume                   a proof that a run resumes
+A checkpoint contains the state of the model, optimizer, scheduler, scaler, data and random number generators.
+
+values                      converts state to JSON and back
+storage                     wraps the file system calls
+manifest, files             define the format, and read and write data files
+folders                     names, publishes and deletes checkpoint folders
+ranks                       runs work on all ranks, and collects the mismatches that ranks find
+save                        plans which rank writes which box, writes the files and publishes the checkpoint
+host_buffers, saver         save in the background
+load                        compares tensors with a model and loads them
+optimizer                   saves and loads optimizer state
+full_state_dict, full_optimizer_state_dict    gather unsharded tensors on rank 0 and load them from there
+safetensors                 loads and writes safetensors files
+reports                     reports on checkpoints (`verify`, `inspect`, `diff`)
+prove_resume                checks that a run resumes bitwise
 """
 
 from ..errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: writing buffers to a file, and reading tensors from files."""
+"""Writes the data files of a checkpoint, and reads tensors from them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from .manifest import BlockChecksums, FileEntry, StoredBox, TensorEntry, checksu
 from .values import DTYPES
 
 CHUNK_BYTES = 32 * 2**20
-"""Tensors are copied to the host, and to and from files, in pieces of about this size.
+"""Approximate size of the pieces in which tensors are copied to the host, and to and from files.
 
-Smaller pieces would slow down background saves: the thread needs the GIL between two pieces, and training may hold it.
+With smaller pieces, the background thread of a save would wait more often for the GIL, which training may hold.
 """
 
 PIECE_ELEMENTS = 2**20
-"""Number of elements that `CheckpointFiles.pieces` reads at a time."""
+"""Maximum number of elements in each tensor that `CheckpointFiles.pieces` yields."""
 STRIP_BLOCKS = 16
-"""Number of consecutive blocks that one thread verifies."""
+"""Maximum number of blocks that a verification thread takes at a time."""
 VERIFYING_THREADS = 4
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield indices that split a tensor into groups of rows, each of about CHUNK_BYTES."""
     if tensor.ndim == 0 or tensor.nbytes <= CHUNK_BYTES:
         yield ...
         return
@@ -41,13 +40,16 @@ def _rows(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def copy_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a few rows at a time, because torch copies strided rows on the host before it copies them to a device."""
+    """Copy `source` to `target` in groups of rows, which limits the temporary host memory.
+
+    PyTorch makes a contiguous host copy of strided rows before it copies the rows to a device.
+    """
     for rows in _rows(target):
         target[rows].copy_(source[rows])
 
 
 def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield the bytes of `view`, cast to `dtype`, in row-major order and in pieces. Copy only if necessary."""
+    """Cast `view` to `dtype` and yield its bytes in pieces, in row-major order. Memory is copied only if necessary."""
     view, contiguous = view.detach(), view.is_contiguous()
     view = view.reshape(-1) if contiguous else view
     for rows in [...] if contiguous and view.device.type == "cpu" else _rows(view):
@@ -58,7 +60,8 @@ def host_pieces(view: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expected: int | None = None) -> FileEntry:
     """Write the buffers to a new file, wait until the file is on the disk, and return its manifest entry.
 
-    `expected`: the required file size. Any thread may call this function, because it uses no model or process group.
+    `expected` is the required file size in bytes. Any thread may call this function, because it uses no model or
+    process group.
     """
     checksums = BlockChecksums(algorithm, path)
 
@@ -76,14 +79,14 @@ def write_file(path: Path, buffers: Iterable[memoryview], algorithm: str, expect
 
 
 class CheckpointFiles:
-    """The manifest and data files of one checkpoint, as a context manager. Files are opened on first use."""
+    """Context manager that reads the manifest of a checkpoint, and opens its data files on first use."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
         self._files: dict[int, BinaryIO] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._verified: set[tuple[int, int]] = set()
-        """(file, block) numbers that `pieces` has already verified. Small tensors share blocks."""
+        """(file, block) numbers that `pieces` has verified. A block with several tensors is verified only once."""
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -92,7 +95,7 @@ class CheckpointFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        # Do not close the maps: tensors may still view them. A file is unmapped with the last tensor that views it.
+        # Do not close the maps, because tensors may still view them. The last of these tensors unmaps the file.
         self._maps.clear()
 
     def _open(self, number: int) -> BinaryIO:
@@ -114,8 +117,8 @@ class CheckpointFiles:
         return file
 
     def verify(self, file: int, blocks: Iterable[int]) -> None:
-        """Verify the checksums of these blocks of a file, using several threads; raise for the first damaged block."""
-        self._open(file)  # once, before the threads need it
+        """Verify the checksums of some blocks of a file on several threads, and raise for the first damaged block."""
+        self._open(file)  # open the file before several threads need it
         ordered = sorted(blocks)
         strips = [ordered[first : first + STRIP_BLOCKS] for first in range(0, len(ordered), STRIP_BLOCKS)]
         if len(strips) <= 1:
@@ -132,7 +135,7 @@ class CheckpointFiles:
 
     def _verify_strip(self, file: int, blocks: Sequence[int]) -> None:
         entry, size = self.manifest.files[file], self.manifest.block_bytes
-        buffer = memoryview(bytearray(min(size, entry.nbytes)))  # reused, so that it stays in the CPU cache
+        buffer = memoryview(bytearray(min(size, entry.nbytes)))  # reused, so it stays in the CPU cache
         for block in blocks:
             part = buffer[: min(size, entry.nbytes - block * size)]
             data = storage.read_at(self._files[file], block * size, part)
@@ -146,7 +149,7 @@ class CheckpointFiles:
                 )
 
     def blocks_of(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, range]]:
-        """Yield the number of each file that holds elements of a box, and which blocks of that file hold them."""
+        """Yield (file number, range of block numbers) for each stored box that overlaps `box`."""
         size = self.manifest.block_bytes
         for stored in entry.boxes:
             common = box.intersection(stored.box)
@@ -155,7 +158,7 @@ class CheckpointFiles:
                 yield stored.file, range(begin // size, -(-end // size))
 
     def copy(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-        """Copy a box of a stored tensor to `target`, without verifying checksums."""
+        """Copy a box of a stored tensor to `target` without verifying checksums."""
         for stored in entry.boxes:
             common = box.intersection(stored.box)
             if common is not None:
@@ -163,7 +166,7 @@ class CheckpointFiles:
                 copy_pieces(target[common.slices_in(box)], source[common.slices_in(stored.box)])
 
     def _tensor(self, entry: TensorEntry, stored: StoredBox) -> torch.Tensor:
-        """Return a stored box as a view of the mapped file. The system reads pages from the disk on first access."""
+        """Return a stored box as a view of the mapped file. The system reads each page on first access."""
         file = self._open(stored.file)
         if stored.file not in self._maps:
             self._maps[stored.file] = storage.map_file(file)
@@ -174,7 +177,7 @@ class CheckpointFiles:
         return flat.view(dtype).view(stored.box.size)
 
     def pieces(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield the elements of a tensor in row-major order, as verified 1-d tensors of at most PIECE_ELEMENTS."""
+        """Verify a tensor and yield it in row-major order, as 1-D tensors of at most PIECE_ELEMENTS elements."""
         numel = prod(entry.shape)
         for first in range(0, numel, PIECE_ELEMENTS):
             piece = torch.empty(min(PIECE_ELEMENTS, numel - first), dtype=DTYPES[entry.dtype])
@@ -185,5 +188,5 @@ class CheckpointFiles:
                     self._verified |= new
                 self.copy(entry, box, piece[start : start + box.numel].view(box.size))
             yield piece
-            # Unmap the files, because pages that were read would otherwise stay in this process's memory.
+            # Unmap the files. Otherwise, all pages that were read would stay in this process's memory.
             self._maps.clear()

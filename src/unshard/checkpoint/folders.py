@@ -1,12 +1,12 @@
-"""The folders under a checkpoint path: published checkpoints, saves in progress, and leftovers of dead saves.
+"""Names, publishes and deletes the folders under a checkpoint path.
 
     step_00000012                         a published checkpoint
-    .saving_step_00000012_<random>        a save that is not published yet; rank 0 holds a lock on its file `lock`
+    .saving_step_00000012_<random>        a save in progress, for which rank 0 locks the file `lock` in this folder
     .deleting_step_00000008_<random>      a checkpoint that is being deleted
-    damaged_step_00000012_<random>        an incomplete checkpoint that a save of the same step has renamed
+    damaged_step_00000012_<random>        an incomplete checkpoint that a later save of the same step has renamed
 
-A rename publishes a folder after everything in it is on the disk. Another rename hides a folder before anything in it
-is deleted. So an interrupted save or deletion never leaves an incomplete folder with a public name.
+A save renames its folder to the public name after all files are on the disk. A deletion first renames the folder to a
+hidden name. An interrupted save or deletion therefore never leaves an incomplete folder with a public name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DAMAGED = "damaged_"
 _LOCK = "lock"
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNLOCKED_SECONDS = 3600.0
-"""Age at which a save without a lock file counts as dead. Younger saves may be about to create their lock file."""
+"""Age at which a save folder without a lock file is deleted. Before that, the save may still create the lock file."""
 
 
 def folder_name(step: int) -> str:
@@ -38,7 +38,7 @@ def folder_name(step: int) -> str:
 
 
 def published(path: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) for each folder with a public name, highest step first. Manifests are not read."""
+    """Return (step, folder) for each folder named `step_<number>`, highest step first, without reading manifests."""
     try:
         names = storage.names_in(path)
     except OSError as error:
@@ -48,10 +48,10 @@ def published(path: Path) -> list[tuple[int, Path]]:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the checkpoint with the highest step under `path`; None if there is none.
+    """Return the folder of the checkpoint with the highest step under `path`, or None if there is none.
 
-    Folders without a valid manifest are skipped with a warning in the log. A manifest that exists and cannot be read
-    (for example, for lack of permission) raises a CheckpointError.
+    Folders without a valid manifest are skipped, and a warning is logged for each of them. If a manifest exists but
+    cannot be read (for example, because permission is missing), a CheckpointError is raised.
     """
     if not storage.is_folder(Path(path)):
         return None
@@ -64,7 +64,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _problem_of(folder: Path) -> CheckpointError | None:
-    """Return the reason why `folder` is not a complete checkpoint, or None. Raise if its manifest cannot be read."""
+    """Return an error if `folder` is not a complete checkpoint, or else None. Raise if the manifest is unreadable."""
     try:
         read_manifest(folder)
     except CheckpointError as error:
@@ -76,13 +76,13 @@ def _problem_of(folder: Path) -> CheckpointError | None:
 
 
 def later_than(step: int, path: Path) -> Path | None:
-    """Return the latest complete checkpoint under `path` with a step after `step`, or None."""
+    """Return the latest complete checkpoint under `path` with a higher step than `step`, or None."""
     later = (folder for each, folder in published(path) if each > step)
     return next((folder for folder in later if _problem_of(folder) is None), None)
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """Return `path` if it names a checkpoint, else the latest checkpoint under `path`. Raise if there is none."""
+    """Return `path` if it is a checkpoint, or else the latest checkpoint under `path`. Raise if there is none."""
     given = Path(path)
     if _PUBLIC.fullmatch(given.absolute().name) or storage.exists(given / MANIFEST):
         return given
@@ -95,7 +95,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 class Unpublished:
-    """The folder of a save in progress and the lock on that folder. Only rank 0 creates this object."""
+    """Creates, locks and publishes the folder of a save. Only rank 0 uses this class."""
 
     def __init__(self, path: Path, step: int):
         self.target = path / folder_name(step)
@@ -123,7 +123,7 @@ class Unpublished:
         return CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
 
     def publish(self) -> None:
-        """Give the folder its public name. Call this when all files in it are on the disk."""
+        """Rename the folder to its public name. Call this after all files in it are on the disk."""
         storage.sync_folder(self.folder)
         try:
             storage.rename(self.folder, self.target)
@@ -146,10 +146,10 @@ class Unpublished:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete the folders of dead saves and of interrupted deletions under `path`.
+    """Delete the folders of dead saves and interrupted deletions under `path`.
 
-    Rank 0 holds the lock of a save's folder until the save ends or the process dies, so a free lock means a dead save.
-    If the lock is taken, or the file system does not support locks, the folder stays.
+    Rank 0 locks the folder of a save until the save ends or the process dies, so a folder that can be locked belongs to
+    a dead save. Folders are kept if their lock is taken or if the file system does not support locks.
     """
     for name in storage.names_in(path):
         folder = path / name
@@ -163,7 +163,7 @@ def _remove_if_dead(folder: Path) -> None:
     try:
         lock = storage.lock(folder / _LOCK)
     except FileNotFoundError:
-        with suppress(OSError):  # the save has just published or removed the folder
+        with suppress(OSError):  # the save may have published or removed the folder meanwhile
             if storage.age_of(folder) > _UNLOCKED_SECONDS:
                 storage.delete(folder)
         return
@@ -177,7 +177,7 @@ def _remove_if_dead(folder: Path) -> None:
 def keep_only(path: Path, count: int, newest: Path) -> None:
     """Delete all checkpoints except `newest` and the `count` - 1 others with the highest steps.
 
-    `newest` has just been published. Folders without a valid manifest are neither counted nor deleted.
+    `newest` was just published. Folders without a valid manifest are neither counted nor deleted.
     """
     others = [folder for _, folder in published(path) if folder != newest and _is_whole(folder)]
     for folder in others[count - 1 :]:
@@ -185,7 +185,7 @@ def keep_only(path: Path, count: int, newest: Path) -> None:
         try:
             storage.rename(folder, hidden)
             storage.sync_folder(path)
-        except OSError as error:  # the save itself succeeded: the new checkpoint is published
+        except OSError as error:  # the save succeeded, so do not raise
             _log.warning("%s could not be deleted: %s", folder, error)
             continue
         _delete(hidden)
@@ -199,8 +199,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _delete(hidden: Path) -> None:
-    """Delete a checkpoint that was renamed for deletion. If this fails, log a warning: the next save tries again."""
-    if not storage.delete(hidden):
+    if not storage.delete(hidden):  # `remove_leftovers` tries again before the next save
         _log.warning("%s could not be deleted completely. Check who owns its files.", hidden)
 
 

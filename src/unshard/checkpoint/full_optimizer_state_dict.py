@@ -1,4 +1,4 @@
-"""Full optimizer state dicts by parameter name, gathered from or loaded into sharded models.
+"""Gathers and loads full optimizer state dicts of sharded models. The state dicts use parameter names as keys.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": tensor([...])}, ...},
      "param_groups": [{"params": ["head.weight", ...], "lr": 0.1, ...}]}
@@ -25,17 +25,17 @@ from .ranks import Differences, begin, on_first_rank, rank_and_size, together
 from .values import decode, encode, stored_names
 
 OWN_VALUES = ("step",)
-"""Keys of state with one value per parameter. For 0-D parameters, its shape is the same as with one per element."""
+"""Keys of state with one value per parameter, not per element. For 0-D parameters, both kinds have the same shape."""
 
 
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
 ) -> dict[str, Any]:
-    """Return the optimizer's state, as full tensors, and its groups, by the names of the model's parameters.
+    """Return the full optimizer state dict, keyed by the names of the model's parameters.
 
-    All ranks must call this. Tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
-    dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state. A tied parameter appears under
-    its first name.
+    All ranks must call this function. The tensors are copies, which are gathered one at a time. With `rank0_only`, all
+    ranks except rank 0 get an empty dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state.
+    A tied parameter appears under the first of its names in module order.
     """
     _, ranks, full = gather("the full optimizer state", model, optimizer, rank0_only, cpu_offload)
     rank, _ = rank_and_size()
@@ -61,7 +61,7 @@ def full_optimizer_state_dict(
 
 
 def _first_names(ranks: list[RankPart]) -> dict[str, str]:
-    """Map a parameter's stored name to its first name in module order. The names differ only for tied parameters."""
+    """Map each parameter's stored name to its first name in module order. Only tied parameters have several names."""
     found: dict[str, str] = {}
     for part in ranks:
         held_as = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in part.aliases.items()}
@@ -76,22 +76,22 @@ def _first_names(ranks: list[RankPart]) -> dict[str, str]:
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> None:
-    """Load rank 0's result of `full_optimizer_state_dict` into the optimizer of a model, sharded or not.
+    """Load a full optimizer state dict from rank 0 into the optimizer of a model, which may be sharded.
 
-    All ranks must call this; only rank 0's `state_dict` is used. Tensors are broadcast one at a time. If names are
-    missing or unexpected, or shapes do not match, all ranks raise a CheckpointError before anything changes.
-    `strict=False` ignores missing and unexpected names.
+    All ranks must call this function, but only rank 0 has to pass the result of `full_optimizer_state_dict`. Tensors
+    are broadcast one at a time. If names are missing or unexpected, or if shapes do not match, all ranks raise a
+    CheckpointError before anything changes. `strict=False` ignores missing and unexpected names.
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}
-    """The tensors of the state dict. Empty on all ranks but rank 0."""
+    """The tensors of the state dict by name. Only rank 0 fills this dict."""
     names: dict[str, str] = {}
-    """Maps the name of a tensor in this rank's model to its name in the state dict."""
+    """Maps tensor names in this rank's model to tensor names in the state dict."""
     targets: dict[str, HeldTensor] = {}
     load: OptimizerLoad
 
     def compare() -> tuple[Differences, list[str], list[str]]:
-        """Return the differences, the names of tensors that this rank needs in part, and of those it needs in full."""
+        """Return the differences, the names of sharded tensors to load, and the names of tensors to load in full."""
         nonlocal load
         differences, state = Differences(), model_state(model)
         own_entry, own_tensors = _by_own_names(entry, tensors, state, names)
@@ -123,9 +123,9 @@ def load_full_optimizer_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, optimizer: Optimizer, values: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry], str]:
-    """Describe rank 0's state dict to other ranks: an optimizer entry, tensors, and the device type to send from.
+    """Describe rank 0's state dict for the other ranks, and add its tensors to `values`.
 
-    Adds the tensors themselves to `values`.
+    Returns the optimizer entry, the tensor entries, and the device type to send tensors from.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
@@ -146,8 +146,8 @@ def _described(
             others[key] = value
     options = {key for group in groups for key in group["options"]}
     entry = {
-        # The state dict does not name its optimizer. Assume another one if options are both added and missing, because
-        # schedulers only add options, and older versions of torch only lack some.
+        # The state dict does not name its optimizer. Assume a different one if options are both added and missing:
+        # schedulers only add options, and older versions of PyTorch only lack some.
         "defaults": sorted(options - {"initial_lr"}) if set(optimizer.defaults) - options else [],
         "groups": groups,
         "state": state,
@@ -172,7 +172,7 @@ def _group(number: int, group: Mapping[str, Any], values: dict[str, torch.Tensor
 
 
 def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> Any:
-    """Encode one entry of a parameter's state as JSON. Add tensors to `values` and return a mark in their place."""
+    """Encode a state value. If the value is sharded in the optimizer, add it to `values` and return `SHARDED`."""
     where = tensor_name(key, name)
     if isinstance(value, torch.Tensor) and (value.ndim or key not in OWN_VALUES):
         values[where] = value.detach()
@@ -183,7 +183,7 @@ def _value(key: str, name: str, value: Any, values: dict[str, torch.Tensor]) -> 
 def _by_own_names(
     entry: dict[str, Any], tensors: dict[str, TensorEntry], model: ModelState, names: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Return `entry` and `tensors` under the names of this rank's model. Add the original names to `names`."""
+    """Return `entry` and `tensors` with this rank's names, and map these to the original names in `names`."""
     aliases = {name.removeprefix("model/"): held.removeprefix("model/") for name, held in model.aliases.items()}
     plain = {each.name: each.box_map.shape for inside in model.optimized.values() for each in inside if each.plain}
     found, state = dict(tensors), {}
@@ -197,6 +197,6 @@ def _by_own_names(
             names[here] = tensor_name(key, name)
             found[here] = tensors[names[here]]
             if held_as in plain and found[here].shape != plain[held_as]:
-                own[key] = {"$": "tensor", "name": here}  # not one value per element: every rank loads all of it
+                own[key] = {"$": "tensor", "name": here}  # not one value per element, so every rank loads all of it
     groups = [{**group, "params": [aliases.get(name, name) for name in group["params"]]} for group in entry["groups"]]
     return {**entry, "state": state, "groups": groups}, found

@@ -1,7 +1,7 @@
-"""Full state dicts: gather the state dict of the unsharded model from a sharded model, or load it into one.
+"""Gathers full state dicts from sharded models, and loads full state dicts into sharded models.
 
-Tensors are gathered on rank 0, or broadcast from rank 0, one at a time. Besides its results, a rank needs memory only
-for the largest tensor.
+Tensors are gathered on rank 0, or broadcast from rank 0, one at a time. In addition to its results, a rank needs memory
+only for the largest tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SENDING = "Sending a tensor between the ranks"
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
-    """Return the state dict of the unsharded model: full tensors, under names without prefixes of wrappers.
+    """Return the full state dict of a model, under names without wrapper prefixes.
 
-    All ranks must call it. The tensors are copies, gathered one at a time. With `rank0_only`, other ranks get an empty
-    dict. Without `cpu_offload`, tensors are on the devices of the sharded tensors.
+    All ranks must call this function. The tensors are copies, which are gathered one at a time. With `rank0_only`, all
+    ranks except rank 0 get an empty dict. Without `cpu_offload`, tensors are on the devices of the sharded tensors.
     """
     state, ranks, tensors = gather("the full state dict", model, None, rank0_only, cpu_offload)
     found: dict[str, Any] = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -55,7 +55,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
 
 def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
-    """Return the extra states of modules, each from the lowest rank that has the module. All ranks must call this."""
+    """Gather the extra states of modules, each from the lowest rank with that module. All ranks must call this."""
     rank, _ = rank_and_size()
     names = [[name for name in part.names if is_extra(name)] for part in ranks]
     if not any(names):
@@ -69,12 +69,12 @@ def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
 
 
 class RankPart(NamedTuple):
-    """One rank's share of a model or its optimizer; the ranks exchange these."""
+    """Describes one rank's share of a model or its optimizer. The ranks exchange these descriptions."""
 
     tensors: dict[str, Described]
     aliases: dict[str, str]
     names: list[str]
-    """All names of the model's state dict on this rank, in the order of that state dict."""
+    """All names in the model's state dict on this rank, in the order of that state dict."""
     device_type: str
     optimizer: dict[str, Any] | None
 
@@ -85,7 +85,7 @@ def gather(
 ) -> tuple[ModelState, list[RankPart], dict[str, torch.Tensor]]:
     """Gather full tensors of a model, or of its optimizer, on rank 0 or on all ranks.
 
-    Without `cpu_offload`, a tensor is on the same device as its local tensor on this rank.
+    Without `cpu_offload`, each full tensor is on the device of this rank's local tensor.
     """
     state = ModelState()
     tensors: list[HeldTensor] = []
@@ -143,25 +143,25 @@ def _send(views: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    # A batch uses the communicator of the group. Single sends make NCCL create one for every pair of ranks.
+    # A batch uses the communicator of the process group. With single sends, NCCL creates one per pair of ranks.
     with exchanging(_SENDING):
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
 
 def sending_device_type(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the device type for sending tensors. All ranks use rank 0's result."""
+    """Return the type of the device to send tensors from. All ranks must use the result of rank 0."""
     _, size = rank_and_size()
     return staging_device(dist.group.WORLD, tensors).type if size > 1 else "cpu"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes, because backends do not support all dtypes."""
+    """View a contiguous tensor as bytes, because communication backends do not support all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _names(model: nn.Module, state: ModelState) -> list[str]:
-    """Return all names of the model's state dict, including all names of tied tensors, in torch's order."""
+    """Return all names in the model's state dict in PyTorch's order, including every name of a tied tensor."""
     paths = dict.fromkeys(
         clean_tensor_name(f"{path}.", ALL_PREFIXES).rstrip(".")
         for path, _ in behind_data_parallel(model).named_modules(remove_duplicate=False)
@@ -172,7 +172,7 @@ def _names(model: nn.Module, state: ModelState) -> list[str]:
 
     def place(name: str) -> int:
         path = name.rpartition(".")[0]
-        while path not in order:  # names that a module adds itself may contain dots
+        while path not in order:  # names that a module adds to its state dict may contain dots
             path = path.rpartition(".")[0]
         return order[path]
 
@@ -193,12 +193,12 @@ def _extra_name(path: str) -> str:
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> LoadedNames:
-    """Load rank 0's full state dict into a model that may be sharded.
+    """Load a full state dict from rank 0 into a model, which may be sharded.
 
-    All ranks must call it; the argument of other ranks is ignored. Tensors are broadcast one at a time. If the model is
-    on the meta device, first call `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of
-    the model. If names are missing or unexpected, or shapes or dtypes do not match, all ranks raise a CheckpointError
-    and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
+    All ranks must call this function, but only rank 0's `state_dict` is used. If the model is on the meta device, call
+    `model.to_empty(device=...)` first. Tensors are broadcast one at a time, and floating-point tensors are converted to
+    the dtypes of the model. If names are missing or unexpected, or if shapes or dtypes do not match, all ranks raise a
+    CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
     """
     what, state = "Loading a full state dict", ModelState()
     rank, _ = rank_and_size()
@@ -250,7 +250,7 @@ def load_full_state_dict(
 def _described(
     state_dict: Mapping[str, Any] | None, model: nn.Module
 ) -> tuple[dict[str, str], dict[str, TensorEntry], dict[str, Any], str]:
-    """Describe rank 0's state dict to other ranks: keys by name, tensors, extra states, device type to send from."""
+    """Return rank 0's keys by name, tensor entries and extra states, and the device type to send tensors from."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"Rank 0 must pass the full state dict, got {type(state_dict).__name__}.")
     keys, tensors, extra = {}, {}, {}
@@ -295,7 +295,7 @@ def broadcast(tensor: torch.Tensor | None, entry: TensorEntry, device_type: str)
 
 
 def fill_full(held: HeldTensor | None, full: torch.Tensor) -> None:
-    """Copy this rank's boxes of `full` to `held`. Callers must not keep `full`: the next broadcast needs the memory."""
+    """Copy this rank's boxes of `full` to `held`. Callers must free `full` before the next broadcast."""
     if held is not None:
         outer = full_box(held.box_map.shape)
         fill(held, lambda box, view: copy_pieces(view, full[box.slices_in(outer)]))

@@ -1,4 +1,4 @@
-"""Reusable host memory for background saves, and the copies of tensors to this memory."""
+"""Allocates reusable host memory for background saves and copies tensors to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger("unshard")
 
 
 class HostBuffer:
-    """A block of host memory, as a tensor (to copy to) and as a memoryview (to write to a file)."""
+    """Host memory that is accessible as a tensor for copies and as a memoryview for file writes."""
 
     def __init__(self, nbytes: int):
         self.nbytes, self.pinned, self._pin_failed = nbytes, False, False
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages make the first touch cheaper: there are 500 times fewer page faults.
+        # Huge pages make the first touch cheaper, because there are 500 times fewer page faults.
         # Without DONTFORK, every write would copy a page as long as a forked DataLoader worker lives.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(AttributeError, OSError):  # not supported by the system
@@ -33,15 +33,15 @@ class HostBuffer:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
     def touch(self) -> None:
-        """Make the system allocate the pages now instead of at the first copy."""
+        """Make the system allocate the buffer's pages now instead of during the first copy to the buffer."""
         if not self.pinned:
             self.tensor.zero_()
 
     def pin(self) -> None:
-        """Pin the memory in place, because torch's pinned allocator would round the size up to a power of two."""
         if self.pinned or self._pin_failed:
             return
         address, cudart = self.tensor.data_ptr(), torch.cuda.cudart()
+        # Pin the memory in place, because torch's pinned allocator would round its size up to a power of two.
         if error := int(cudart.cudaHostRegister(address, self.nbytes, 0)):
             self._pin_failed = True
             _log.warning(
@@ -56,10 +56,10 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """The buffers of one saver.
+    """The host buffers of one `Saver`.
 
-    By default, one buffer holds this rank's whole file. If the file is larger than `host_bytes`, there are two
-    buffers with half of `host_bytes` each: one is filled while the other is written.
+    By default, one buffer holds this rank's whole file. If the file is larger than `host_bytes`, there are two buffers
+    with half of `host_bytes` each. A save fills one buffer while it writes the other to the file.
     """
 
     def __init__(self, host_bytes: int | None):
@@ -72,7 +72,7 @@ class HostBuffers:
         self._preparing: threading.Thread | None = None
 
     def reserve(self, nbytes: int, pinned: bool) -> list[HostBuffer]:
-        """Return buffers for a file of `nbytes`; reuse existing buffers if they are large enough."""
+        """Return buffers for a file of `nbytes`, and reuse the existing buffers if they are large enough."""
         self._make(nbytes)
         if pinned:
             for each in self.buffers:
@@ -80,10 +80,10 @@ class HostBuffers:
         return self.buffers
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Allocate the buffers. A thread touches them and, if `pinned`, pins them: both take longer than copies."""
+        """Allocate buffers for a file of `nbytes`, and start a thread that pins them (if `pinned`) and touches them."""
         self._make(nbytes)
         device = torch.cuda.current_device() if pinned else None
-        # Not a daemon: at exit, Python must wait for the thread before it frees the memory.
+        # Not a daemon, because at exit Python must wait for the thread before it frees the memory.
         self._preparing = threading.Thread(
             target=_prepare, args=(list(self.buffers), device), name="unshard prepare", daemon=False
         )
@@ -101,7 +101,7 @@ class HostBuffers:
             sizes = [self._host_bytes // 2 // ALIGNMENT * ALIGNMENT] * 2
         have = [each.nbytes for each in self.buffers]
         if len(have) < len(sizes) or any(a < b for a, b in zip(have, sizes, strict=False)):
-            self.buffers.clear()  # free them first: old and new buffers together would exceed `host_bytes`
+            self.buffers.clear()  # free them first, because old and new buffers together exceed `host_bytes`
             self.buffers = [HostBuffer(size) for size in sizes]
 
 
@@ -114,9 +114,9 @@ def _prepare(buffers: list[HostBuffer], device: int | None) -> None:
 
 
 class Staging:
-    """Copies tensors into a sequence of buffers. Together, the buffers hold the bytes of the file, in file order.
+    """Copies tensors into a sequence of buffers, which together contain the bytes of this rank's file in order.
 
-    `next_buffer` returns an empty buffer. `hand_over` takes a full buffer and the number of bytes in it.
+    `next_buffer` returns an empty buffer. `hand_over` receives a filled buffer and the number of bytes in it.
     """
 
     def __init__(self, next_buffer: Callable[[], HostBuffer], hand_over: Callable[[tuple[HostBuffer, int]], None]):
@@ -127,18 +127,18 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, views: Iterable[tuple[torch.Tensor, torch.dtype]]) -> None:
-        """Copy all views into buffers. When this returns, training may change the tensors."""
+        """Copy all views to buffers, cast to the given dtypes. Afterwards, training may change the tensors."""
         for view, dtype in views:
             self._put(view.detach(), dtype)
             nbytes = view.numel() * dtype.itemsize
             if padding := aligned(nbytes) - nbytes:
-                assert self._buffer is not None  # padding fits: buffer sizes are multiples of the alignment
+                assert self._buffer is not None  # padding fits, because buffer sizes are multiples of the alignment
                 self._buffer.tensor[self._used : self._used + padding].zero_()
                 self._used += padding
         self._finish_buffer()
 
     def _room(self) -> int:
-        """Return the number of free bytes in the current buffer. Replace the buffer first if it is full."""
+        """Return the number of free bytes in the current buffer, after replacing the buffer if it is full."""
         if self._buffer is not None and self._used == self._buffer.nbytes:
             self._finish_buffer()
         if self._buffer is None:
@@ -153,7 +153,7 @@ class Staging:
             self._hand_over((full, self._used))
 
     def _put(self, view: torch.Tensor, dtype: torch.dtype) -> None:
-        """Copy `view` in row-major order, and continue in the next buffers if the current one becomes full."""
+        """Copy `view` in row-major order, and continue in the next buffer whenever the current one is full."""
         if not view.numel():
             return
         if view.numel() * dtype.itemsize <= self._room():

@@ -1,6 +1,6 @@
-"""Loading a run: all ranks compare and verify everything before any of them changes anything.
+"""Loads a training run from a checkpoint. All ranks compare and verify everything before any rank changes anything.
 
-`match` compares named tensors (of a checkpoint, safetensors files or a full state dict) with a model. `fill` copies the
+`match` compares a model with named tensors of a checkpoint, safetensors files or a full state dict. `fill` copies the
 boxes that this rank holds.
 """
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("unshard")
 PARTS = ("optimizer", "scheduler", "scaler", "data")
 _EXTRA = "extra/"
 _TRIES = 5
-"""Maximum number of attempts to load the latest checkpoint, because another job may delete it (`keep_last`)."""
+"""Maximum number of attempts to load the latest checkpoint, which another job may delete in the meantime."""
 
 
 def load(
@@ -47,16 +47,16 @@ def load(
     rng: bool = True,
     strict: bool = True,
 ) -> int:
-    """Load a run that `save` wrote, on any number of ranks, and return its step.
+    """Load a training run that `save` wrote, on any number of ranks, and return its step.
 
-    All ranks must call it. `path` is a checkpoint, or a folder of checkpoints, of which the latest is loaded. Each rank
-    reads and verifies only the bytes that it needs, and loads only what is passed. If anything is missing, unexpected,
-    damaged, or has another shape or dtype, all ranks raise a CheckpointError and nothing changes. `strict=False` allows
-    missing and unexpected names and loads the rest.
+    All ranks must call this function. `path` is a checkpoint, or a folder of checkpoints from which the latest is
+    loaded. Only the objects that you pass are loaded, and each rank reads and verifies only the bytes that it needs. If
+    anything is missing, unexpected or damaged, or has a different shape or dtype, all ranks raise a CheckpointError and
+    nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
 
-    If the number of ranks has changed, rank r gets the generators of the saved rank r, and new ranks are seeded from
-    the step and their rank. All saved states of `data` must then be equal, or `data` must have a method
-    `load_state_dicts`, which gets the list of all ranks' states.
+    If the number of ranks has changed, the saved states of `data` must be equal on all ranks, or `data` must have a
+    method `load_state_dicts` that takes the list of all ranks' states. If `rng` is True, each rank restores the random
+    number generators of the saved rank with the same number, and new ranks derive a seed from the step and their rank.
     """
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     check_optimizer(optimizer)
@@ -90,7 +90,7 @@ def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loadin
 
 
 class LoadedNames(NamedTuple):
-    """The result of a load: names that were not loaded."""
+    """The result of a load, which lists the names that were not loaded."""
 
     missing: list[str]
     """Parameters and persistent buffers that the source lacks. Always empty with `strict=True`."""
@@ -109,12 +109,12 @@ def match(
     prefix: str = "",
     casts: bool = True,
 ) -> list[tuple[HeldTensor, list[str]]]:
-    """Find the tensors of a model among `entries`, and add what does not fit to `differences`.
+    """Find the tensors of a model in `entries`, and add all mismatches to `differences`.
 
-    Returns the tensors that fit, each with the names that it is stored under. `entries` may hold a tied tensor under
-    several names; callers then make sure that the values are equal. `aliases` maps other names of a tied tensor in
-    `entries` to the name that it is stored under. `prefix` precedes names in reports. `casts` allows floating-point
-    dtypes that differ from the model's.
+    Returns the tensors that match, each with its names in `entries`. If `entries` contains a tied tensor under several
+    names, the caller must check that the values are equal. `aliases` maps each other name of a tied tensor in `entries`
+    to its stored name. `prefix` is added to names in error messages. If `casts` is True, the model and `entries` may
+    have different floating-point dtypes.
     """
     aliases = aliases or {}
     names_of = {held.name: [held.name] for held in model.tensors}
@@ -146,7 +146,7 @@ def match(
 
 @torch.no_grad()
 def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
-    """Fill this rank's boxes of a tensor. `copy(box, view)` copies one box of the source to a view of the tensor."""
+    """Fill this rank's boxes of `held`. `copy(box, view)` copies one box of the source to a view of `held`."""
     for box, view in zip(held.box_map.boxes, held.views(), strict=True):
         if box.numel:
             copy(box, view)
@@ -156,11 +156,11 @@ def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
 
 
 Comparison = tuple[str, list[str], Differences]
-"""Result of `compare` on one rank: the manifest's checksum, the names of the given parts, and the differences."""
+"""One rank's manifest checksum, the argument names of the objects to load besides the model, and the differences."""
 
 
 class Loading:
-    """One load on one rank. `given`: the objects to load besides the model, by argument name."""
+    """Performs one load on one rank. `given` maps argument names to the objects to load besides the model."""
 
     manifest: Manifest
     files: CheckpointFiles
@@ -172,12 +172,12 @@ class Loading:
         self._of_all_ranks = Differences()
         self._model = ModelState()
         self._targets: list[tuple[HeldTensor, TensorEntry]] = []
-        """Tensors to fill, and where they are stored."""
+        """Tensors to fill, each with its entry in the checkpoint."""
         self._optimizer: OptimizerLoad | None = None
         self._values: list[tuple[Callable[[Any], Any], str, Any]] = []
-        """(method, path, argument) of each call that loads a value. Arguments stay JSON until `verify` decodes them."""
+        """(method, path, argument) of each call that loads a value. `verify` decodes the arguments from JSON."""
         self._rng: Any = None
-        """State of this rank's random number generators. It stays JSON until `verify` decodes it."""
+        """State of this rank's random number generators, as JSON until `verify` decodes the state."""
 
     # -- comparing ------------------------------------------------------------------------------------------
 
@@ -211,11 +211,11 @@ class Loading:
         self._of_all_ranks.refuse(self.folder, strict, look=look)
 
     def warn(self, path: Path) -> None:
-        """Log a warning for anything that the caller may not expect. `path`: the argument of `load`."""
+        """Log warnings about state that is not loaded and about later checkpoints. `path` is the argument of `load`."""
         self._of_all_ranks.warn(self.folder)
         values = self.manifest.values
         left_out = (set(PARTS) & {*values, *values["ranks"][0]}) - set(self._given)
-        if left_out and "optimizer" in self._given:  # otherwise, the caller wants only the model
+        if left_out and "optimizer" in self._given:  # without an optimizer, the caller wants only the model
             _log.warning("%s also holds %s, not loaded because not passed.", self.folder, listed(sorted(left_out)))
         later = later_than(self.manifest.step, self.folder.parent) if path == self.folder else None
         if later is not None:
@@ -317,7 +317,7 @@ class Loading:
     # -- applying -------------------------------------------------------------------------------------------
 
     def apply_values(self, extra: bool = False) -> None:
-        """Call the modules' `set_extra_state` if `extra`, else `load_state_dict` of the scheduler, scaler and data."""
+        """Load the scheduler, the scaler and the data. If `extra` is True, load the modules' extra states instead."""
         then = "The model's tensors are loaded." if extra else "The model and the optimizer were not changed."
         for method, path, value in self._values:
             if path.startswith(_EXTRA) == extra:
@@ -336,7 +336,7 @@ class Loading:
             for held in self._optimizer.targets():
                 fill(held, partial(self.files.copy, self._entry(held.name)))
             self._optimizer.finish()
-        self.apply_values(extra=True)  # after the tensors: extra states may depend on them
+        self.apply_values(extra=True)  # after the tensors, because extra states may depend on them
         rank, _ = rank_and_size()
         if self._rng is not None:
             set_rng_state(self._rng)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what each file holds, and where each tensor is. Written last, read first.
+"""Reads, validates and writes the manifest of a checkpoint, which a save writes last and a load reads first.
 
     {"checksum": "xxh3_64:8f0e...", "manifest": {
       "format": "unshard checkpoint", "version": 1, "step": 12, "ranks": 2, "algorithm": "xxh3_64",
@@ -9,11 +9,12 @@
       "aliases": {"model/tied.weight": "model/head.weight"},
       "values": {...}}}
 
-A box is [file number, offset in the file, first indices, lengths]; its elements are in row-major order. The checksum
-covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted: every field is validated.
+A box is stored as [file number, offset in the file, first indices, lengths], with its elements in row-major order. The
+checksum covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted, so every field is
+validated.
 
-Files have one checksum per block, so a rank verifies only the blocks that it reads. The algorithm is xxh3_64 if the
-package xxhash is installed, else CRC-32. Checksums detect damage, not forgery.
+Each block of a file has its own checksum, so a rank verifies only the blocks that it reads. The algorithm is xxh3_64 if
+the package xxhash is installed, and CRC-32 otherwise. Checksums detect damage, but not forgery.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class Crc32:
-    """CRC-32 with the interface of hashlib and xxhash."""
+    """CRC-32 with the interface of checksum objects in hashlib and xxhash."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -51,7 +52,7 @@ class Crc32:
 
 
 DIGITS = {"xxh3_64": 16, "crc32": 8}
-"""Hexadecimal digits of a checksum, by algorithm."""
+"""Number of hexadecimal digits in a checksum, by algorithm."""
 
 
 def best_algorithm() -> str:
@@ -63,7 +64,7 @@ def best_algorithm() -> str:
 
 
 def maker_of(algorithm: str, where: object) -> Callable[[], Any]:
-    """Return the constructor of checksum objects for `algorithm`. `where`: the file named in errors."""
+    """Return the constructor of checksum objects for `algorithm`. `where` names the file in error messages."""
     if algorithm == "crc32":
         return Crc32
     if algorithm != "xxh3_64":
@@ -84,13 +85,13 @@ def checksum_of(data: Any, algorithm: str, where: object) -> str:
 
 
 class BlockChecksums:
-    """Checksums of consecutive blocks of the bytes passed to `update`."""
+    """Splits the bytes that are passed to `update` into blocks, and computes the checksum of each block."""
 
     def __init__(self, algorithm: str, where: object):
         self._make = maker_of(algorithm, where)
         self._blocks: list[Any] = []
         self._left = 0
-        """Number of bytes until the last block is full."""
+        """Number of bytes that still fit in the last block."""
 
     def update(self, data: memoryview) -> None:
         while data:
@@ -109,13 +110,13 @@ class BlockChecksums:
 FORMAT, VERSION = "unshard checkpoint", 1
 MANIFEST = "manifest.json"
 UNCAST = "uncast"
-"""Key of the value that lists tensors of quantized layers. `export` does not cast these."""
+"""Key in the manifest's values that lists tensors of quantized layers. `export` does not cast these tensors."""
 MAX_MANIFEST_BYTES = 512 * 2**20
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
 _MAX = 2**60
 ALIGNMENT = 64
-"""Boxes start at multiples of this number of bytes, so that a mapped file can be viewed as tensors."""
+"""Boxes start at multiples of this number of bytes, so tensors can be views of a mapped file."""
 
 
 def aligned(nbytes: int) -> int:
@@ -160,14 +161,14 @@ class Manifest:
     aliases: dict[str, str]
     values: dict[str, Any]
     checksum: str = ""
-    """Checksum of the manifest, if it was read from a file."""
+    """Checksum of the manifest itself. Empty if the manifest was not read from a file."""
 
     def find(self, name: str) -> TensorEntry | None:
-        """Return the tensor with this name or alias, or None."""
+        """Return the entry of the tensor with this name or alias, or None."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def tensors_at(self, file: int, first: int, last: int) -> list[str]:
-        """Return the names of the tensors that have bytes between `first` and `last` of a file."""
+        """Return the names of the tensors that have bytes between `first` and `last` in a file."""
         return [
             name
             for name, entry in self.tensors.items()
@@ -229,7 +230,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class Malformed(Exception):
-    """A manifest or the header of a safetensors file is malformed. Callers add the path to the message."""
+    """Raised for a malformed manifest or safetensors header. Callers add the file's path to the message."""
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

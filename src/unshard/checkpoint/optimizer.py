@@ -1,14 +1,14 @@
-"""Saving and loading an optimizer. A checkpoint stores optimizer state by the names of the model's parameters.
+"""Saves and loads optimizer state, which a checkpoint stores under the names of the model's parameters.
 
-The optimizer's entry in the values of a checkpoint is:
+The values of a manifest contain this entry for the optimizer:
 
     {"defaults": ["betas", "lr", ...],
      "groups": [{"params": ["head.weight", ...], "options": {"lr": 0.1, ...}}, ...],
      "state": {"head.weight": {"step": <value>, "exp_avg": {"$": "sharded"}}, ...},
      "others": {...}}
 
-State marked `sharded` has one value per element and is stored as the tensor `optimizer/exp_avg/head.weight`. A
-parameter that was saved without state (because it never had a gradient) has no state after loading.
+State marked `sharded` has one value per element of the parameter, and is stored as a tensor such as
+`optimizer/exp_avg/head.weight`. A parameter that never had a gradient has no saved state, and no state after loading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensor_name(key: str, name: str) -> str:
 
 @torch.no_grad()
 def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldTensor], dict[str, Any]]:
-    """Return this rank's optimizer state as tensors, and the optimizer entry that the module's docstring describes."""
+    """Return this rank's optimizer state tensors and the optimizer entry that is described at the top of this file."""
     finish_steps()
     tensors: list[HeldTensor] = []
     states: dict[str, dict[str, Any]] = {}
@@ -66,7 +66,7 @@ def optimizer_state(optimizer: Optimizer, model: ModelState) -> tuple[list[HeldT
         values["groups"].append({"params": names, "options": encode(own, f"optimizer/param_groups[{number}]", store)})
         for parameter, inside in group:
             for param in inside if parameter in optimizer.state else ():
-                # Skip ranks without elements: their counters may not have advanced since they were loaded.
+                # Skip state without elements on this rank. Its counters may not have advanced since it was loaded.
                 if param.box_map.boxes or 0 in param.box_map.shape:
                     state = optimizer.state[parameter].items()
                     states[param.name] = {key: add(parameter, param, key, value) for key, value in state}
@@ -97,7 +97,7 @@ def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 class OptimizerLoad:
-    """Loads an optimizer from a checkpoint. Constructing this object changes nothing."""
+    """Loads an optimizer. Call `decode`, then fill the tensors that `targets` returns, and then call `finish`."""
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class OptimizerLoad:
         tensors: dict[str, TensorEntry],
         differences: Differences,
     ):
-        """Compare `entry` and `tensors` with the optimizer. `entry` is None if the checkpoint has no optimizer."""
+        """Compare the optimizer with `entry`, which is None if the checkpoint has no optimizer. Fill `differences`."""
         self._optimizer, self._tensors = optimizer, tensors
         self._groups = params_of(optimizer, model)
         self._params = [pair for group in self._groups for pair in group]
         self._state: dict[int, dict[str, Any]] = {}
-        """Saved state by parameter number. The state stays JSON until `decode` is called."""
+        """Saved state by parameter number, as JSON until `decode` decodes the values."""
         self._others: dict[Any, Any] = {}
         self._loaded: dict[Any, dict[str, Any]] = {}
-        """A copy of `_state` in which tensors to fill replace the `sharded` marks."""
+        """A copy of `_state` in which `targets` replaces the `sharded` marks with tensors to fill."""
         if entry is None:
             differences.missing["the optimizer"] = 0
             return
@@ -146,7 +146,6 @@ class OptimizerLoad:
             }
 
     def _options_of(self, group: list[tuple[Any, list[OptimizedParam]]], differences: Differences) -> Any:
-        """Return the JSON options of the saved optimizer group that has the parameters of `group`."""
         names = [each.name for _, inside in group for each in inside]
         saved = self._saved["groups"]
         found = [number for number, each in enumerate(saved) if not set(names).isdisjoint(each["params"])]
@@ -159,9 +158,9 @@ class OptimizerLoad:
         return saved[found[0]]["options"] if found else {}
 
     def _state_of(self, parameter: Any, inside: list[OptimizedParam], differences: Differences) -> dict[str, Any]:
-        """Return the saved JSON state of one of the optimizer's parameters, or {} if nothing was saved."""
+        """Return the saved JSON state of one of the optimizer's parameters, or {} if there is none."""
         if not isinstance(parameter, DTensor) and not parameter.numel():
-            return {}  # no elements on this rank: the optimizer has no state for it
+            return {}  # the optimizer has no state for parameters without elements on this rank
         states = [self._saved["state"].get(each.name, {}) for each in inside]
         first = states[0]
         for param, state in zip(inside, states, strict=True):
@@ -186,7 +185,7 @@ class OptimizerLoad:
         return None if entry is None else DTYPES[entry.dtype]
 
     def needed(self) -> list[tuple[str, BoxMap]]:
-        """Return the names of the tensors to read, each with the boxes that this rank reads."""
+        """Return the name of each saved state tensor that this rank reads, with the boxes to read."""
         return [
             (tensor_name(key, each.name), each.box_map)
             for number, state in self._state.items()
@@ -195,7 +194,7 @@ class OptimizerLoad:
         ]
 
     def decode(self, stored: Stored) -> None:
-        """Decode all JSON, so that errors are raised before anything changes."""
+        """Decode all saved JSON values. Call this before the load changes anything, because decoding may raise."""
         for number, saved in self._state.items():
             path = tensor_name("state", self._params[number][1][0].name)
             kept = _sharded(saved)
@@ -225,7 +224,7 @@ class OptimizerLoad:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Load the filled state into the optimizer."""
+        """Load the filled tensors and the other saved state into the optimizer."""
         optimizer, numbers, groups = self._optimizer, iter(range(len(self._params))), []
         for options, own_group, group in zip(self._options, optimizer.param_groups, self._groups, strict=True):
             kept = {key: value for key, value in own_group.items() if key != "params"}
@@ -244,14 +243,14 @@ def _sharded(state: dict[str, Any]) -> list[str]:
 
 
 def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-    """Return the state tensor `before` if it fits, else zeros. Loading does not fill the padding of flat parameters."""
+    """Return `before` if its dtype is `dtype` and its shape and sharding match `parameter`. Otherwise, return zeros."""
     if isinstance(before, torch.Tensor) and before.dtype == dtype and before.shape == parameter.shape:
         if not isinstance(before, DTensor) and not isinstance(parameter, DTensor):
             return before
         same_kind = isinstance(before, DTensor) and isinstance(parameter, DTensor)
         if same_kind and spec_of(before).placements == spec_of(parameter).placements:
             return before
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):  # loading does not fill the padding of flat parameters
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     spec, local = spec_of(parameter), local_of(parameter)
     zeros = torch.zeros(local.shape, dtype=dtype, device=device or local.device)
@@ -259,8 +258,7 @@ def _memory(parameter: torch.Tensor, before: Any, dtype: torch.dtype, device: to
 
 
 def _checked(entry: Any) -> dict[str, Any]:
-    """Return `entry` if it is a valid optimizer entry, else raise. Entries come from untrusted manifests."""
-
+    # Entries come from untrusted manifests.
     def all_are(kind: type, values: Any) -> bool:
         return all(type(value) is kind for value in values)
 

@@ -1,7 +1,7 @@
-"""`prove_resume`: save a run, continue it, load it into fresh objects, and compare the repeated steps bitwise.
+"""Checks that a training run resumes bitwise from a checkpoint.
 
-State is compared by name. Saved state has its name in the checkpoint (`model/head.weight`, `data.position`). Unsaved
-state (attributes, non-persistent buffers, gradients) is named by its place in the run (`model.blocks.0.calls`).
+State is compared by name. Saved state uses its name in the checkpoint (`model/head.weight`, `data.position`). Unsaved
+state (attributes, non-persistent buffers, gradients) is named by its location in the run (`model.blocks.0.calls`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .values import as_plain, decode, rng_state
 
 _WHAT = "prove_resume"
 _MOST = 20
-"""Maximum number of differences that a rank reports."""
+"""Maximum number of differences that each rank reports."""
 _ABSENT = object()
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data")
-"""Arguments of `save` that hold state."""
+"""Names of the `save` arguments that hold state."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size, range, slice)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, tuple, deque)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults", "_opt_called")
-"""Attributes of optimizers that are not compared as unsaved state: saved ones, and a flag of torch's schedulers."""
+"""Optimizer attributes that do not count as unsaved state. `_opt_called` is a flag that torch's schedulers set."""
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _LONG = 100
-"""Lists longer than this are compared as a whole under one name, not element by element."""
+"""Sequences of plain values with more elements than this are compared as a whole under one name."""
 
 
 def prove_resume(
@@ -61,16 +61,17 @@ def prove_resume(
     before: int = 2,
     path: str | os.PathLike[str] | None = None,
 ) -> ResumeReport:
-    """Save a run, continue for `steps` steps, load it into new objects, repeat the steps, and compare bitwise.
+    """Check that a run that resumes from a checkpoint is bitwise equal to the uninterrupted run.
 
-    All ranks must call it. `make()` builds a run: a dict with `model` and, optionally, `optimizer`, `scheduler`,
-    `scaler` and `data`, as `save` takes them. Other entries are for `train_step` and are not saved. `train_step(run)`
-    trains one step and returns its loss, which may differ between ranks. `before`: number of steps before the save.
+    All ranks must call this function. `make()` builds a run and returns it as a dict with `model` and, optionally,
+    `optimizer`, `scheduler`, `scaler` and `data`. Other entries of the dict are not saved. `train_step(run)` trains one
+    step and returns the loss, which may differ between ranks. The uninterrupted run trains `before` steps, saves a
+    checkpoint and trains `steps` more steps. A new run loads the checkpoint and repeats these `steps` steps.
 
-    Each rank compares the loss and everything that a checkpoint holds after each step. All ranks stop after the first
-    step that differs on any rank. `path`: a folder that all ranks see, where the checkpoint is written and kept. By
-    default, rank 0 creates a temporary folder and deletes it at the end. The files take up to `steps` + 3 times the
-    size of a checkpoint.
+    After loading and after each repeated step, every rank compares the losses and all saved state of the two runs. All
+    ranks stop after the first step that differs on any rank. If `path` is given, it must be a folder that all ranks
+    see, and the checkpoint stays there. Otherwise, rank 0 creates a temporary folder and deletes it at the end. The
+    folder needs up to (`steps` + 3) times the disk space of a checkpoint.
     """
     for name, value, least in (("steps", steps, 1), ("before", before, 0)):
         if type(value) is not int or value < least:
@@ -87,15 +88,15 @@ def prove_resume(
         proof.go_on(before, steps, folder if path is None else Path(path))
         return proof.resume(before, steps)
     finally:
-        if rank_and_size()[0] == 0:  # without a collective: other ranks may have failed
+        if rank_and_size()[0] == 0:  # without a collective, because other ranks may have failed
             storage.delete(folder)
 
 
 class _Proof:
-    """One proof on one rank.
+    """Runs `prove_resume` on one rank.
 
-    Each rank compares its own state. Comparing checkpoints instead would miss buffers that differ between ranks,
-    because a checkpoint holds only rank 0's copy.
+    Each rank compares its own state. Comparing two checkpoints instead would miss differences in the buffers of other
+    ranks, because a checkpoint holds only rank 0's copy of each buffer.
     """
 
     def __init__(self, make: Callable[[], Any], train_step: Callable[[Any], Any], folder: Path):
@@ -103,10 +104,10 @@ class _Proof:
         self._rank, self._size = rank_and_size()
         self._checkpoint = Path()
         self._kept: dict[object, dict[str, Any]] = {}
-        """State by moment (a step or a word), then by name. Tensors are None here, and stored in a file per moment."""
+        """State by moment (a step, `unsaved` or `resumed`) and name. Tensors are None, and are in `_file(moment)`."""
 
     def go_on(self, before: int, steps: int, target: Path) -> None:
-        """Train the uninterrupted run, save it after `before` steps, and keep the state after each later step."""
+        """Train the uninterrupted run and save it after `before` steps. Record the state then and after later steps."""
         run = self._made()
         for _ in range(before):
             self._train_step(run)
@@ -117,7 +118,7 @@ class _Proof:
             self._keep(step, partial(saved_state, run, loss=self._train_step(run)))
 
     def resume(self, before: int, steps: int) -> ResumeReport:
-        """Load the run, repeat the steps, and compare each step with the uninterrupted run."""
+        """Load the checkpoint into a new run, repeat the steps, and compare each step with the uninterrupted run."""
         run, step, loss = self._loaded(), before, None
         unsaved = self._compare("unsaved", partial(unsaved_state, run), step)
         differences = self._compare(step, partial(saved_state, run), step)
@@ -133,7 +134,7 @@ class _Proof:
             for _ in range(step - before):
                 loss = self._train_step(run)
             repeatable = not self._compare("resumed", partial(saved_state, run, loss=loss), 0)
-        if not differences:  # gradients had no effect: most programs clear them first
+        if not differences:  # gradients had no effect, because most programs clear them first
             unsaved = [each for each in unsaved if each.name != "gradients"]
         compared = on_first_rank(_WHAT, lambda: len(self._kept[before]))
         return ResumeReport(before, steps, self._size, compared, differences, unsaved, repeatable)
@@ -163,7 +164,7 @@ class _Proof:
         together(_WHAT, work)
 
     def _compare(self, moment: object, observe: Callable[[], dict[str, Any]], step: int) -> list[ResumeDifference]:
-        """Compare each rank's state with what `_keep` stored; return the differences of all ranks on every rank."""
+        """Compare this rank's state with what `_keep` recorded for `moment`. Return the differences of all ranks."""
 
         def work() -> list[ResumeDifference]:
             tensors = torch.load(self._file(moment), mmap=True, map_location="cpu", weights_only=True)
@@ -181,7 +182,6 @@ def _parts(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(name: str, kept: dict[str, Any], state: dict[str, Any]) -> str:
-    """Describe the difference between the kept and the resumed value; return an empty string if they are equal."""
     mine, theirs = kept.get(name, _ABSENT), state.get(name, _ABSENT)
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
@@ -218,7 +218,7 @@ def _shown(value: Any) -> str:
 
 @torch.no_grad()
 def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
-    """Return everything that `save` saves, this rank's plain tensors, and `others`, by name. Nothing is copied."""
+    """Return, by name, everything that `save` would save for this rank, and also `others`. Tensors are not cloned."""
     found: dict[str, Any] = {}
     for name, value in others.items():
         found.update(leaves(value, name))
@@ -236,7 +236,7 @@ def saved_state(run: Mapping[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def _of_model(module: nn.Module, model: ModelState) -> list[tuple[str, torch.Tensor]]:
-    """Return the model's tensors in module order, because `model_state` lists the root's tensors first."""
+    # Sort by module, because `model_state` lists the root's tensors first.
     paths = (clean_tensor_name(f"{path}.", ALL_PREFIXES) for path, _ in module.named_modules(remove_duplicate=False))
     order = {path.strip("."): number for number, path in reversed(list(enumerate(paths)))}
     found = [(each.name, each.local.detach()) for each in model.tensors]
@@ -260,9 +260,9 @@ def _of_optimizer(optimizer: Optimizer, model: ModelState) -> Iterator[tuple[str
 
 @torch.no_grad()
 def unsaved_state(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state that `save` skips: attributes, non-persistent buffers, gradients, and other entries of the run.
+    """Return state that `save` does not save: attributes, non-persistent buffers, gradients, other entries of `run`.
 
-    Attributes of torch's own schedulers, scalers and optimizers are left out, because their state dicts are complete.
+    Attributes of torch's own schedulers, scalers and optimizers are skipped, because their state dicts are complete.
     """
     found: dict[str, Any] = {}
     for path, module in run["model"].named_modules():
@@ -294,9 +294,10 @@ def _of_module(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 def leaves(
     value: Any, path: str, inside_objects: bool = False, seen: dict[int, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for tensors and values in nested containers and, if `inside_objects`, object attributes.
+    """Yield the name and value of each tensor and plain value in nested containers.
 
-    Functions, iterators and torch objects are skipped, because their state cannot be compared.
+    If `inside_objects` is True, attributes of objects are included. Functions, iterators and most torch objects are
+    skipped, because their state cannot be compared.
     """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
@@ -336,7 +337,7 @@ def leaves(
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return False for meta tensors, and for views of unsharded parameters whose memory is freed."""
+    """Return False if the tensor's values cannot be read. Examples: meta tensors, views of freed unsharded buffers."""
     if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         return False
     local = local_part(tensor)

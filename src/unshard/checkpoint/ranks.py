@@ -1,6 +1,6 @@
-"""Work that all ranks of a job do together: if it fails on one rank, all ranks raise the same error.
+"""Runs work on all ranks of a job. If the work fails on one rank, all ranks raise the same error.
 
-`Differences` collects the mismatches that ranks find when they load.
+`Differences` collects the mismatches that ranks find when they load a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and return the results of all ranks. All ranks must call this.
+    """Run `work` on every rank and return the results of all ranks. All ranks must call this function.
 
-    If any rank raises, all ranks raise a CheckpointError that names the failed ranks. If a rank dies, the others raise
-    a CheckpointError, which names the dead rank if it is known.
+    If `work` raises on any rank, all ranks raise a CheckpointError that names the failed ranks. If a rank dies, the
+    other ranks raise a CheckpointError that names the dead rank if it is known.
     """
     _, size = rank_and_size()
     result, error = None, None
@@ -58,9 +58,9 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 
 @contextmanager
 def exchanging(what: str, error: str | None = None) -> Iterator[None]:
-    """Turn a collective's failure in this context into a CheckpointError that names the dead ranks if they are known.
+    """If a collective in the `with` block fails, raise a CheckpointError that names the dead ranks if they are known.
 
-    `error`: an error that this rank raised before the collective, to be included in the message.
+    `error` is an earlier error of this rank to include in the message.
     """
     try:
         yield
@@ -80,13 +80,13 @@ def exchanging(what: str, error: str | None = None) -> Iterator[None]:
 def begin(what: str, model: nn.Module | None = None) -> None:
     """Raise if another rank calls a different function. Call this first in every function that all ranks must call.
 
-    `what` completes "rank 0 wants to ...", and must be a constant.
+    `what` completes "rank 0 wants to ..." in error messages, and must be a constant.
     """
     if dist.is_available() and dist.is_initialized():
         orders: set[Order] = {*known_orders([dist.group.WORLD])}
         orders.update(() if model is None else orders_of(model.parameters()))
         for order in sorted(orders, key=attrgetter("name")):
-            # Orders of subgroups that have failed are skipped: a checkpoint only needs the group of all ranks.
+            # Skip failed orders of subgroups, because a checkpoint needs only the process group of all ranks.
             if not order.error or len(order.ranks) == dist.get_world_size():
                 order.meet(what)
 
@@ -98,7 +98,7 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:
-    """Raise if ranks passed different arguments besides the model. `given`: argument names, by rank."""
+    """Raise if ranks passed different arguments besides the model. `given` lists the argument names of each rank."""
     for rank, names in enumerate(given):
         if names != given[0]:
             raise CheckpointError(
@@ -117,7 +117,6 @@ def error_text(error: BaseException) -> str:
 
 
 def _message(what: str, failed: dict[int, str], size: int) -> str:
-    """Return an error message with up to four different texts, each with the ranks that raised it."""
     if size == 1:
         return f"{what} failed. {failed[0]}"
     by_text: dict[str, list[int]] = {}
@@ -137,22 +136,22 @@ def _message(what: str, failed: dict[int, str], size: int) -> str:
 
 @dataclass
 class Differences:
-    """Mismatches between the source of a load and the model or optimizer. Each rank finds its own."""
+    """Mismatches between the source of a load (such as a checkpoint) and the model or optimizer."""
 
     missing: dict[str, int] = field(default_factory=dict)
-    """Names that the checkpoint lacks, with their sizes in bytes."""
+    """Names that the source lacks, with their sizes in bytes."""
     unexpected: dict[str, int] = field(default_factory=dict)
-    """Names that only the checkpoint has, with their sizes in bytes."""
+    """Names that only the source has, with their sizes in bytes."""
     wrong: list[str] = field(default_factory=list)
     """Descriptions of mismatches that even `strict=False` does not allow."""
     without_state: dict[str, int] = field(default_factory=dict)
-    """Sizes in bytes of trainable parameters without saved optimizer state. Not an error: they may be unused."""
+    """Trainable parameters without saved state, with sizes in bytes. They may be unused, so this is not an error."""
 
     @staticmethod
     def of_all_ranks(each_rank: list[Differences]) -> Differences:
         return Differences(
             missing={name: nbytes for each in each_rank for name, nbytes in each.missing.items()},
-            # With pipeline parallelism, another rank may need the name.
+            # With pipeline parallelism, a name that is unexpected on one rank may be in another rank's model.
             unexpected={
                 name: nbytes
                 for name, nbytes in each_rank[0].unexpected.items()
@@ -163,7 +162,7 @@ class Differences:
         )
 
     def refuse(self, where: Path | str, strict: bool, what: str = "checkpoint", look: str = "") -> None:
-        """Raise if these differences prevent loading. `what`: the kind of source. `look`: advice for the error."""
+        """Raise if the differences prevent loading. In the message, `what` names the source and `look` gives advice."""
         parts = []
         if strict and self.missing:
             parts.append(f"{_counted(self.missing)} missing in the {what}: {listed(self.missing)}.")
@@ -176,7 +175,7 @@ class Differences:
             raise CheckpointError(f"{where} does not fit. {' '.join(parts)} Nothing was changed.{advice}{look}")
 
     def warn(self, where: Path) -> None:
-        """Log a warning for everything that is not loaded. Call this after `refuse`."""
+        """Log warnings about all names and state that are not loaded. Call this after `refuse`."""
         for kind, names in (("missing in it", self.missing), ("of it unexpected here", self.unexpected)):
             if names:
                 _log.warning("%s is partly loaded: %s %s: %s.", where, _counted(names), kind, listed(names))

@@ -1,4 +1,4 @@
-"""Reports on checkpoints, without a model (`verify`, `inspect`, `diff`), and the report of `prove_resume`."""
+"""Reports on checkpoints without a model (`verify`, `inspect`, `diff`), and the report of `prove_resume`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .manifest import read_manifest
 
 
 def verify(path: str | os.PathLike[str]) -> Path:
-    """Read a whole checkpoint and verify all checksums. Return its folder, or raise a CheckpointError.
+    """Verify all checksums of a checkpoint and return its folder. Raise a CheckpointError if any file is damaged.
 
-    `path`: a checkpoint, or a folder of checkpoints, of which the latest is verified. Needs no process group.
+    `path` is a checkpoint, or a folder of checkpoints from which the latest is verified. No process group is needed.
     """
     with CheckpointFiles(resolve(path)) as files:
         for number, file in enumerate(files.manifest.files):
@@ -26,7 +26,7 @@ def verify(path: str | os.PathLike[str]) -> Path:
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """Return a printable table of a checkpoint's tensors. Reads only the manifest."""
+    """Return a printable table of a checkpoint's tensors. Only the manifest is read."""
     folder = resolve(path)
     manifest = read_manifest(folder)
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "bytes", "boxes", "files")]
@@ -53,7 +53,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer types for comparing bytes, by element size in bytes."""
+"""Integer types for bitwise comparisons, by element size in bytes."""
 _SHOWN = 40
 """Maximum length of a printed value."""
 _MOST = 5
@@ -62,19 +62,19 @@ _MOST = 5
 
 @dataclass
 class TensorDifference:
-    """A tensor with the same shape and dtype in both checkpoints, but different bytes."""
+    """Measures the differences between two tensors of the same name, shape and dtype."""
 
     name: str
     elements: int
     differing: int = 0
-    """Number of elements whose bytes differ: 0.0 and -0.0 differ, NaNs with the same bytes do not."""
+    """Number of elements whose bytes differ. So 0.0 and -0.0 differ, and NaNs with the same bytes are equal."""
     absolute: float = 0.0
-    """The largest |a - b|; infinite if a or b is NaN."""
+    """The largest |a - b| of differing elements a and b, or infinity if one of them is NaN."""
     relative: float = 0.0
-    """The largest |a - b| / max(|a|, |b|)."""
+    """The largest |a - b| / max(|a|, |b|) of differing elements a and b, or infinity if one of them is NaN."""
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Add the differences between `a` and `b`, the same piece of the tensor in each checkpoint."""
+        """Add the differences between `a` and `b`, which are pieces at the same position in the two tensors."""
         differs = a.view(_BITS[a.itemsize]) != b.view(_BITS[b.itemsize])
         if a.itemsize == 16:  # each element is two integers
             differs = differs.view(-1, 2).any(1)
@@ -107,7 +107,7 @@ class CheckpointDiff:
     """Descriptions of tensors with different shapes, dtypes or ties."""
     tensors: list[TensorDifference] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
-    """Descriptions of differences in the step, the number of ranks, and values of the optimizer, data and so on."""
+    """Descriptions of differences in the step, the number of ranks, and other values such as optimizer options."""
     same: int = 0
     """Number of tensors that are bitwise equal."""
 
@@ -142,8 +142,8 @@ def _tensors(count: int) -> str:
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff:
     """Compare two checkpoints, using an amount of memory that does not depend on their size.
 
-    `a` and `b` are checkpoints, or folders of checkpoints, of which the latest is used. Tensors are compared
-    unsharded, so checkpoints from different numbers of ranks can be equal. Needs no process group.
+    `a` and `b` are checkpoints, or folders of checkpoints from which the latest is used. Tensors are compared
+    unsharded, so two tensors can be equal even if different numbers of ranks saved them. No process group is needed.
     """
     with CheckpointFiles(resolve(a)) as one, CheckpointFiles(resolve(b)) as other:
         found = CheckpointDiff(one.folder, other.folder)
@@ -166,7 +166,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
         found.other.append(f"{name}: {' in a, '.join(texts)} in b")
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         found.other.append(f"{name}: {a.dtype} of shape {a.shape} in a, {b.dtype} of shape {b.shape} in b")
-    elif None in ties:  # if tied in both, the tensor is compared under its stored name
+    elif None in ties:  # tensors that are tied in both checkpoints are compared under their stored names
         difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
         for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
             difference.add(mine, theirs)
@@ -208,28 +208,28 @@ class ResumeDifference:
     """A tensor or value that differs between the uninterrupted and the resumed run."""
 
     name: str
-    """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or, for unsaved state, its
-    place in the run (`model.blocks.0.calls`)."""
+    """`loss`, a name in the checkpoint (`model/head.weight`, `rng.torch`, `data.position`), or the location of unsaved
+    state in the run (`model.blocks.0.calls`)."""
     step: int
-    """The step after which the values differ; the checkpoint's step if they differ right after loading."""
+    """The step after which the values differ. If they differ right after loading, this is the checkpoint's step."""
     rank: int
     text: str
-    """Both values, or how much they differ."""
+    """Shows both values, or how much they differ."""
 
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """The result of `prove_resume`, the same on all ranks. `str()` returns a printable report."""
+    """The result of `prove_resume`, which is the same on all ranks. `str()` returns a printable report."""
 
     before: int
     steps: int
     ranks: int
     compared: int
-    """Number of tensors and values compared after each step on rank 0."""
+    """Number of tensors and values that rank 0 compares after each step."""
     differences: list[ResumeDifference] = field(default_factory=list)
-    """Up to 20 differences per rank, found after the first step at which any rank differs."""
+    """Up to 20 differences per rank after the first step at which any rank differs."""
     unsaved: list[ResumeDifference] = field(default_factory=list)
-    """Unsaved state that differs after loading. Such state may cause the differences, or have no effect."""
+    """Unsaved state that differs after loading. This state may cause the differences or have no effect."""
     repeatable: bool = True
     """False if a second resumed run differs from the first one."""
 
@@ -265,7 +265,6 @@ class ResumeReport:
 
 
 def _lines(title: str, differences: list[ResumeDifference]) -> list[str]:
-    """Return `title`, then one line per name with the first rank that differs. Return [] if nothing differs."""
     by_name: dict[str, list[ResumeDifference]] = {}
     for each in differences:
         by_name.setdefault(each.name, []).append(each)

@@ -1,11 +1,11 @@
-"""Safetensors files: loading them into a model, and exporting a checkpoint's model to them.
+"""Loads safetensors files into models, and exports the models in checkpoints to safetensors files.
 
-A rank reads only the elements that it holds. An export reads and writes tensors piece by piece. A file consists of the
-length of the header (8 bytes), the header, and the tensors one after the other. The header is JSON:
+A rank reads only the elements that it holds. An export handles about a million elements at a time. A file consists of
+the length of the header (8 bytes), the header, and the tensors one after the other. The header is JSON:
 
     {"__metadata__": {"format": "pt"}, "bias": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, ...}
 
-Offsets count from the end of the header. Files are untrusted input: `read_header` validates every field.
+Offsets count from the end of the header. Files are untrusted input, so `read_header` validates every field.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ CODES: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
 """Maps dtype codes of safetensors files to dtype names of checkpoints."""
 CODE_OF = {name: code for code, name in CODES.items()}
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that the package safetensors imposes."""
+"""The package safetensors has the same limit."""
 INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
 _MAX = 2**60
 
 
 def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """Return the start of a file: the header's length and the header. The tensors must follow in their given order."""
+    """Return the header, preceded by its length. Callers must write the tensors after it, in the order of `tensors`."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for name, entry in tensors.items():
         begin, end = end, end + entry.nbytes
         header[name] = {"dtype": CODE_OF[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, so a mapped file can be viewed as tensors
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8, so they can be views of a mapped file
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"The header of a file has {len(text)} bytes, and the limit is {MAX_HEADER_BYTES}: it names too many "
@@ -73,7 +73,7 @@ def header_bytes(tensors: dict[str, TensorEntry], metadata: dict[str, str]) -> b
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], bytes]:
-    """Read the header of a file; return the tensor entries, the metadata, and all bytes up to the end of the header."""
+    """Return a file's tensor entries, its metadata, and all bytes up to the end of its header."""
     try:
         file = storage.open_file(path, links=True)
     except OSError as error:
@@ -150,7 +150,7 @@ def read_index(path: Path) -> dict[str, str]:
         if type(files) is not dict or not files:
             raise Malformed("it has no object weight_map")
         for name in files.values():
-            # Refuse separators, so that a name cannot lead out of the folder.
+            # Refuse separators, because a name must not lead out of the folder.
             if type(name) is not str or not name.endswith(".safetensors") or {"/", "\\", "\0"} & set(name):
                 raise Malformed(f"{str(name)[:100]!r} is not the name of a safetensors file in its folder")
         return files
@@ -164,32 +164,32 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 UNMAP_BYTES = 64 * 2**20
-"""Reopen a file after reading this many bytes, because pages that were read stay in memory while the file is open."""
+"""Number of read bytes after which a file is reopened. Until a file is closed, pages that were read stay in memory."""
 
 
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, prefix: str = ""
 ) -> LoadedNames:
-    """Load a safetensors file, or a folder with `model.safetensors` or an index, into a model that may be sharded.
+    """Load safetensors files into a model, which may be sharded.
 
-    All ranks must call it, and each rank reads only the elements that it holds. If the model is on the meta device,
-    first call `model.to_empty(device=...)`. Floating-point tensors are converted to the dtypes of the model. `prefix`:
-    load only names with this prefix, and remove the prefix. If names are missing or unexpected, or shapes or dtypes do
-    not match, all ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected names
-    and loads the rest.
+    `path` is a file, or a folder with `model.safetensors` or an index. All ranks must call this function, and each
+    reads only the elements that it holds. If the model is on the meta device, call `model.to_empty(device=...)` first.
+    Floating-point tensors are converted to the dtypes of the model. Only tensors whose names start with `prefix` are
+    loaded, under names without `prefix`. If names are missing or unexpected, or if shapes or dtypes do not match, all
+    ranks raise a CheckpointError and nothing changes. `strict=False` allows missing and unexpected names.
     """
     what, state = f"Loading {path}", ModelState()
     targets: list[tuple[HeldTensor, str]] = []
     source: SafetensorsSource
 
     def compare() -> tuple[str, Differences]:
-        """Compare the headers of the files with the model; return a hash of the headers, and the differences."""
+        """Compare the file headers with the model, and return a hash of the headers and the differences."""
         nonlocal source, state
         differences, source, state = Differences(), SafetensorsSource(Path(path), prefix), model_state(model)
         for held, names in match(state, source.entries, differences):
             for name in names:
                 for box in held.box_map.boxes:
-                    source.read(name, box)  # only maps the file: one that the package rejects fails before any change
+                    source.read(name, box)  # only maps the file, so a rejected file fails before any change
             differences.wrong += [
                 f"{names[0]} and {other} are tied here, and are two different tensors in the files"
                 for other in names[1:]
@@ -216,7 +216,7 @@ def load_safetensors(
 
 
 class SafetensorsSource:
-    """The tensors of safetensors files, read with the package safetensors."""
+    """Reads tensors from safetensors files with the package safetensors."""
 
     def __init__(self, path: Path, prefix: str):
         try:
@@ -253,7 +253,7 @@ class SafetensorsSource:
         copy_pieces(target, self.read(name, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box as a view of the mapped file. The system reads pages from the disk on first access."""
+        """Return a box as a view of the mapped file. The system reads each page on first access."""
         path, entry = self._paths[name], self.entries[name]
         if self._open is None or self._open[0] != path or self._nbytes > UNMAP_BYTES:
             self._open, self._nbytes = (path, self._package.safe_open(path, framework="pt", device="cpu")), 0
@@ -267,7 +267,7 @@ class SafetensorsSource:
         return found
 
     def equal(self, held: HeldTensor, one: str, other: str) -> bool:
-        """Return True if the tensors `one` and `other` have the same dtype and the same bytes in this rank's boxes."""
+        """Return True if tensors `one` and `other` have the same dtype and the same bytes in this rank's boxes."""
         return self.entries[one].dtype == self.entries[other].dtype and all(
             torch.equal(*(self.read(name, box).contiguous().reshape(-1).view(torch.uint8) for name in (one, other)))
             for box in held.box_map.boxes
@@ -276,7 +276,7 @@ class SafetensorsSource:
 
 
 def _files(path: Path) -> Mapping[Path, set[str] | None]:
-    """Return the files to read, each with the names that the index lists for it (None if there is no index)."""
+    """Map each file to read to the names that the index lists for it, or to None if there is no index."""
     given = path
     if path.is_dir():
         single = path / "model.safetensors"
@@ -300,7 +300,7 @@ _OWN = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX
 
 
 class Exported(NamedTuple):
-    """A tensor to write: its name, its entry in the checkpoint, and its entry in the file."""
+    """A tensor to export. `entry` describes the tensor in the checkpoint, and `header` describes it in the file."""
 
     name: str
     entry: TensorEntry
@@ -317,13 +317,13 @@ def export(
     tied_names: Iterable[str] = (),
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the model of a checkpoint to safetensors files and return their paths.
+    """Export the model of a checkpoint to safetensors files in `folder`, and return the paths of the files.
 
-    `dtype`: cast floating-point tensors to this dtype, except tensors of quantized layers. `max_file_size`: bytes, or a
-    string such as "5GB"; a larger tensor gets its own file. `prefix`: added to all names. A tied tensor is written
-    once, under its name in `tied_names`, or else the first of its names in alphabetical order. Raises if the folder is
-    not empty, unless `overwrite=True`, which replaces the files of an earlier export. Needs no process group and no
-    GPU, and only the memory of a few pieces of a tensor.
+    Floating-point tensors are cast to `dtype` if it is given, except tensors of quantized layers. `max_file_size` is a
+    number of bytes or a string such as "5GB". A larger tensor gets its own file. `prefix` is added to all names. A tied
+    tensor is written once, under its name in `tied_names` or else the first of its names in alphabetical order. If the
+    folder is not empty, `export` raises unless `overwrite=True`, which replaces the files of an earlier export. An
+    export needs no process group, no GPU, and memory for only a few million elements.
     """
     limit, target, cast = _bytes(max_file_size), Path(folder), None
     if dtype is not None:
@@ -390,7 +390,7 @@ def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: It
 
 
 def _in_files(tensors: list[Exported], limit: int) -> dict[str, list[Exported]]:
-    """Assign tensors to files in name order. Within a file, larger dtypes come first, which aligns all tensors."""
+    """Assign tensors to files in alphabetical order. In a file, larger dtypes come first, which aligns all tensors."""
     files: list[list[Exported]] = [[]]
     size = 0
     for each in sorted(tensors):
@@ -416,7 +416,7 @@ def _buffers(stored: CheckpointFiles, tensors: list[Exported], aliases: dict[str
 
 
 def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: bool) -> None:
-    """Write all files under hidden names, and rename them when all of them are on the disk."""
+    """Write all files under hidden names, and rename the files after all of them are on the disk."""
     made = not folder.exists()
     try:
         storage.make_folder(folder, exist_ok=True)
@@ -432,7 +432,7 @@ def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: b
     try:
         for name, buffers in contents.items():
             write_file(hidden[name], buffers, best_algorithm())
-        # Delete the old index first and add the new one last, so that no index names files of two exports.
+        # Delete the old index first and add the new one last, so no index names files of two exports.
         (folder / INDEX).unlink(missing_ok=True)
         for name in storage.names_in(folder):
             if _OWN.fullmatch(name) and name not in hidden and folder / name not in hidden.values():
@@ -444,6 +444,6 @@ def _write(folder: Path, contents: dict[str, Iterator[memoryview]], overwrite: b
         for path in hidden.values():
             path.unlink(missing_ok=True)
         if made:
-            with suppress(OSError):  # not empty: another program has written files
+            with suppress(OSError):  # not empty, because another program has written files
                 folder.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""Saving a run: all ranks write into a hidden folder, which one rename publishes.
+"""Saves a training run. All ranks write to a hidden folder, which rank 0 publishes with one rename.
 
 `make_plan` decides which rank writes which box of which tensor at which offset. All ranks compute the same plan.
 """
@@ -54,12 +54,13 @@ def save(
     data: Any = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Save a run in the new folder `step_<step>` under `path`, a folder that all ranks share; return the new folder.
+    """Save a training run in the new folder `step_<step>` under `path`, and return the new folder.
 
-    All ranks must call it, between steps. It saves rank 0's `scheduler` and `scaler`, and every rank's `data` (anything
-    with `state_dict`) and random number generators. It returns when the checkpoint is published. If saving fails on any
-    rank, all ranks raise a CheckpointError and existing checkpoints stay unchanged. `keep_last`: delete all but the
-    latest `keep_last` checkpoints afterwards.
+    All ranks must call this function between steps, and must share the folder `path`. The checkpoint contains rank 0's
+    `scheduler` and `scaler`, and the `data` and random number generators of every rank. `data` is any object with
+    `state_dict`. After publishing the checkpoint, `save` deletes all but the latest `keep_last` checkpoints if
+    `keep_last` is given. If saving fails on any rank, all ranks raise a CheckpointError and existing checkpoints stay
+    unchanged.
     """
     check_step(step, keep_last)
     begin("save a checkpoint", model)
@@ -101,8 +102,8 @@ def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
 def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
     """Assign each box to the rank that writes it. Return the tensor entries and the size of each rank's file.
 
-    File numbers in these entries are ranks. If several ranks hold a box, the one with the fewest bytes so far writes
-    it. If `spread` is False, and always for plain tensors, the lowest of these ranks writes it.
+    In the returned entries, the file number of a box is the rank that writes the box. If several ranks hold a box, the
+    rank with the smallest file so far writes it, or the lowest rank if the tensor is plain or `spread` is False.
     """
     nbytes = [0] * len(ranks)
     tensors: dict[str, TensorEntry] = {}
@@ -140,7 +141,7 @@ def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[d
 
 @dataclass
 class RankEntry:
-    """One rank's contribution to the manifest; the ranks exchange these."""
+    """One rank's contribution to the manifest. The ranks exchange these entries."""
 
     step: int
     tensors: dict[str, Described] = field(default_factory=dict)
@@ -157,10 +158,10 @@ class RankEntry:
 
 
 class Saving:
-    """One save on one rank. `what` describes the save in errors."""
+    """Performs one save on one rank. `what` describes the save in error messages."""
 
     folder: Path
-    """The folder that all ranks write to, until it is renamed to `target`."""
+    """The folder that all ranks write to before the folder is renamed to `target`."""
     algorithm: str
 
     def __init__(self, what: str, path: Path, step: int, keep_last: int | None):
@@ -171,11 +172,11 @@ class Saving:
         self._entries: list[RankEntry] = []
         self._plan: dict[str, TensorEntry] = {}
         self.nbytes, self.on_cuda = 0, False
-        """`nbytes`: size of this rank's file. `on_cuda`: True if any tensor in it is on a CUDA device."""
+        """`nbytes` is the size of this rank's file. `on_cuda` is True if any tensor is on a CUDA device."""
         self._unpublished: Unpublished | None = None
 
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
-        """Collect what each rank saves and decide which rank writes which box. All ranks must call this."""
+        """Collect what each rank saves, and decide which rank writes which box. All ranks must call this method."""
         given = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
         self._entries = together(self.what, lambda: self.collect(model, optimizer, given, data))
         steps = sorted({entry.step for entry in self._entries})
@@ -187,7 +188,7 @@ class Saving:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, optimizer: Optimizer | None, shared: dict[str, Any], data: Any) -> RankEntry:
-        """Find everything that this rank saves, without copying tensors."""
+        """Collect everything that this rank saves, without copying large tensors."""
         state = model_state(model)
         found, tensors = RankEntry(self._step, aliases=state.aliases), state.tensors
         found.nonfinite = nonfinite_parameters(state)
@@ -213,7 +214,7 @@ class Saving:
         return found
 
     def make_folder(self) -> None:
-        """Create the folder to write to, and choose the checksum algorithm. All ranks must call it."""
+        """Create the folder to write to, and choose the checksum algorithm. All ranks must call this method."""
         if self.rank == 0:
             warn_of_nonfinite(self.what, self._entries)
 
@@ -232,14 +233,14 @@ class Saving:
         return entry
 
     def buffers(self) -> Iterator[memoryview]:
-        """Yield the bytes of this rank's file, copied to the host piece by piece."""
+        """Yield the bytes of this rank's file in pieces. Each piece is copied to the host only when it is needed."""
         for view, dtype in self.views():
             yield from host_pieces(view, dtype)
             nbytes = view.numel() * dtype.itemsize
             yield memoryview(bytes(aligned(nbytes) - nbytes))
 
     def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-        """Yield the boxes that this rank writes, as views with their dtypes, in file order."""
+        """Yield each box that this rank writes, in file order, as a view of the tensor and the dtype to store."""
         for name, entry in self._plan.items():
             mine = [each.box for each in entry.boxes if each.file == self.rank]
             if mine:
@@ -249,7 +250,7 @@ class Saving:
                     yield views[box], held.dtype
 
     def publish(self, files: list[FileEntry | None]) -> None:
-        """Write the manifest and publish the checkpoint. Call this on rank 0 when all files are written."""
+        """Write the manifest and publish the checkpoint. Call this on rank 0 after all files are written."""
         assert self._unpublished is not None
         content = memoryview(manifest_bytes(self._manifest(files)))
         write_file(self.folder / MANIFEST, [content], self.algorithm, len(content))

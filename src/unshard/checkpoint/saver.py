@@ -1,13 +1,13 @@
-"""Saving a run in the background: training waits only for copies to host memory.
+"""Saves training runs in the background, so training waits only for copies to host memory.
 
-A thread per rank writes the copies. It issues no collectives, because training issues its own at the same time, and
-ranks that issue collectives in different orders deadlock. Each thread writes its data file, then an entry next to it:
+On each rank, a background thread writes the copies to the disk. The thread issues no collectives, because
+training issues collectives at the same time and ranks deadlock if their orders differ. The thread writes two files:
 
-    rank_00003.bin
-    rank_00003.entry      JSON: the file's size and checksums, or why the rank failed
+    rank_00003.bin        the rank's data file
+    rank_00003.entry      JSON with the size and checksums of the data file, or the error of the rank
 
-Rank 0's thread waits for the entries of all ranks, writes the manifest and publishes. If a rank dies, its entry never
-appears; the saver's next collective then fails, and rank 0 gives up.
+Rank 0's thread waits for the entries of all ranks, writes the manifest and publishes the checkpoint. If a rank dies,
+its entry never appears. The next collective of the saver then fails, and rank 0 stops waiting for the entry.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _log = logging.getLogger("unshard")
 _SAVE = "save a checkpoint (Saver)"
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
-"""At an exit without `wait`, a rank that has written its file waits at most this long for the other ranks."""
+"""If the program exits without `wait`, rank 0 writes its file and then waits at most this long for other ranks."""
 
 _under_way: set[BackgroundSave] = set()
 
 
 class BackgroundSave:
-    """One save on one rank. The training thread fills host buffers, and the save's own thread writes them."""
+    """One save on one rank. The training thread fills host buffers, and a background thread writes them to a file."""
 
     def __init__(self, saving: Saving):
         self.saving = saving
         self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()
-        """Empty buffers that the thread returns to training; None when the thread has stopped writing."""
+        """Empty buffers for the training thread. None means that the background thread has stopped writing."""
         self._full: SimpleQueue[tuple[HostBuffer, int] | BaseException | None] = SimpleQueue()
-        """Full buffers that training passes to the thread; at the end, None or the exception that stopped copying."""
+        """Full buffers for the background thread, followed by None or by the exception that stopped the copies."""
         self._written = threading.Event()
-        """Set by the thread when this rank's file is on the disk, or when writing has failed."""
+        """Set by the background thread when this rank's file is on the disk or writing has failed."""
         self._stopped = threading.Event()
-        """Set by training to make rank 0's thread stop waiting for the entries of other ranks."""
+        """Set by the training thread to stop rank 0's background thread from waiting for other ranks' entries."""
         self._write_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="unshard checkpoint", daemon=True)
@@ -80,7 +80,7 @@ class BackgroundSave:
             if not isinstance(error, Exception):
                 raise
         finally:
-            # Keep only the copies, so that training may delete the model while the thread writes them.
+            # Keep only the copies, so training can free the model while the background thread writes.
             self.saving.tensors.clear()
 
     def _next_buffer(self) -> HostBuffer:
@@ -102,19 +102,22 @@ class BackgroundSave:
             raise self._publish_error
 
     def end(self) -> None:
-        """End the thread, and delete the folder unless it is published. Call this when no rank is writing any more."""
+        """Stop the background thread, and delete the folder unless it has been published.
+
+        Call this after writing has finished or failed on all ranks, or when the program exits.
+        """
         self._stopped.set()
         self._thread.join()
         self.saving.clean_up()
         _under_way.discard(self)
 
-    # -- on the thread of the save ---------------------------------------------------------------------------------
+    # -- on the background thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             entry = self._write()
         except BaseException as error:
-            # Drop the frames: they hold host buffers.
+            # Drop the traceback, because its frames reference host buffers.
             self._write_error = error.with_traceback(None)
             return
         finally:
@@ -131,7 +134,7 @@ class BackgroundSave:
             entry = self.saving.write(self._full_buffers())
             self._write_entry({"file": entry})
         except BaseException as error:
-            # Best effort: the disk may fail again. Ranks also exchange errors in the saver's next collective.
+            # Best effort, because the disk may fail again. The saver's next collective also exchanges errors.
             with contextlib.suppress(CheckpointError):
                 self._write_entry({"error": error_text(error)})
             raise
@@ -172,7 +175,7 @@ class BackgroundSave:
         return None if content["file"] is None else FileEntry(*content["file"])
 
     def finish_at_exit(self) -> None:
-        """Finish this save at the exit of a program that did not call `wait`. Log an error instead of raising it."""
+        """Finish this save when the program exits without calling `wait`. Errors are logged instead of raised."""
         self._written.wait()
         self._thread.join(_EXIT_SECONDS)
         self.end()
@@ -182,7 +185,7 @@ class BackgroundSave:
 
 
 class _WritingFailed(Exception):
-    """Stops the copies on the training thread after the writing thread has failed and stored its own error."""
+    """Raised on the training thread to stop copying after the background thread has failed and stored its error."""
 
 
 @atexit.register
@@ -191,15 +194,16 @@ def _finish_all() -> None:
         each.finish_at_exit()
 
 
-# Threads do not survive a fork: a child process would wait for them forever, and delete the parent's files.
+# Threads do not survive a fork. A child process would wait for them forever, and delete the parent's files.
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
 class Saver:
-    """Saves checkpoints under `path` in the background. All ranks must call all methods, on the training thread.
+    """Saves checkpoints under `path` in the background.
 
-    `keep_last`: as in `save`. `host_bytes`: limit of each rank's host memory; by default, the size of its file. With a
-    smaller limit, copies wait for the disk, so `save` returns later.
+    All ranks must call every method from the training thread. If `keep_last` is given, all but the latest `keep_last`
+    checkpoints are deleted after each save. `host_bytes` limits the size of each rank's host buffers. By default, the
+    buffers hold the rank's whole file. If they are smaller, `save` takes longer because copies wait for the disk.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_last: int | None = None, host_bytes: int | None = None):
@@ -210,7 +214,7 @@ class Saver:
 
     @property
     def host_bytes(self) -> int:
-        """Size of this rank's host buffers in bytes."""
+        """Total size of this rank's host buffers in bytes."""
         return sum(each.nbytes for each in self._buffers.buffers)
 
     def prepare(
@@ -222,9 +226,9 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Allocate the host buffers in the background, so that the first `save` is as fast as later ones.
+        """Allocate the host buffers in the background, so the first `save` is as fast as later ones.
 
-        Call it after the first optimizer step, which creates optimizer state. `wait` waits for the allocation.
+        Call this after the first optimizer step, which creates the optimizer state. `wait` waits for the allocation.
         """
         self.wait()
         saving = Saving(f"Preparing to save to {self._path}", self._path, 0, None)
@@ -242,10 +246,10 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Start saving a run in the new folder `step_<step>`. Takes the same arguments as `unshard.checkpoint.save`.
+        """Start saving a training run in the new folder `step_<step>`. See `unshard.checkpoint.save` for the arguments.
 
-        First waits for the previous save; if that save failed, raises its error and starts nothing. Returns when this
-        rank's bytes are copied to host memory. Training may then change the model and all other arguments.
+        This method first waits for the previous save. If that save failed, its error is raised and no new save starts.
+        The method returns after this rank's bytes are copied to host buffers. Training may then change all arguments.
         """
         check_step(step, None)
         self.wait()
@@ -261,7 +265,7 @@ class Saver:
         self._pending.fill(self._buffers)
 
     def wait(self) -> Path | None:
-        """Wait until the save in progress is published; return its folder, or None if no save is in progress.
+        """Wait until the save in progress is published, and return its folder. Return None if no save is in progress.
 
         If the save failed on any rank, all ranks raise a CheckpointError that names the rank. Existing checkpoints stay
         unchanged, and the saver can save again.

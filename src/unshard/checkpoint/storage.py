@@ -1,11 +1,11 @@
-"""File system calls of checkpoints. All ranks share the file system.
+"""Wraps the file system calls for checkpoints. All ranks must share the file system.
 
-Other files of `checkpoint/` open, rename, sync, lock, list and delete checkpoint files only with these functions.
-Another kind of storage must give the same guarantees, on which saves and `folders.py` rely:
+Other files of `checkpoint/` open, rename, sync, lock, list and delete checkpoint files only through these functions.
+Another kind of storage must give these guarantees, because saves and `folders.py` rely on them:
 
-- `write` and `sync_folder` return when bytes and names survive a crash of the machine.
+- After `write` and `sync_folder` return, the written bytes and file names survive a crash of the machine.
 - `rename` is atomic, and fails if the new name is a folder that is not empty.
-- `lock` is exclusive, and the system releases it when the process dies.
+- `lock` is exclusive, and the system releases the lock when the process dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import BinaryIO
 from ..errors import CheckpointError
 
 WRITE_BACK_BYTES = 32 * 2**20
-"""`write` tells the system to start writing to the disk each time this many bytes have been added."""
+"""Number of bytes after which `write` asks the system to start writing them to the disk."""
 
 # -- folders and names --------------------------------------------------------------------------------------
 
@@ -42,12 +42,12 @@ def names_in(folder: Path) -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Return True if the path exists, even as a dangling link."""
+    """Return True if the path exists. A dangling symbolic link also counts as existing."""
     return os.path.lexists(path)
 
 
 def age_of(path: Path) -> float:
-    """Return the seconds since the file or folder was modified."""
+    """Return the number of seconds since the file or folder was modified."""
     return time.time() - os.stat(path).st_mtime
 
 
@@ -56,7 +56,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of all files in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def delete(path: Path) -> bool:
-    """Delete a file, a link, or as much of a folder as permissions allow; return True if the path is gone."""
+    """Delete a file, a link, or as much of a folder as permissions allow. Return True if the path is gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
@@ -78,7 +78,7 @@ def delete(path: Path) -> bool:
 
 
 def lock(path: Path, create: bool = False) -> int | None:
-    """Lock a file until `unlock` or the end of this process. Return None if the lock is taken or not supported."""
+    """Lock a file until `unlock` or the end of the process. Return None if the lock is taken or unsupported."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -97,7 +97,7 @@ def unlock(descriptor: int) -> None:
 
 
 def write(path: Path, pieces: Iterable[memoryview], expected: int | None = None) -> int:
-    """Write a new file, wait until it is on the disk, and return its size. Errors mention the `expected` size."""
+    """Write `pieces` to a new file, wait until it is on the disk, and return its size. Errors mention `expected`."""
     nbytes = begun = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -118,16 +118,16 @@ def write(path: Path, pieces: Iterable[memoryview], expected: int | None = None)
 
 
 def _begin_write_back(descriptor: int, first: int, nbytes: int) -> None:
-    """Start writing these bytes to the disk while the next ones are copied, instead of writing all of them at fsync.
+    """Start writing `nbytes` bytes from offset `first` to the disk, so `fsync` has less to write at the end.
 
-    On Linux, this call does not block. It more than halved the time of two ranks that wrote 1.5 GB to one disk.
+    On Linux, this call does not block. When two ranks wrote 1.5 GB to one disk, this call more than halved the time.
     """
     with contextlib.suppress(AttributeError, OSError):  # not supported by the system or the file system
         os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically, so that ranks that wait for the file never read part of the text."""
+    """Write a small file atomically, so ranks that wait for the file never read a part of it."""
     half = path.with_suffix(".half")
     try:
         half.write_text(text)
@@ -149,7 +149,7 @@ def _not_written(path: Path, error: OSError, nbytes: int, expected: int | None) 
 
 
 def open_file(path: Path, links: bool = False) -> BinaryIO:
-    """Open a file to read. Refuse links unless `links` is True, because a link may lead out of the checkpoint."""
+    """Open a file for reading. Refuse links unless `links` is True, because a link may lead out of the checkpoint."""
     # Without O_NONBLOCK, opening a pipe would block.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     return open(os.open(path, flags), "rb")
@@ -162,7 +162,7 @@ def size_of(file: BinaryIO) -> int | None:
 
 
 def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
-    """Read from `offset` into `buffer` and return the filled part, which is shorter if the file ends first."""
+    """Read from `offset` into `buffer`. Return the filled part of `buffer`, which is shorter at the end of the file."""
     found = 0
     while found < len(buffer):
         count = os.preadv(file.fileno(), [buffer[found:]], offset + found)
@@ -173,5 +173,5 @@ def read_at(file: BinaryIO, offset: int, buffer: memoryview) -> memoryview:
 
 
 def map_file(file: BinaryIO) -> mmap.mmap:
-    """Map a file into memory copy-on-write, because torch warns about read-only memory."""
+    """Map a file into memory, copy-on-write rather than read-only, because torch warns about read-only memory."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -1,8 +1,8 @@
-"""Conversion of state other than a model's tensors (schedulers, scalers, data, random numbers) to JSON and back.
+"""Converts the state of optimizers, schedulers, scalers, data and random number generators to JSON and back.
 
-Values are dicts, lists, tuples, numbers, strings, bytes, None and tensors; NumPy numbers become Python numbers. Small
-tensors are stored inline, large ones next to the JSON as tensors of the checkpoint. A JSON object with the key `$`
-represents a type that JSON does not have.
+State may contain dicts, lists, tuples, numbers, strings, bytes, None and tensors. NumPy numbers become Python numbers.
+Small tensors are stored inside the JSON. Large tensors are stored as tensors of the checkpoint, and the JSON contains
+their names. A JSON object with the key `$` represents a type that JSON does not have.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def name_of_dtype(dtype: torch.dtype, where: str) -> str:
 
 
 INLINE_BYTES = 8192
-"""Tensors up to this size are stored inline: counters, states of random number generators."""
+"""Tensors up to this size are stored inside the JSON, for example counters and states of random generators."""
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _MAPPING_TYPES: dict[str, type] = {name: kind for kind, name in _MAPPINGS.items()}
 
 Store = Callable[[str, torch.Tensor], None]
-"""Takes the name and the value of a tensor to store next to the JSON."""
+"""A function that takes the name and the value of a tensor that is too large for the JSON."""
 
 
 def encode(value: Any, path: str, store: Store) -> Any:
-    """Convert `value` to JSON. `path` is its location, used in errors and as the name of stored tensors."""
+    """Convert `value` to JSON, and pass large tensors to `store`. Tensor names and error messages contain `path`."""
     if value is None or isinstance(value, bool):
         return value
     if type(plain := as_plain(value)) in (str, float, int):
@@ -87,8 +87,8 @@ def as_plain(value: Any) -> Any:
 
 
 def _is_scalar_of_numpy(value: Any) -> bool:
-    """Return True for NumPy scalars that convert exactly to a Python int or float (not complex or long double)."""
     numpy: Any = sys.modules.get("numpy")
+    # Complex numbers and long doubles do not convert exactly to a Python int or float.
     return numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), int | float)
 
 
@@ -112,7 +112,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 
 
 def stored_names(value: Any) -> list[str]:
-    """Return the names of the tensors that the JSON `value` refers to by name instead of storing them inline."""
+    """Return the names of the tensors that the JSON `value` names but does not contain."""
     if isinstance(value, dict):
         if value.get("$") == "tensor" and isinstance(value.get("name"), str):
             return [value["name"]]
@@ -121,7 +121,7 @@ def stored_names(value: Any) -> list[str]:
 
 
 def decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any:
-    """Convert untrusted JSON to the original value. `stored(name)` returns a tensor that is not stored inline."""
+    """Convert untrusted JSON to the value that `encode` received. `stored(name)` returns a tensor outside the JSON."""
     try:
         return _decode(value, path, stored)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, binascii.Error) as error:
@@ -174,7 +174,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise a CheckpointError if `set_rng_state(state)` would fail. The check sets `state` on temporary generators."""
+    """Set `state` on temporary generators, and raise a CheckpointError if `set_rng_state(state)` would fail."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])

@@ -1,6 +1,6 @@
 """Runs programs written for `torch.distributed.fsdp` on unshard, without editing them.
 
-`install()` replaces PyTorch's modules with ours; `unshard run script.py` does so before the script starts.
+`install()` replaces PyTorch's modules with ours. `unshard run script.py` calls `install()` before the script starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["install", "is_installed", "stand_in", "uninstall"]
 CHILD_PROCESSES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child_processes")
 """The folder with the `sitecustomize` that installs the drop-in in child processes."""
 
-# PyTorch's `replicate` uses the internals of PyTorch's FSDP, so its references stay.
+# PyTorch's `replicate` uses the internals of PyTorch's FSDP, so its references are not replaced.
 UNCHANGED = "torch.distributed._composable.replicate_with_fsdp"
 DEPTH = 4  # levels of nested containers, classes and functions in which references are replaced
 # Modules that do not use FSDP. Searching them would take most of the time.
@@ -37,7 +37,7 @@ NOT_SEARCHED = sys.stdlib_module_names | {"mpmath", "networkx", "numpy", "sympy"
 MUTABLE = (list, dict, set, functools.partial, FunctionType)
 
 Objects = dict[int, tuple[Any, Any]]
-"""PyTorch's objects (held, so that ids stay valid) and their replacements, by `id` of PyTorch's object."""
+"""Maps ids of PyTorch's objects to (object, replacement). The reference to the object keeps its id valid."""
 
 _undo: list[Callable[[], Any]] = []
 """Functions that each undo one change. `uninstall` calls the last one first."""
@@ -46,11 +46,12 @@ _undo: list[Callable[[], Any]] = []
 def install(child_processes: bool = False) -> None:
     """Replace `torch.distributed.fsdp` and `torch.distributed._composable.fsdp` with our modules.
 
-    References in modules that are already imported are replaced, too. This includes PyTorch's own modules, so that
+    References in modules that are already imported are also replaced. This includes PyTorch's own modules, so
     checkpoints and pipelines recognize our `FSDPModule`. A second call is a no-op.
 
-    `child_processes`: also install in all Python processes that inherit this environment, by changing PYTHONPATH, as
-    `unshard run` does. Processes that `multiprocessing` starts always have the drop-in.
+    With `child_processes`, this function also changes `PYTHONPATH`, so all Python processes that inherit the
+    environment install the drop-in. `unshard run` passes `child_processes=True`. Processes that `multiprocessing`
+    starts always install the drop-in.
     """
     if _undo:
         return
@@ -79,7 +80,7 @@ def install(child_processes: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore everything that `install` replaced. Modules that were imported in between keep our objects."""
+    """Restore everything that `install` replaced. Modules that were imported after `install` keep our objects."""
     while _undo:
         _undo.pop()()
 
@@ -119,9 +120,9 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 # -- members of the state of a module -----------------------------------------------------------------------
 #
-# `torch.distributed.pipelining` runs the backwards of a step with gradient synchronization off. After the last one it
-# takes `fully_shard.state(stage)`, calls `post_backward()` on each param group of each of its states, and then
-# `_root_post_backward_final_callback()` (until torch 2.14). Torch 2.15 calls `finalize_backward` of the module.
+# `torch.distributed.pipelining` turns gradient synchronization off during the backwards of a step. After the last one,
+# torch up to 2.14 takes `fully_shard.state(stage)`, and calls `post_backward()` on each param group of each of its
+# states. It then calls `_root_post_backward_final_callback()`. Torch 2.15 calls the module's `finalize_backward`.
 
 
 def _find_root(state: FSDPState) -> Any:
@@ -129,28 +130,27 @@ def _find_root(state: FSDPState) -> Any:
 
 
 def _end_backward(state: FSDPState) -> None:
-    """Reduce the gradients of all param groups and reshard."""
     if state.is_initialized:
         _find_root(state).end_backward()
 
 
 STATE_MEMBERS = {
     "_state_ctx": property(lambda state: state),
-    "all_states": (),  # no param group needs its own call: the last callback reduces them all
+    "all_states": (),  # `_end_backward` reduces all param groups, so none needs its own call
     "_root_post_backward_final_callback": _end_backward,
     "_comm_ctx": property(lambda state: state),  # torch 2.15 compares the contexts of stages, which must differ
     "_lazy_init": _find_root,
     "_pre_forward": FSDPState.pre_forward,  # torch.compile compares functions with these two
     "_post_forward": FSDPState.post_forward,
 }
-"""Members of `FSDPState` while the drop-in is installed, for PyTorch's code and programs."""
+"""The members that `FSDPState` has while the drop-in is installed. PyTorch's own code and programs use them."""
 
 
 # -- other processes ----------------------------------------------------------------------------------------
 
 
 def _install_in_child_processes() -> None:
-    """Make child processes install the drop-in, for launchers that start `python script.py` again for other ranks."""
+    """Make child processes install the drop-in. Some launchers start `python script.py` again for other ranks."""
     before = os.environ.get("PYTHONPATH")
     rest = [each for each in (before or "").split(os.pathsep) if each and each != CHILD_PROCESSES]
     os.environ["PYTHONPATH"] = os.pathsep.join([CHILD_PROCESSES, *rest])
@@ -161,7 +161,7 @@ def _install_in_child_processes() -> None:
 
 
 class _InSpawned:
-    """Calls `install` when a spawned process unpickles it, before the process does anything else."""
+    """Calls `install` when a spawned process unpickles this object, before the process imports the main module."""
 
     def __reduce__(self) -> Any:
         return install, ()
@@ -171,7 +171,6 @@ class _InSpawned:
 
 
 def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
-    """Replace references to PyTorch's FSDP in all loaded modules."""
     ours, missing = _replacements(stand_ins)
     every = {**missing, **ours}
     seen: set[int] = set()
@@ -184,7 +183,7 @@ def _replace_references(stand_ins: dict[str, StandInModule]) -> None:
 
 
 def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects]:
-    """Return our replacements of PyTorch's objects, and stand-ins and `MissingName`s for objects that unshard lacks."""
+    """Return two maps: PyTorch's objects to our replacements, and PyTorch's modules and other objects to stand-ins."""
     ours: Objects = {}
     missing: Objects = {}
     for stand_in in stand_ins.values():
@@ -206,8 +205,6 @@ def _replacements(stand_ins: dict[str, StandInModule]) -> tuple[Objects, Objects
 
 
 class _Search:
-    """Replaces references to PyTorch's FSDP in one module."""
-
     def __init__(self, module: str, objects: Objects, seen: set[int]):
         self._module = module
         self._objects = objects
@@ -222,7 +219,7 @@ class _Search:
                 _undo.append(functools.partial(_put_back, container, key, value, new))
 
     def _new(self, value: Any, depth: int, where: str) -> Any:
-        """Return the replacement of `value`, or `value` itself after replacing references inside it."""
+        """Return the replacement of `value`. If there is none, return `value` with references inside replaced."""
         new = self._replacement(value)
         if new is not value or depth == 0:
             return new
@@ -305,7 +302,6 @@ class _Search:
 
 
 def _loaded() -> Iterator[tuple[str, ModuleType]]:
-    """Yield the modules to search: all except PyTorch's FSDP itself, its stand-ins and `NOT_SEARCHED`."""
     for name, module in list(sys.modules.items()):
         if not issubclass(type(module), ModuleType) or isinstance(module, StandInModule):
             continue
@@ -314,14 +310,12 @@ def _loaded() -> Iterator[tuple[str, ModuleType]]:
 
 
 def _inner(value: Any) -> Any:
-    """Return the function inside a static method, class method or property, or any other value itself."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
 
 
 def _outer(value: Any, new: Any) -> Any:
-    """Return a static method, class method or property like `value`, but with the function `new`."""
     if isinstance(value, staticmethod | classmethod):
         return type(value)(new)
     return property(new, value.fset, value.fdel) if isinstance(value, property) else new

@@ -1,4 +1,4 @@
-"""`python -m unshard.dropin script.py ...` is the same as `unshard run`. torchrun also takes `-m unshard.dropin`."""
+"""Runs `python -m unshard.dropin script.py ...` like `unshard run script.py ...`. `torchrun -m` works, too."""
 
 import sys
 

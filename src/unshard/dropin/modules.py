@@ -1,4 +1,4 @@
-"""The modules that replace PyTorch's modules in `sys.modules`, and objects for names that unshard does not have."""
+"""The modules that replace PyTorch's modules in `sys.modules`, and objects for names that unshard lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 
 # PyTorch packages that are replaced.
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-# Files with our names. PyTorch modules that are not listed use the file of the nearest enclosing package.
+# The files with our names. PyTorch modules that are not listed use the file of the nearest enclosing package.
 FILES = {
     "torch.distributed.fsdp": "unshard.dropin.torch_fsdp",
     "torch.distributed.fsdp.wrap": "unshard.dropin.torch_fsdp.wrap",
@@ -25,9 +25,10 @@ FILES = {
 
 
 class StandInModule(ModuleType):
-    """Replaces one PyTorch module: it has our names, and a `MissingName` for each other name of PyTorch's module.
+    """Replaces one PyTorch module. It has our names, and a `MissingName` for each FSDP name that only PyTorch has.
 
-    For these other names, PyTorch's own code gets PyTorch's objects, with which `torch.compile` compares functions.
+    For a name that only PyTorch has, PyTorch's own code gets PyTorch's object, because `torch.compile` compares
+    functions with such objects.
     """
 
     _real: ModuleType
@@ -79,7 +80,7 @@ class StandInModule(ModuleType):
 
 
 class _Loader(importlib.abc.Loader):
-    """Returns the stand-in in `sys.modules` to an import during which the drop-in was installed."""
+    """Completes an import that started before `install`, by returning the stand-in from `sys.modules`."""
 
     def create_module(self, spec: Any) -> Any:
         return sys.modules[spec.name]
@@ -89,10 +90,10 @@ class _Loader(importlib.abc.Loader):
 
 
 class MissingName:
-    """A name that PyTorch has and unshard does not.
+    """Stands in for an object that PyTorch has and unshard does not.
 
-    Programs import more names than they use, so this object can be imported and used in annotations and as a base
-    class. Every other use raises an error.
+    Programs import names that they never use. They may import this object, use it in annotations and subclass it.
+    Every other use raises an error.
     """
 
     _path: str
@@ -123,7 +124,7 @@ class MissingName:
     __ror__ = __or__
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        """Allow subclasses, because libraries define some that programs never use. Creating an instance raises."""
+        """Allow subclasses, because libraries define subclasses that programs never use. Refuse to create instances."""
 
         def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
             self._refuse()
@@ -135,7 +136,8 @@ class MissingName:
 
 
 def build() -> dict[str, StandInModule]:
-    """Build a stand-in for every module of `PACKAGES`. First import PyTorch's modules, so that none imports ours."""
+    """Build a stand-in for every module of `PACKAGES`."""
+    # Import all of PyTorch's modules before any is replaced, so that none of them imports ours.
     real = [module for package in PACKAGES for module in _modules(package)]
     stand_ins = {module.__name__: StandInModule(module) for module in real}
     for name, stand_in in stand_ins.items():
@@ -159,7 +161,7 @@ def is_defined_in_packages(value: Any) -> bool:
 
 
 def _is_fsdp(value: Any) -> bool:
-    """Return True if FSDP itself defines this global: it is not a constant, and not imported from another package."""
+    """Return True if PyTorch's FSDP defines `value`. Return False for constants and for objects of other packages."""
     if isinstance(value, ModuleType):
         return in_packages(value.__name__)
     if value is None or isinstance(value, str | int | float | bool):
@@ -175,10 +177,10 @@ def _modules(package: str) -> list[ModuleType]:
 
 
 def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
-    """Return the file with our names for a PyTorch module, and a dict of these names.
+    """Return the path of the file that has our names for a PyTorch module, and a dict of these names.
 
-    A module listed in `FILES` gets `__all__` of its file. Any other module gets those globals of the nearest file that
-    the PyTorch module also has.
+    For a module in `FILES`, these are the names in `__all__` of its file. Any other module uses the file of the nearest
+    enclosing package, and gets those globals that the PyTorch module also has.
     """
     name = real.__name__
     while name not in FILES:
@@ -193,6 +195,6 @@ def _our_names(real: ModuleType) -> tuple[str, dict[str, Any]]:
 
 
 def _caller_is_torch() -> bool:
-    """Return True if PyTorch's own code reads an attribute of a stand-in."""
+    # The stand-in's `__getattr__` calls this function, so the second frame above is the code that reads a name.
     frame: Any = inspect.currentframe()
     return is_torch(frame.f_back.f_back.f_globals.get("__name__") or "")

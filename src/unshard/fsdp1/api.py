@@ -1,4 +1,4 @@
-"""Arguments of `FullyShardedDataParallel` and `composable.fully_shard`, and checks of these arguments.
+"""Classes for arguments of `FullyShardedDataParallel` and `composable.fully_shard`, and checks of these arguments.
 
 Names, fields, defaults and the order of enum values match PyTorch's FSDP1.
 """
@@ -36,22 +36,22 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Selects which tensors are sharded over the ranks, and when a unit is resharded."""
+    """Selects which tensors are sharded over the ranks, and when parameters are unsharded."""
 
     FULL_SHARD = auto()
-    """Shard parameters, gradients and optimizer state. A unit is unsharded only while it computes."""
+    """Shard parameters, gradients and optimizer state. Units are resharded after forward and after backward."""
     SHARD_GRAD_OP = auto()
-    """Like FULL_SHARD, but parameters stay unsharded from forward to the end of backward."""
+    """Like FULL_SHARD, but parameters stay unsharded from forward until the end of backward."""
     NO_SHARD = auto()
-    """Shard nothing: every rank holds the whole model, and gradients are all-reduced."""
+    """Shard nothing. Every rank holds the whole model, and gradients are all-reduced."""
     HYBRID_SHARD = auto()
-    """FULL_SHARD within each group of ranks. The groups are replicas of each other."""
+    """Use FULL_SHARD within each group of ranks, and replicate the model across groups."""
     _HYBRID_SHARD_ZERO2 = auto()
-    """SHARD_GRAD_OP within each group of ranks. The groups are replicas of each other."""
+    """Use SHARD_GRAD_OP within each group of ranks, and replicate the model across groups."""
 
 
 class BackwardPrefetch(Enum):
-    """Selects when backward all-gathers the next unit: before or after the current unit's gradients are computed."""
+    """Selects whether backward prefetches the next unit before or after it computes the current unit's gradients."""
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -59,13 +59,14 @@ class BackwardPrefetch(Enum):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes of a wrapped module; ``None`` keeps the stored dtype.
+    """The dtypes of a wrapped module. ``None`` keeps the stored dtype.
 
-    ``param_dtype``: all-gathers and compute. ``reduce_dtype``: reduction of gradients, by default ``param_dtype``.
-    ``buffer_dtype``: dtype of floating-point buffers, cast in the first forward. ``keep_low_precision_grads`` leaves
-    gradients in the compute dtype. ``cast_root_forward_inputs`` casts floating-point inputs of the root,
-    ``cast_forward_inputs`` those of other wrapped modules. With an ``auto_wrap_policy``, instances of
-    ``_module_classes_to_ignore`` compute in full precision.
+    ``param_dtype`` is the dtype of all-gathers and of computation. ``reduce_dtype`` is the dtype of gradient
+    reductions, by default ``param_dtype``. ``buffer_dtype`` is the dtype to which the first forward casts
+    floating-point buffers. ``keep_low_precision_grads`` leaves gradients in the compute dtype.
+    ``cast_root_forward_inputs`` casts floating-point inputs of the root. ``cast_forward_inputs`` casts floating-point
+    inputs of other wrapped modules. With an ``auto_wrap_policy``, instances of ``_module_classes_to_ignore`` compute
+    in full precision.
     """
 
     param_dtype: torch.dtype | None = None
@@ -79,7 +80,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """``offload_params``: keep sharded parameters and gradients in host memory."""
+    """Options for CPU offloading. ``offload_params`` keeps sharded parameters and gradients in host memory."""
 
     offload_params: bool = False
 
@@ -92,19 +93,19 @@ class StateDictType(Enum):
     LOCAL_STATE_DICT = auto()
     """This rank's shards of the flat parameters."""
     SHARDED_STATE_DICT = auto()
-    """The names and shapes of FULL_STATE_DICT, with a ShardedTensor or DTensor for each parameter."""
+    """The same names and shapes as in FULL_STATE_DICT, with a ShardedTensor or DTensor for each parameter."""
 
 
 @dataclass
 class StateDictConfig:
-    """``offload_to_cpu``: copy the tensors to host memory."""
+    """Options for a state dict. ``offload_to_cpu`` copies its tensors to host memory."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: other ranks get an empty state dict."""
+    """Options for FULL_STATE_DICT. With ``rank0_only``, ranks other than rank 0 get an empty state dict."""
 
     rank0_only: bool = False
 
@@ -116,14 +117,14 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """``_use_dtensor`` is True for modules that were wrapped with a ``device_mesh``."""
+    """Options for SHARDED_STATE_DICT. ``_use_dtensor`` is True for modules wrapped with a ``device_mesh``."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Like ``StateDictConfig``, but for optimizer state. By default, tensors are copied to host memory."""
+    """Options for an optimizer state dict. By default, its tensors are copied to host memory."""
 
     offload_to_cpu: bool = True
 
@@ -173,7 +174,7 @@ def check_module(module: Any, call: str) -> None:
 
 
 def checked_mixed_precision(given: Any) -> MixedPrecision:
-    """Return `given` if it has the fields of `MixedPrecision`. Programs may pass PyTorch's own class of this name."""
+    """Return `given`, or `MixedPrecision()` for None. Accept PyTorch's own `MixedPrecision`. Raise for other types."""
     if given is None:
         return MixedPrecision()
     if all(hasattr(given, name) for name in ("param_dtype", "buffer_dtype", "cast_root_forward_inputs")):
@@ -217,16 +218,16 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WrapperPolicy(MixedPrecisionPolicy):
-    """The engine's policy for a wrapped module. FSDP1 casts inputs and keeps gradients by other rules than FSDP2.
+    """The engine's policy for a wrapped module. It follows FSDP1's rules for input casts and gradient dtypes.
 
-    This policy does not cast buffers; `WrapperState.cast_buffers` does.
+    This policy does not cast buffers, because `WrapperState.cast_buffers` casts them.
     """
 
     cast_root_forward_inputs: bool = True
     keep_low_precision_grads: bool = False
     shards_params: bool = True
     every_module_is_root: bool = False
-    """True for `composable.fully_shard`, where every sharded module casts inputs like a root."""
+    """True for `composable.fully_shard`. Every sharded module then casts its inputs like a root."""
 
     def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
         if not self.keep_low_precision_grads:

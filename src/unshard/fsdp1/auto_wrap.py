@@ -1,4 +1,4 @@
-"""Applies an `auto_wrap_policy`: replaces modules by their wrappers, innermost modules first."""
+"""Wraps the modules that an `auto_wrap_policy` chooses, innermost modules first."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def auto_wrap(
     ignored_modules: AbstractSet[nn.Module] = frozenset(),
     ignored_params: AbstractSet[nn.Parameter] = frozenset(),
 ) -> None:
-    """Replace the modules below `module` that `policy` chooses by `wrapper(each, **kwargs)`. Keep `module` itself.
+    """Wrap the modules inside `module` that `policy` chooses. `module` itself is not wrapped.
 
-    `kwargs` are the root's arguments, without the policy. If `mixed_precision` in `kwargs` has classes to ignore (batch
-    norms, by default), instances of these are wrapped separately, without mixed precision. `ignored_modules` must
-    include the modules inside ignored modules. A module with several names is wrapped once, under all of its names.
+    Each chosen module is replaced with `wrapper(chosen_module, **kwargs)`. `mixed_precision` in `kwargs` may list
+    classes to ignore, by default batch norms. Instances of these classes are wrapped separately, without mixed
+    precision. `ignored_modules` must also contain the modules inside ignored modules. A module with several names is
+    wrapped once, and replaced under all of its names.
     """
     if isinstance(policy, type):
         name = policy.__name__
@@ -77,13 +78,14 @@ def replace_modules(
     fn: Callable[[nn.Module], nn.Module | None],
     results: dict[nn.Module, nn.Module] | None = None,
 ) -> None:
-    """Replace each module below `root` by `fn(each)`, children first, unless `fn` returns None.
+    """Call `fn` on each module inside `root`, children first. If `fn` returns a module, replace the original with it.
 
-    `fn` is called once per module; a module with several names is replaced under all of them. `results` is only for
-    recursive calls. A recursive closure instead would be a reference cycle that keeps the modules alive.
+    `fn` is called once per module. A module with several names is replaced under all of them. `results` is for the
+    recursive calls only. It is not a variable of a nested function, because a recursive function that is nested refers
+    to itself, and this reference cycle would keep the modules alive.
     """
     results = {} if results is None else results
-    results[root] = root  # a cycle ends here
+    results[root] = root  # ends the recursion if modules contain each other
     for name, child in list(own_modules(root).items()):
         if child is None:
             continue
@@ -96,10 +98,9 @@ def replace_modules(
 
 @dataclass
 class _Choice:
-    """Asks a policy function which modules to wrap.
+    """Asks a policy function which modules to wrap. Modules in `full_precision` are always separate units.
 
-    Modules in `full_precision` are always separate units. This is a class because a recursive closure would be a
-    reference cycle, as in `replace_modules`.
+    This is a class because a recursive closure would be a reference cycle that keeps the modules alive.
     """
 
     root: nn.Module
@@ -116,7 +117,7 @@ class _Choice:
         return sum(each.numel() for each in module.parameters() if each not in self.ignored_params)
 
     def visit(self, module: nn.Module) -> int:
-        """Choose modules at and below `module`. Return how many elements of `module` are in chosen modules."""
+        """Choose from `module` and its submodules. Return the number of parameter elements in chosen modules."""
         wrapped = self.wrapped
         if module in wrapped:
             return wrapped[module]
@@ -138,7 +139,7 @@ class _Choice:
 
 
 def _cast_at_boundary(module: nn.Module) -> None:
-    """Add hooks that cast a module's inputs to the dtype of its parameters, and outputs to the dtype of the inputs."""
+    """Add hooks that cast inputs of `module` to its parameters' dtype, and its outputs back to the inputs' dtype."""
     input_dtype: torch.dtype | None = None
 
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -172,7 +173,6 @@ def _check_frozen(
     ignored: AbstractSet[nn.Parameter],
     use_orig_params: bool,
 ) -> None:
-    """Refuse units that mix frozen and trained parameters. With `use_orig_params`, only warn about wasted memory."""
     taken: set[nn.Parameter] = set(ignored)
     names = {module: name for name, module in root.named_modules()}
     for module in reversed([each for each in root.modules() if each in chosen]):  # inner modules come first
@@ -210,9 +210,9 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap the modules that the policy chooses. `module` itself may be one of these, unless `only_wrap_children`.
+    """Wrap the modules that the policy chooses. With `only_wrap_children`, `module` itself is not wrapped.
 
-    Returns `module` or its wrapper, and the number of wrapped elements.
+    Return `module` or its wrapper, and the number of parameter elements in wrapped modules.
     """
     _check_unwrapped(module, wrapper_cls)
     choice = _Choice(module, auto_wrap_policy, ignored_modules, ignored_params, with_root=not only_wrap_children)
@@ -224,8 +224,6 @@ def _recursive_wrap(
 def _construct_wrap_fn(
     root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function that wraps a target module (but not the root) and returns None for any other module."""
-
     def fn(module: nn.Module) -> nn.Module | None:
         if module in target_module_to_kwargs and module is not root_module:
             return fsdp_fn(module, **target_module_to_kwargs[module])

@@ -55,11 +55,11 @@ from .groups import Groups, check_tensor_parallel
 from .state import FLAT_PARAM, Handle, WrapperState, flat_sharded_of
 
 Places = list[tuple[str, nn.Module, str]]
-"""For each registration of a parameter: its full name, the module that holds it, and its name in that module."""
+"""All places where modules register a parameter, as tuples (full name, module, name in this module)."""
 Parameters = dict[nn.Parameter, Places]
 
 _wrapped_in = WeakTensorKeyDictionary()
-"""Maps each original parameter to the class name of its wrapped module. Entries outlive the unit."""
+"""Maps each original parameter to the class name of the module that was wrapped. The unit may no longer exist."""
 
 
 def build_state(
@@ -77,7 +77,7 @@ def build_state(
     use_orig_params: bool = True,
     legacy: bool = False,
 ) -> WrapperState:
-    """Build one unit from the parameters of `module` that are in no other unit. The caller must attach the result."""
+    """Build a unit from parameters of `module` that no other unit owns. The caller must attach the returned state."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(f"param_init_fn must be a function of a module, got {param_init_fn!r}.")
     modules, parameters = _managed_by(module, ignored)
@@ -132,16 +132,16 @@ def build_state(
 
 @dataclass(frozen=True)
 class Ignored:
-    """Modules (including all modules inside them) and parameters to exclude from sharding."""
+    """Modules and parameters to exclude from sharding. `modules` includes all modules inside ignored modules."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The argument `ignored_modules` or `ignored_states`, to pass on to wrapped modules inside."""
+    """The user's `ignored_modules` or `ignored_states`, as keyword arguments for wrapping inner modules."""
     modules: frozenset[nn.Module] = frozenset()
     parameters: frozenset[nn.Parameter] = frozenset()
 
 
 def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
-    """Check the arguments `ignored_modules` and `ignored_states`, and return what they exclude."""
+    """Check the arguments `ignored_modules` and `ignored_states`, and return the modules and parameters to exclude."""
     if modules is not None and states is not None:
         raise ArgumentError("Pass ignored_states or ignored_modules, not both; the former takes modules too.")
     name, given = ("ignored_modules", modules) if modules is not None else ("ignored_states", states)
@@ -171,7 +171,7 @@ def resolve_ignored(root: nn.Module, modules: Any, states: Any) -> Ignored:
 
 
 def _managed_by(module: nn.Module, ignored: Ignored) -> tuple[list[nn.Module], Parameters]:
-    """Return the unit's modules and distinct parameters, parents first. Skip other units and ignored modules."""
+    """Return modules and parameters for a new unit of `module`, parents first. Skip other units and ignored modules."""
     modules: list[nn.Module] = []
     parameters: Parameters = {}
 
@@ -193,7 +193,6 @@ def _buffers(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 def _check_parameters(
     title: str, parameters: Parameters, groups: Groups, param_dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
-    """Refuse parameters that one flat parameter cannot hold."""
     named = {places[0][0]: parameter for parameter, places in parameters.items()}
     for name, parameter in named.items():
         if isinstance(parameter, DTensor):
@@ -256,7 +255,7 @@ def _flat_unit(
     itemsize = (policy.param_dtype or dtype).itemsize
     locals_ = list(map(local_part, parameters))
     flat = flat_offsets([each.numel() for each in locals_], shards.world, itemsize, use_orig_params)
-    # Do not compare names: if a rank ignores more modules than others, its remaining modules have other numbers.
+    # Do not compare names. They contain numbers, which differ if a rank ignores more modules than other ranks.
     facts = [f"a parameter of shape {tuple(each.shape)}" for each in locals_]
     for transport in (shards, replicas):
         require_agreement(transport, device, f"the wrapped module {title}", [f"{title} in {dtype}", *facts])
@@ -265,7 +264,7 @@ def _flat_unit(
         params.append(_managed_param(parameter, places, begin, flat.shard_numel, shards, policy, use_orig_params))
         if use_orig_params:
             _wrapped_in[parameter] = title
-    holder = behind_checkpoints(module)  # wrappers of activation checkpointing rename entries of state dicts
+    holder = behind_checkpoints(module)  # activation-checkpoint wrappers rename state dict entries
     locations: list[ParamLocation] = [] if use_orig_params else [location_of(holder, FLAT_PARAM)]
     make = partial(FlatShardedParams, locations=locations, length=flat.length, originals=use_orig_params)
     plan = offload_plan_for(offload, device)
@@ -304,7 +303,7 @@ def _managed_param(
     managed = ManagedParam(places[0][0], locations, cut, weakref.ref(parameter), parameter, local, policy)
     managed.attributes = attributes_of(parameter)
     if isinstance(parameter, DTensor):
-        # A plain tensor at rest, like other parameters: `.data` of a DTensor cannot be a view of some of its elements.
+        # The sharded parameter is plain, because `.data` of a DTensor cannot be a view of some of its elements.
         managed.tp_spec, managed.sharded = spec_of(parameter), nn.Parameter(local, parameter.requires_grad)
     return managed
 
@@ -326,7 +325,6 @@ def _borrow(parameter: nn.Parameter, places: Places, unit: Unit, policy: Wrapper
 
 
 def _compute_device(device_id: Any, groups: Groups, tensors: list[torch.Tensor]) -> torch.device:
-    """Return `device_id` if given, else the accelerator of the tensors, the mesh or the process group, else the CPU."""
     found = {each.device for each in tensors if not each.is_meta}
     on_accelerator = {device for device in found if device.type != "cpu"}
     if len(on_accelerator) > 1 or (len(found) > 1 and device_id is None):
@@ -377,9 +375,9 @@ def _initialize_from_meta(
     device: torch.device,
     init: Callable[[nn.Module], Any] | None,
 ) -> bool:
-    """Initialize modules on the meta device with `init`, or with `to_empty` and the module's `reset_parameters`.
+    """Initialize modules on the meta device with `init`. By default, call `to_empty` and `reset_parameters`.
 
-    Return False if no module is on the meta device.
+    Return True if any module was on the meta device.
     """
     on_meta = [
         module

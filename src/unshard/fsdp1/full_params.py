@@ -1,4 +1,4 @@
-"""Full parameters of wrapped modules: `summon_full_params`, and conversion to and from sharded tensors."""
+"""Unshards parameters of wrapped modules for programs, and converts tensors for sharded state dicts."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """A context in which wrapped modules below `module` expose unsharded parameters under their original names.
+    """A context manager in which modules hold unsharded parameters under their original names.
 
-    Writes are kept, unless `writeback` is False. All ranks must enter the context together.
+    This applies to all wrapped modules in `module`. Without `recurse`, it applies to `module` only. Changes that
+    programs make to the parameters persist, unless `writeback` is False. With `rank0_only`, ranks other than rank 0
+    keep sharded parameters. With `with_grads`, gradients are also unsharded. All ranks must enter the context together.
     """
     if writeback and rank0_only:
         raise UnsupportedError("writeback=True with rank0_only=True would leave the ranks with different parameters.")
@@ -81,7 +83,7 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Like `summon_full_params`, but only for these units, not for other units that own their shared parameters."""
+    """Like `summon_full_params`, but for the units of `states` only, not for other units that own shared parameters."""
     for state in states:
         if state.in_summon_full_params:
             raise ConflictError(f"{state.unit} is already in summon_full_params, which cannot be nested.")
@@ -109,7 +111,7 @@ def full_params(
             stack.callback(each.exit)
             each.enter()
         if writeback:
-            stack.callback(_write_back, units)  # before any unit is resharded, because programs may swap memory
+            stack.callback(_write_back, units)  # before any unit reshards: a program may swap memory between units
         yield
 
 
@@ -128,7 +130,7 @@ class FullParams:
         self._precision = self._unit.precision
 
     def rest(self) -> None:
-        """Reshard the unit and its sharers, because weights may have changed since the last all-gather."""
+        """Reshard this unit and units that share its parameters. Parameters may have changed since the all-gather."""
         self._unit.reshard()
         for state in states_of(self._unit.sharers):
             if not state.in_summon_full_params:
@@ -142,7 +144,7 @@ class FullParams:
         unit.all_gather()
 
     def enter(self) -> None:
-        """Register the unsharded parameters on the modules, in place of the flat parameter."""
+        """Register the unsharded parameters on the modules instead of the flat parameter."""
         self._state.in_summon_full_params = True
         self._unit.unshard()
         if not self._exposes:
@@ -163,9 +165,9 @@ class FullParams:
             self._unshard_gradients()
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (place in the unsharded buffer, value) for each parameter that is no longer in the buffer.
+        """Return (view of the unsharded buffer, new value) for each parameter that is no longer in the buffer.
 
-        The program has replaced the memory of such a parameter, by assigning the parameter or its `data`.
+        Programs move a parameter out of the buffer by assigning a new tensor to the parameter or its `data`.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not self._exposes:
@@ -186,7 +188,7 @@ class FullParams:
         return found
 
     def exit(self) -> None:
-        """Keep writes unless `writeback` is False, and register the sharded parameters again."""
+        """Write changes back, unless `writeback` is False, and register the sharded parameters again."""
         if self._exposes:
             self._keep_and_unregister()
         self._unit.reshard()
@@ -219,7 +221,6 @@ class FullParams:
 
     @torch.no_grad()
     def _unshard_gradients(self) -> None:
-        """All-gather gradients into the `.grad`s of unsharded parameters, unless no rank has a gradient."""
         shards, shard_numel = self._state.transports[0], self._sharded.flat.local.numel()
         dtype, device = self._sharded.shard.segments.kinds[0].gradient, self._unit.device
         local = torch.zeros(shard_numel, dtype=dtype, device=device)
@@ -258,17 +259,16 @@ class FullParams:
 
 @torch.no_grad()
 def _write_back(units: list[FullParams]) -> None:
-    """Copy parameters that were assigned inside the context, or got other memory, into the unsharded buffers."""
     moved = [pair for unit in units for pair in unit.moved()]
     buffers = {place.untyped_storage().data_ptr() for place, _ in moved}
-    # A program may have swapped parameters: clone values in a buffer before anything is written to that buffer.
+    # A program may have swapped parameters, so clone the values that are in a buffer before writing to the buffer.
     values = [each.clone() if each.untyped_storage().data_ptr() in buffers else each for _, each in moved]
     for (place, _), value in zip(moved, values, strict=True):
         place.copy_(value)
 
 
 def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Return True if both tensors are the same view of the same memory. A transpose, for example, is another view."""
+    # A transposed tensor has the same pointer, but other strides.
     same = tensor.data_ptr() == place.data_ptr() and tensor.dtype == place.dtype
     return same and tensor.shape == place.shape and tensor.stride() == place.stride()
 
@@ -277,9 +277,9 @@ def _same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) -> Any:
-    """Shard an unsharded tensor for a sharded state dict. Tensor-parallel tensors must be DTensors.
+    """Convert an unsharded tensor to a ShardedTensor or DTensor. A tensor-parallel tensor must be a DTensor.
 
-    In a model with tensor parallelism, plain parameters are replicated on the tensor-parallel mesh.
+    If the model has tensor-parallel parameters, plain tensors are replicated over the tensor-parallel mesh.
     """
     groups, meshes = state.groups, state.tensor_parallel_meshes()
     if isinstance(unsharded, DTensor):
@@ -290,10 +290,10 @@ def shard_tensor(unsharded: torch.Tensor, state: WrapperState, offload: bool) ->
 
 
 def _shard_rows(unsharded: torch.Tensor, group: Any, mesh: DeviceMesh | None) -> Any:
-    """Return this rank's rows, as a DTensor on the mesh or, without a mesh, as a ShardedTensor of the group.
+    """Return a DTensor on `mesh` or, if `mesh` is None, a ShardedTensor of `group`, with this rank's rows.
 
-    A rank without rows gets an empty shard, because `torch.distributed.checkpoint` skips a ShardedTensor without local
-    shards. It would then assume an old version of the checkpoint and not find the optimizer's `param_groups`.
+    A rank without rows gets an empty shard. If the ShardedTensor had no shard, `torch.distributed.checkpoint` would
+    skip it, mistake the checkpoint for one in an older format, and not find the optimizer's `param_groups`.
     """
     cut = RowSharding(tuple(unsharded.shape), group.size())
     rows = unsharded.narrow(0, *cut.rows(group.rank())).clone()
@@ -325,7 +325,7 @@ def is_sharded(value: Any) -> bool:
 
 @torch.no_grad()
 def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
-    """Unshard a DTensor or ShardedTensor; return any other value unchanged. All ranks of `group` must call this."""
+    """Unshard a DTensor or ShardedTensor. Return any other value unchanged. All ranks of `group` must call this."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if not isinstance(value, ShardedTensor):
@@ -339,10 +339,9 @@ def full_tensor(value: Any, group: Any, device: torch.device) -> Any:
 
 
 def all_gathered(shard: torch.Tensor, group: Any, device: torch.device) -> torch.Tensor:
-    """All-gather shards of equal shape along dim 0, as bytes, because backends do not support all dtypes."""
     if group is None or group.size() == 1:
         return shard
-    shard = shard.contiguous().to(device)
+    shard = shard.contiguous().to(device)  # sent as bytes, because backends do not support all dtypes
     unsharded = shard.new_empty((shard.shape[0] * group.size(), *shard.shape[1:]))
     transport_for(group, device).all_gather([unsharded.view(torch.uint8)], [shard.view(torch.uint8)]).wait()
     return unsharded
@@ -356,7 +355,7 @@ def offloaded(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
 
 
 def full_value(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of an unsharded parameter or state. All ranks of a DTensor's mesh must call this."""
+    """Return `value` or, if it is a DTensor, its full tensor. All ranks of the DTensor's mesh must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -397,7 +396,7 @@ def _shard_on_meshes(value: torch.Tensor, groups: Groups, tp_mesh: DeviceMesh, o
 
 
 def _cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """Return a view of this rank's elements. Each mesh dimension chunks the result of the previous dimension."""
+    """Return a view of this rank's elements of `whole`. Each mesh dimension splits the previous dimension's result."""
     for number, placement in enumerate(placements):
         if isinstance(placement, Shard):
             rows = RowSharding((whole.shape[placement.dim],), mesh.size(number))

@@ -1,4 +1,4 @@
-"""The process groups of a wrapped model: which ranks shard, which are replicas, and tensor parallelism.
+"""Process groups over which a wrapped model is sharded and replicated, and checks of tensor parallelism.
 
 The arguments `process_group`, `device_mesh` and `sharding_strategy` determine these groups.
 """
@@ -31,7 +31,7 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingS
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a wrapped module. `own` is the group that users see as `process_group`."""
+    """The process groups of a wrapped module. `own` is also the wrapper's attribute `process_group`."""
 
     strategy: ShardingStrategy
     own: Any
@@ -40,19 +40,19 @@ class Groups:
 
     @property
     def shards(self) -> Any:
-        """The process group of the ranks that hold the shards; None if the unit is not sharded."""
+        """The process group over which the unit is sharded, or None if the unit is not sharded."""
         return None if self.strategy is ShardingStrategy.NO_SHARD else self.own
 
     def transports(self, device: torch.device) -> tuple[Transport, Transport]:
-        """Return the transport over the shards and the transport over the replicas."""
+        """Return the transport for shards and the transport for replicas."""
         over_own = transport_for(self.own, device)
         if self.shards is None:
             return SoloTransport(), over_own
         return over_own, SoloTransport() if self.replicas is None else transport_for(self.replicas, device)
 
     def options(self) -> Options:
-        """Return options. If units reshard after forward, the root stays unsharded but shows sharded parameters."""
         reshards = self.shards is not None and self.strategy not in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        # `None` reshards all units except the root. The root's modules hold its sharded parameters after forward, too.
         return Options(
             reshard_after_forward=None if reshards else False,
             show_sharded_after_forward=reshards,
@@ -61,16 +61,16 @@ class Groups:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments that make inner wrapped modules use the same groups."""
+        """Return keyword arguments for wrapping inner modules over the same process groups."""
         if self.mesh is not None:
             return {"device_mesh": self.mesh}
         return {"process_group": self.own if self.replicas is None else (self.own, self.replicas)}
 
 
 def resolve_groups(process_group: Any, mesh: Any, strategy: Any, by_policy: bool) -> Groups:
-    """Check `process_group`, `device_mesh` and `sharding_strategy`, and return the groups that they determine.
+    """Check the arguments, and return the process groups that they determine.
 
-    `by_policy`: the call has an `auto_wrap_policy`, so all wrapped modules get the same groups.
+    `by_policy` is True if the call has an `auto_wrap_policy`. Without a policy, hybrid strategies need explicit groups.
     """
     if strategy is None:
         strategy = ShardingStrategy.FULL_SHARD
@@ -133,7 +133,6 @@ def _hybrid(process_group: Any, mesh: Any, strategy: ShardingStrategy, by_policy
 
 
 def _groups_by_node() -> tuple[Any, Any]:
-    """Return the process group for shards within this node and the process group for replicas across nodes."""
     _default_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     if torch.accelerator.is_available():
@@ -161,10 +160,10 @@ def _default_group() -> Any:
 
 
 def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> None:
-    """Refuse DTensors that a flat unit cannot shard. `where` names the parameter.
+    """Raise if a flat unit cannot shard the DTensor `parameter`. `where` names the parameter in error messages.
 
-    `ManagedParam.tp_spec` records how `parallelize_module` distributed a parameter. A flat unit shards the local
-    tensor; the unsharded parameter is again a DTensor on the tensor-parallel mesh.
+    A flat unit shards the local tensor of a tensor-parallel parameter. The unsharded parameter is again a DTensor,
+    which `ManagedParam.tp_spec` describes.
     """
     mesh = parameter.device_mesh
     for placement in parameter.placements:
@@ -185,10 +184,11 @@ def check_tensor_parallel(where: str, parameter: DTensor, groups: Groups) -> Non
 
 
 def data_parallel_mesh(mesh: Any, strategy: Any, module: nn.Module, states: Iterable[FSDPState]) -> Any:
-    """Drop the last, tensor-parallel dimension of `mesh` if `mesh` has one dimension more than the strategy takes.
+    """Return the data-parallel dimensions of `mesh`, without a last dimension for tensor parallelism.
 
-    Return any other mesh unchanged, because `resolve_groups` checks it. For a hybrid strategy, drop the last dimension
-    only if parameters are tensor parallel on that dimension. `states`: states of the units inside `module`.
+    If the strategy is not hybrid, the second of two dimensions is always dropped. If the strategy is hybrid, the third
+    of three dimensions is dropped if parameters are tensor parallel on that dimension. Any other mesh is returned
+    unchanged, and `resolve_groups` checks it. `states` are the states of the units inside `module`.
     """
     hybrid = strategy in HYBRID_SHARDING_STRATEGIES
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != (3 if hybrid else 2):

@@ -1,4 +1,4 @@
-"""Loading optimizer state of a wrapped model, and FSDP1's deprecated functions for optimizer state."""
+"""Loads optimizer state of a wrapped model, and implements FSDP1's deprecated functions for optimizer state."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> StateDict:
-    """Convert a state dict that `optim_state_dict` returned to the form that `optim.load_state_dict` takes.
+    """Convert a state dict from `optim_state_dict` to the form that `optim.load_state_dict` takes.
 
-    The state dict may come from another number of ranks. `load_directly` also loads the result into `optim`.
+    The state may have been saved with a different number of ranks. With `load_directly`, also load the result into
+    `optim`.
     """
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _broadcast(optim_state_dict, group)
@@ -93,7 +94,7 @@ def _states_to_load(model: nn.Module, optim: Any, optim_state_dict: StateDict, i
 
 
 def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) -> StateDict:
-    """Return this rank's state of the optimizer's parameter `number`. `own`: full states by original parameter name."""
+    """Return this rank's part of the state of parameter `number`. `own` maps original names to full states."""
     result: StateDict = {}
     param, inside = unit.sharded.params[number], unit.parameters[number][1]
     for name in dict.fromkeys(name for states in own.values() for name in states):
@@ -113,7 +114,6 @@ def _sharded_states(unit: UnitParams, number: int, own: dict[str, StateDict]) ->
 
 
 def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam]) -> None:
-    """Raise if a parameter in `inside` lacks the state `name`, or has a wrong shape or a scalar that differs."""
     first, one = next(iter(values.items()))
     missing = [each.name for each in inside if each.name not in values]
     if missing:
@@ -137,7 +137,7 @@ def _check_states(name: str, values: dict[str, Any], inside: list[OptimizedParam
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two scalar states (numbers or 0-D tensors) are equal, regardless of their devices."""
+    # Compares numbers or 0-D tensors, which may be on different devices.
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
     return other.ndim == 0 and one.dtype == other.dtype and one.item() == other.item()
@@ -159,7 +159,6 @@ def _require_state_dict(optim: Any, given: Any) -> None:
 def _param_groups(
     optim: Any, given: list[StateDict], names: dict[int, list[str]], keys: dict[int, Any]
 ) -> list[StateDict]:
-    """Return the groups of `optim` with the options from `given`. Parameters are replaced by their `keys`."""
     groups: list[StateDict] = []
     by_name = {name: each for each in given for name in each["params"]}
     for mine in optim.param_groups:
@@ -178,7 +177,6 @@ def _broadcast(optim_state_dict: StateDict | None, group: Any) -> StateDict:
 
 
 def _warn_about_missing(optim: Any, names: dict[int, list[str]], given: StateDict) -> None:
-    """Warn about parameters without state in `given` (the state to load), if a step would create state for them."""
     if not isinstance(optim, torch.optim.Optimizer):
         return
     missing = {id(each) for each in trainable(optim) if not any(given.get(name) for name in names[id(each)])}
@@ -201,7 +199,7 @@ def _warn_about_missing(optim: Any, names: dict[int, list[str]], given: StateDic
 def _creates_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
     try:
         return bool(first_states(optim, [parameter]))
-    except Exception:  # a step that needs more than gradients probably keeps state
+    except Exception:  # an optimizer whose step needs more than gradients probably has state
         return True
 
 
@@ -209,7 +207,7 @@ def _creates_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> boo
 
 
 class OptimStateKeyType(Enum):
-    """The kind of keys in an optimizer's state dict: names or numbers of parameters."""
+    """Selects whether the keys of an optimizer state dict are names or numbers of parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -231,13 +229,13 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> StateDict:
-    """Return unsharded optimizer states by original parameter name, on rank 0 or on all ranks."""
+    """Return the full optimizer state by original parameter name. With `rank0_only`, other ranks get an empty dict."""
     _deprecated("full_optim_state_dict", optim_input)
     return states_to_save(model, optim, default_settings(rank0_only=rank0_only), group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
-    """Return sharded optimizer states by original parameter name."""
+    """Return the sharded optimizer state by original parameter name."""
     _deprecated("sharded_optim_state_dict")
     return states_to_save(model, optim, default_settings(StateDictType.SHARDED_STATE_DICT), group=group)
 
@@ -253,7 +251,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """Convert a result of `sharded_optim_state_dict` to the form that `optim.load_state_dict` takes on this rank."""
+    """Convert a state dict from `sharded_optim_state_dict` to the form that `optim.load_state_dict` takes."""
     _deprecated("flatten_sharded_optim_state_dict")
     return _to_load(model, optim, sharded_optim_state_dict)
 
@@ -272,7 +270,7 @@ def scatter_full_optim_state_dict(
 
 @torch.no_grad()
 def _to_load(model: nn.Module, optim: Any, given: StateDict) -> StateDict:
-    """Convert `given` for loading, but keep its groups, as PyTorch does: programs add missing parameters themselves."""
+    """Convert `given` for loading. As in PyTorch, keep its optimizer groups, because programs may have changed them."""
     result = _states_to_load(model, optim, given, is_named_optimizer=False)
     if "param_groups" in given:
         names = names_of(model, units_of(model))
@@ -290,7 +288,7 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Any = None,
 ) -> StateDict:
-    """Convert the keys of an unwrapped model's optimizer state dict from numbers to names, or back."""
+    """Convert the keys of an unwrapped model's optimizer state dict from numbers to names, or from names to numbers."""
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
     parameters = enumerate(optimizer_parameters(_listed(model, optim, optim_input)))
@@ -306,7 +304,7 @@ def rekey_optim_state_dict(
 
 
 def _listed(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """Return `optim`. If it is None, return a stand-in with the parameters of `optim_input` (by default, all)."""
+    """Return `optim`. If it is None, return an object whose `param_groups` hold `optim_input` or all parameters."""
     if optim is not None:
         return optim
     inputs = list(model.parameters() if optim_input is None else optim_input)

@@ -1,4 +1,4 @@
-"""Saving optimizer state of a wrapped model by original parameter name. `optim_load.py` loads such state."""
+"""Saves optimizer state of a wrapped model by original parameter name. `optim_load.py` loads this state."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True)
 class UnitParams:
-    """A unit that has parameters, and the original names of these parameters, in order."""
+    """A unit with parameters, and the original names of these parameters."""
 
     state: WrapperState
     sharded: FlatShardedParams
     names: tuple[str, ...]
     parameters: list[tuple[nn.Parameter, list[OptimizedParam]]]
-    """The unit's parameters as an optimizer sees them, each with the original parameters inside."""
+    """The parameters that an optimizer sees, each with the original parameters that it contains."""
 
     def shard(self, states: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of one kind of state. `states`: by parameter number; missing states become 0."""
+        """Return this rank's shard of one kind of state. `states` maps parameter numbers to tensors; others are 0."""
         if states and not self.sharded.originals:
             return next(iter(states.values()))
         flat = torch.zeros_like(self.sharded.flat.local, dtype=dtype)
@@ -49,7 +49,7 @@ class UnitParams:
 
 
 def units_of(model: nn.Module) -> list[UnitParams]:
-    """Return the units at and below `model` that have parameters, in the order of `modules()`."""
+    """Return the units in `model` that have parameters, in the order of `model.modules()`."""
     paths = {id(module): clean_tensor_name(f"{name}.") if name else "" for name, module in model.named_modules()}
     found = []
     for state in wrapper_states(model):
@@ -68,7 +68,7 @@ def units_of(model: nn.Module) -> list[UnitParams]:
 
 
 def names_of(model: nn.Module, units: list[UnitParams]) -> dict[int, list[str]]:
-    """Return the original names of each parameter, by the parameter's id. A flat parameter has several names."""
+    """Map the id of each parameter to its original names. A flat parameter has several names."""
     names = {id(parameter): [clean_tensor_name(name)] for name, parameter in model.named_parameters()}
     for unit in units:
         names.update({id(parameter): [each.name for each in inside] for parameter, inside in unit.parameters})
@@ -86,11 +86,11 @@ def optim_state_dict(
     *,
     for_loading: bool = False,
 ) -> StateDict:
-    """Return the optimizer's state by original parameter name, in the model's state dict type. All ranks must call it.
+    """Return the optimizer's state by original parameter name. All ranks must call this function.
 
-    `torch.distributed.checkpoint.load` fills only existing entries of its argument, and an optimizer has no state
-    before its first step. `for_loading=True` adds the state that the first step would create, without
-    changing the optimizer or the parameters.
+    The model's state dict type determines whether the state is full or sharded. `for_loading=True` adds the state that
+    the optimizer's first step would create, without changing the optimizer or the parameters. Use it before
+    `torch.distributed.checkpoint.load`, which loads only entries that its argument already has.
     """
     return states_to_save(model, optim, get_state_dict_type(model), optim_state_dict, group, for_loading)
 
@@ -104,7 +104,7 @@ def states_to_save(
     group: Any = None,
     for_loading: bool = False,
 ) -> StateDict:
-    """Return `optim_state_dict` for these settings. With `rank0_only`, the other ranks get an empty dict."""
+    """Implement `optim_state_dict` for `settings`. With `rank0_only`, ranks other than rank 0 get an empty dict."""
     units, state = units_of(model), {}
     names = names_of(model, units)
     refuse_unknown_parameters(optim, names, ArgumentError)
@@ -112,7 +112,7 @@ def states_to_save(
     keys = _keys(optim, given, model)
     if for_loading:
         given = with_first_states(optim, given, keys)
-    for unit in units:  # also units without parameters in this optimizer: another rank's optimizer may have them
+    for unit in units:  # including units that this optimizer lacks, because another rank's optimizer may have them
         held = enumerate(id(parameter) for parameter, _ in unit.parameters)
         own = {number: given["state"].get(keys[key], {}) for number, key in held if key in keys}
         state.update(_unsharded_states(unit, own, settings))
@@ -134,9 +134,9 @@ def states_to_save(
 
 
 def _keys(optim: torch.optim.Optimizer, given: StateDict, model: nn.Module) -> dict[int, Any]:
-    """Return the key of each parameter in the optimizer's own state dict, by the parameter's id.
+    """Map the id of each parameter to its key in the optimizer's own state dict.
 
-    The key is the parameter's number or, for optimizers that keep state by name, its name in the model.
+    Keys are numbers for most optimizers. If an optimizer uses names as keys, these are parameter names in `model`.
     """
     own = optimizer_parameters(optim)
     keys = [key for group in given.get("param_groups", ()) for key in group["params"]]
@@ -154,17 +154,16 @@ def sharded_ids(units: list[UnitParams]) -> set[int]:
 
 
 def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: StateDictSettings) -> dict[str, StateDict]:
-    """Return the unsharded states of a unit's parameters by original name, gathered from the ranks that have states.
+    """Gather the state of a unit's parameters from all ranks, and return it by original parameter name.
 
-    `own`: this rank's states, by number in `unit.parameters`.
+    `own` maps indices in `unit.parameters` to this rank's state.
     """
     numels = [parameter.numel() for parameter, _ in unit.parameters]
     mine = {n: {name: _describe(each, numels[n]) for name, each in states.items()} for n, states in own.items()}
     described = _described_by_all_ranks(unit, mine, {n for n, numel in enumerate(numels) if numel and n not in own})
 
     def originals(number: int) -> Iterable[int]:
-        """Return the numbers of the original parameters inside the optimizer's parameter `number`."""
-        return (number,) if unit.sharded.originals else range(len(unit.names))
+        return (number,) if unit.sharded.originals else range(len(unit.names))  # a flat parameter has all
 
     result: dict[str, StateDict] = {
         unit.names[member]: {} for number, states in described.items() if states for member in originals(number)
@@ -188,9 +187,9 @@ def _unsharded_states(unit: UnitParams, own: dict[int, StateDict], settings: Sta
 
 
 def _describe(value: Any, numel: int) -> tuple[str, Any]:
-    """Return ("sharded", dtype) for a state that is sharded like its parameter, otherwise ("same", value).
+    """Return ("sharded", dtype) for state that is sharded like its parameter, and ("same", value) for other state.
 
-    `numel`: number of elements of the parameter on this rank.
+    `numel` is the number of elements that the parameter has on this rank.
     """
     if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == numel:
         return "sharded", value.dtype
@@ -198,17 +197,17 @@ def _describe(value: Any, numel: int) -> tuple[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy a tensor, because optimizers count steps in place and parameters must not share a counter."""
+    """Copy `value` if it is a tensor. Parameters must not share a step counter: optimizers update it in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _described_by_all_ranks(
     unit: UnitParams, mine: dict[int, dict[str, Any]], absent: set[int]
 ) -> dict[int, dict[str, Any]]:
-    """Merge the descriptions of each parameter's state from all ranks. `mine`: this rank's descriptions.
+    """Merge the descriptions of each parameter's state from all ranks. `mine` has the descriptions of this rank.
 
-    Ranks with elements of a parameter take precedence, because on ranks without elements no step updates loaded state.
-    `absent`: parameters with elements on this rank that this rank's optimizer does not have.
+    Descriptions from ranks with elements of a parameter take precedence, because steps update state only on these
+    ranks. `absent` has the numbers of parameters that have elements on this rank but are not in its optimizer.
     """
     params, group = unit.sharded.params, unit.state.groups.shards
     empty = {number for number in mine if unit.sharded.originals and params[number].sharded.numel() == 0}
@@ -244,7 +243,6 @@ def _described_by_all_ranks(
 
 
 def _refuse_different(unit: UnitParams, number: int, before: StateDict, states: StateDict, rank: int) -> None:
-    """Raise if a state is neither sharded like the parameter nor equal on all ranks."""
     for name, (kind, value) in states.items():
         other = before.get(name, (kind, value))
         if {kind, other[0]} == {"same"} and not (isinstance(value, torch.Tensor) and value.ndim):
@@ -270,9 +268,9 @@ def _to_save(unit: UnitParams, unsharded: torch.Tensor, settings: StateDictSetti
 
 
 def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, StateDict]:
-    """Return the state that the first step would create for each of these parameters, by id.
+    """Return the state that the first step would create for each of `parameters`, by the parameter's id.
 
-    The optimizer takes a step with temporary zeros as parameters and gradients. The real ones do not change.
+    The optimizer steps temporary tensors of zeros, so the real parameters do not change.
     """
     zeros = {id(each): nn.Parameter(torch.zeros_like(each)) for each in parameters}
     for zero in zeros.values():
@@ -291,7 +289,7 @@ def first_states(optim: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
 
 
 def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict[int, Any]) -> StateDict:
-    """Return the optimizer's own state dict `given`, plus the state that the first step would create."""
+    """Return a copy of the state dict `given` of `optim`. Add missing state as the first step would create it."""
     without = [each for each in trainable(optim) if not given["state"].get(keys[id(each)])]
     try:
         created = first_states(optim, without) if without else {}
@@ -304,7 +302,7 @@ def with_first_states(optim: torch.optim.Optimizer, given: StateDict, keys: dict
 
 
 def trainable(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that a step can change on this rank: trainable parameters with elements here."""
+    """Return the trainable parameters of `optim` that have elements on this rank. A step can change only these."""
     return [each for each in optimizer_parameters(optim) if each.requires_grad and each.numel()]
 
 
@@ -314,10 +312,10 @@ DROPIN = "unshard.dropin.install() at the start of the program makes these funct
 
 
 def refuse_helpers(module: nn.Module, wrapped: bool) -> None:
-    """Raise if PyTorch's checkpoint helpers are running and would give a wrong result. `_fqn_modifiers` calls this.
+    """Raise if the caller is a `torch.distributed.checkpoint.state_dict` function that would use wrong values.
 
-    The helpers would save a rank's shard of optimizer state as if it were all of it. `wrapped`: True for a wrapper,
-    which adds a prefix to the names of parameters, but not to the keys of state dicts.
+    Such a function would save one rank's shard of the optimizer state as if it were the full state. `wrapped` is True
+    for a wrapper, whose parameter names have a prefix that the keys of its state dict lack.
     """
     if (call := helper_call()) is None:
         return

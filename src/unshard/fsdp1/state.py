@@ -1,4 +1,4 @@
-"""State of a module that the wrapper or `composable.fully_shard` sharded: unit, flat parameter, arguments, buffers."""
+"""The state of an FSDP1 module, and the counterparts of PyTorch's `FlatParameter` and its handle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def states_of(units: list[Unit]) -> list[WrapperState]:
 
 
 class WrapperState(FSDPState):
-    """Connects a flat unit to a wrapper, or to a module that `composable.fully_shard` was applied to."""
+    """Connects a flat unit to a wrapper, or to a module that `composable.fully_shard` sharded."""
 
     full_state_dict: ClassVar[str] = (
         "model.state_dict() inside FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
@@ -86,12 +86,11 @@ class WrapperState(FSDPState):
 
     @property
     def handle(self) -> Handle | None:
-        """The handle of the unit, or None if the unit has no parameters."""
         return self._handle if self.unit.param_groups else None
 
     @property
     def owners(self) -> list[WrapperState]:
-        """States of the other units whose parameters this unit uses."""
+        """The states of the other units whose parameters this unit uses."""
         return states_of(self.unit.borrows_from)
 
     def __getstate__(self) -> Any:
@@ -105,7 +104,7 @@ class WrapperState(FSDPState):
         super().attach_wrapper(module)
 
     def _attach_to_state_dicts(self, module: nn.Module) -> None:
-        """Register nothing, because the engine's hooks would save a plain shard as if it were the whole parameter."""
+        """Register nothing. The engine's hooks would save a plain shard as if it were the whole parameter."""
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
         found = ((buffers.get(name), original) for buffers, name, original in self._float_buffers)
@@ -113,7 +112,7 @@ class WrapperState(FSDPState):
 
     @torch.no_grad()
     def cast_buffers(self, restore: bool = False) -> None:
-        """Cast floating-point buffers of the unit's modules to `buffer_dtype`; if `restore`, to the original dtypes."""
+        """Cast floating-point buffers to `buffer_dtype` or, if `restore` is True, back to their original dtypes."""
         dtype = self.mixed_precision.buffer_dtype
         for buffers, name, original in self._float_buffers if dtype is not None else ():
             buffer, wanted = buffers.get(name), original if restore else dtype
@@ -122,7 +121,7 @@ class WrapperState(FSDPState):
 
     @property
     def transports(self) -> tuple[Transport, Transport]:
-        """The transport over the shards and the transport over the replicas."""
+        """The transport for shards and the transport for replicas."""
         if self.unit.param_groups:
             return self.unit.param_groups[0].shards, self.unit.param_groups[0].replicas
         return self.groups.transports(self.unit.device)
@@ -135,7 +134,7 @@ class WrapperState(FSDPState):
 
     @property
     def _fsdp_extension(self) -> Any:
-        """As in PyTorch, not None if the mesh is a slice of a larger mesh. unshard never reads this attribute."""
+        """As in PyTorch, None unless the mesh is a slice of a larger mesh. unshard never reads this attribute."""
         mesh = self.groups.mesh
         if self._extension is None and mesh is not None and root_mesh(mesh) != mesh:
             self._extension = dtensor_extensions(self.unit.device)
@@ -153,7 +152,7 @@ class WrapperState(FSDPState):
         return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None))
 
     def division(self) -> tuple[float, float]:
-        """Return the numbers that gradients are divided by before and after the reduction."""
+        """Return the numbers by which gradients are divided before and after the reduction."""
         shards, replicas = self.transports
         factors = division(shards.world, replicas.world, frozenset(), None, False, in_halves=True)
         return factors.before, factors.after
@@ -175,7 +174,7 @@ class WrapperState(FSDPState):
         _check_agreement(states)
         root = super()._make_root(module)
         for state in states:
-            state.cast_buffers()  # permanently
+            state.cast_buffers()  # once, so buffers keep this dtype after forward
         return root
 
 
@@ -185,7 +184,7 @@ def wrapper_state_of(module: nn.Module) -> WrapperState | None:
 
 
 def wrapper_states(module: nn.Module) -> list[WrapperState]:
-    """Return the states of `module` and of the modules below `module`, in the order of `modules()`."""
+    """Return the states of all wrapped modules in `module`, in the order of `module.modules()`."""
     found = (wrapper_state_of(each) for each in module.modules())
     return list(dict.fromkeys(state for state in found if state is not None))
 
@@ -206,7 +205,7 @@ def _check_agreement(states: list[WrapperState]) -> None:
 
 
 def states_below_root(module: Any, method: str, error: type[UnshardError] = StateError) -> list[WrapperState]:
-    """Return the states of all units at and below `module`. Raise unless `module` is the root of wrapped modules."""
+    """Return the states of all units in `module`. Raise if `module` is not the outermost wrapped module."""
     state = wrapper_state_of(module) if isinstance(module, nn.Module) else None
     if state is None:
         raise ArgumentError(
@@ -223,7 +222,7 @@ def states_below_root(module: Any, method: str, error: type[UnshardError] = Stat
 
 
 def _get_module_fsdp_state(module: Any) -> Any:
-    """Return the wrapper itself or, after `composable.fully_shard`, the module's state. None for other modules."""
+    """Return `module` if it is a wrapper, its state if `composable.fully_shard` sharded it, and None otherwise."""
     state = module if isinstance(module, WrapperState) else wrapper_state_of(module)
     return module if state is not None and state.is_of_wrapper else state
 
@@ -249,24 +248,24 @@ _IS_FLAT_PARAM = "_is_flat_param"
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    """Makes `isinstance` true for marked plain parameters. A real subclass would disable fused optimizer kernels."""
+    """Makes `isinstance` return True for marked parameters. Instances of a subclass would disable fused optimizers."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, _IS_FLAT_PARAM, False)
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """All parameters of a unit as one 1-D tensor. At rest, the tensor is this rank's shard, including padding.
+    """All parameters of a unit as one 1-D tensor. At rest, this tensor holds only this rank's padded shard.
 
-    `_fqns`, `_shapes`, `_numels`: names, shapes and sizes of the original parameters. `_numels_with_padding`: sizes,
-    and paddings between them. `_local_shard`: this rank's shard. `_full_param_padded`: the unsharded buffer, which has
-    memory only while the unit is unsharded. `_mp_shard`: exists if the unit computes in another dtype, and never has
-    memory, because the shard is cast directly into the unsharded buffer.
+    `_fqns`, `_shapes` and `_numels` are the names, shapes and sizes of the original parameters. `_numels_with_padding`
+    also has the sizes of padding between parameters. `_local_shard` is this rank's shard. `_full_param_padded` is the
+    unsharded buffer, which has memory only while the unit is unsharded. `_mp_shard` exists if the unit computes in
+    another dtype. It never has memory, because the shard is cast directly into the unsharded buffer.
     """
 
 
 class ParamInfo(NamedTuple):
-    """The module that an original parameter is registered on, and its name in that module."""
+    """The module that holds an original parameter, and the name of the parameter in this module."""
 
     param_name: str
     module: nn.Module | None
@@ -274,7 +273,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """Another registration of a shared parameter, and the first registration of that parameter (`prim_`)."""
+    """A second registration of a shared parameter. Fields with the prefix `prim_` describe its first registration."""
 
     param_name: str
     module: nn.Module | None
@@ -285,7 +284,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Handle:
-    """Acts like PyTorch's `FlatParamHandle` for one unit. All values are read from the unit, without copies."""
+    """Provides the attributes of PyTorch's `FlatParamHandle` that programs read. All values come from the unit."""
 
     def __init__(
         self,
@@ -336,7 +335,7 @@ class Handle:
             parameter.grad = self._gradient()
 
     def _gradient(self) -> torch.Tensor | None:
-        """Return the sharded gradient, or None. The gradients of the original parameters are views of this tensor."""
+        # The gradients of the original parameters are views of one tensor, the sharded gradient.
         dtype, numel = self._dtypes.gradient, self._sharded.flat.local.numel()
         for grad in sharded_grads_of(self._sharded.parameters()):
             return grad.flat(dtype, 0, numel)
@@ -346,7 +345,7 @@ class Handle:
         return torch.zeros(numel, dtype=dtype, device=self._sharded.flat.local.device)
 
     def _set_metadata(self) -> None:
-        """Set the attributes that never change: names, sizes and positions of the original parameters."""
+        """Set the flat parameter's attributes that never change."""
         params, flat = self._sharded.params, self._flat
         parameter: Any = self._sharded.flat.sharded
         setattr(parameter, _IS_FLAT_PARAM, True)
@@ -366,7 +365,7 @@ class Handle:
         parameter._tensors = [None] * len(params) if self._use_orig_params else None
 
     def _set_param_infos(self, parameter: Any) -> None:
-        """Set modules and names of parameters. Call this only if a program reads them: this creates a cycle."""
+        """Set modules and names of parameters. Call this only on demand, because it creates a reference cycle."""
         infos, shared = [], []
         for param in self._sharded.params:
             first, *others = [(location.name, location.module()) for location in param.locations]
@@ -392,7 +391,7 @@ def shard_begins(sharded: FlatShardedParams, rank: int) -> Iterator[tuple[int, i
 
 
 def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
-    """Return a view of an unsharded flat parameter, gradient or state: the elements of `param`, in its shape."""
+    """Return a view of `param` in an unsharded flat parameter, gradient or state. The view has the shape of `param`."""
     cut = param.sharding
     return unsharded.as_strided(cut.shape, cut.stride, cut.begin)  # type: ignore[arg-type, union-attr]
 
@@ -400,7 +399,8 @@ def in_shape(unsharded: torch.Tensor, param: ManagedParam) -> torch.Tensor:
 def in_memory_order(tensor: torch.Tensor, param: ManagedParam) -> torch.Tensor:
     """Return the elements of a parameter, gradient or state as a 1-D tensor, in the order of the flat parameter.
 
-    A tensor of another shape than `param` must hold only this rank's elements, already in this order.
+    If the shape of `tensor` differs from the parameter's, `tensor` must hold only this rank's elements, already in this
+    order.
     """
     if tensor.shape != torch.Size(param.sharding.shape) or tensor.ndim == 1:
         return tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""State dicts of a wrapped module: their type, saving and loading."""
+"""Saves and loads state dicts of wrapped modules, and sets the type of these state dicts."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from .full_params import full_params, full_tensor, full_value, is_sharded, offlo
 from .state import FLAT_PARAM, WrapperState, flat_sharded_of, wrapper_states
 
 Keys = list[tuple[str, ManagedParam, ParamLocation]]
-"""Keys of a state dict, each with its parameter and the location of that parameter."""
+"""Tuples (state dict key, parameter, location). The location says which module registers the parameter."""
 
 
 class StateDictHandler:
     """Saves and loads the parameters and buffers of one unit. Units inside this unit have their own handlers.
 
-    `wrapper_prefix`: the prefix that the wrapper adds to names; empty without a wrapper.
+    `wrapper_prefix` is the prefix that a wrapper adds to parameter names. Without a wrapper, it is empty.
     """
 
     def __init__(self, state: WrapperState, wrapper_prefix: str = FSDP_PREFIX):
         self._state, self._wrapper_prefix = state, wrapper_prefix
         self._summoned: ExitStack | None = None
         self._missing: list[str] = []
-        """Keys that the state dict to load lacks. Other units own the parameters with these keys."""
+        """Keys of shared parameters that the state dict lacks. `end_loading` reports these keys as missing."""
 
     def attach(self, module: nn.Module) -> None:
-        """Register hooks on `module` that save and load, because `composable.fully_shard` creates no wrapper."""
+        """Register hooks that save and load. Call this for `composable.fully_shard`, which creates no wrapper."""
         module.register_state_dict_pre_hook(self._begin_saving)
         # torch sets an attribute on this hook, which a bound method cannot have.
         module.register_state_dict_post_hook(partial(self._end_saving))
@@ -63,7 +63,7 @@ class StateDictHandler:
 
     @property
     def _type(self) -> StateDictType:
-        """The type set by `set_state_dict_type`, or FULL_STATE_DICT if the unit is not sharded."""
+        """The type that `set_state_dict_type` chose, or FULL_STATE_DICT if the unit is not sharded."""
         state_dict_type = self._state.settings.state_dict_type
         if state_dict_type is not StateDictType.FULL_STATE_DICT and self._state.groups.shards is None:
             message = f"NO_SHARD has full state dicts only; {state_dict_type.name} is ignored."
@@ -74,20 +74,20 @@ class StateDictHandler:
     # -- saving ---------------------------------------------------------------------------------------------
 
     def save(self, module: nn.Module, fill: Any, prefix: str) -> Any:
-        """Call torch's own `state_dict` (`fill`), convert this unit's entries to `_type`, and return the state dict."""
+        """Call `fill`, which is torch's own `state_dict`, and convert this unit's entries to the chosen type."""
         self._begin_saving(module)
         try:
             state_dict = fill()
             self._end_saving(module, state_dict, prefix)
         finally:
             self._reshard()
-        for key in [key for key in state_dict if key.startswith(prefix)]:  # remove the prefixes of wrappers
+        for key in [key for key in state_dict if key.startswith(prefix)]:  # remove wrapper prefixes
             state_dict[prefix + clean_tensor_name(key.removeprefix(prefix))] = state_dict.pop(key)
         return state_dict
 
     def _begin_saving(self, module: nn.Module, *unused: Any) -> None:
         if not self._wrapper_prefix:
-            self._reshard()  # after an error, torch does not call the hooks that reshard
+            self._reshard()  # if an earlier save failed, torch did not call the hook that reshards
         if self._type is StateDictType.LOCAL_STATE_DICT:
             self._flat_sharded()  # raises before anything changes
         else:
@@ -104,7 +104,7 @@ class StateDictHandler:
 
     @property
     def _drops(self) -> bool:
-        """True if this rank omits parameters and buffers (`rank0_only`)."""
+        # Only ranks that are first among the shards and in all tensor-parallel meshes save.
         config = self._state.settings.state_dict_config
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return False
@@ -113,7 +113,7 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _convert_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Convert parameters to `_type` and buffers to their original dtypes. Remove both if `_drops`."""
+        """Convert parameters to the chosen type and buffers to their original dtypes. Drop both if `_drops` is True."""
         offload, drop = self._state.settings.state_dict_config.offload_to_cpu, self._drops
         views = [param.unsharded_view for param in self._state.unit.params]
         storages = {view.untyped_storage().data_ptr() for view in views if view is not None}
@@ -126,7 +126,7 @@ class StateDictHandler:
             if not key.startswith(prefix) or not isinstance(value, torch.Tensor):
                 continue
             if isinstance(value, DTensor) and clean_tensor_name(key) in tensor_parallel:
-                state_dict[key] = self._to_save(value.detach(), offload)  # a collective, also for ranks that drop it
+                state_dict[key] = self._to_save(value.detach(), offload)  # a collective: all ranks call it
             elif is_sharded(value):
                 continue
             elif value.untyped_storage().data_ptr() in storages and value.numel():
@@ -139,7 +139,6 @@ class StateDictHandler:
                 del state_dict[key]
 
     def _to_save(self, unsharded: torch.Tensor, offload: bool) -> Any:
-        """Convert an unsharded parameter (a DTensor if it is tensor parallel) to a state dict entry of type `_type`."""
         if self._type is StateDictType.SHARDED_STATE_DICT:
             return shard_tensor(unsharded, self._state, offload)
         if isinstance(unsharded, DTensor):
@@ -148,24 +147,23 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _save_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Add the shared parameters that other units own, under the names that they have in this unit."""
+        """Save shared parameters that other units own, under the names that these parameters have in this unit."""
         offload = self._state.settings.state_dict_config.offload_to_cpu
         for owner, entries in self._shared_keys(module, prefix):
             owner.find_root(owner.modules()[0])
             with full_params([owner], writeback=False):
                 for key, param, _ in entries:
                     assert param.unsharded is not None
-                    state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # a collective, as above
+                    state_dict[key] = self._to_save(param.unsharded.detach(), offload)  # a collective, as before
                     if self._drops:
                         del state_dict[key]
 
     def _borrowed_keys(self, module: nn.Module, prefix: str) -> Keys:
-        """Return this unit's keys for shared parameters that other units own."""
-        return self._keys(module, prefix, self._state.unit.borrowed)
+        return self._keys(module, prefix, self._state.unit.borrowed)  # shared parameters that other units own
 
     def _shared_keys(self, module: nn.Module, prefix: str) -> list[tuple[WrapperState, Keys]]:
-        """Group `_borrowed_keys` by owner. Skip owners inside `summon_full_params`: it exposes all locations."""
         keys = self._borrowed_keys(module, prefix)
+        # `summon_full_params` has already registered an owner's parameters on every module that shares them.
         owners = [owner for owner in self._state.owners if not owner.in_summon_full_params]
         return [(owner, [entry for entry in keys if entry[1] in owner.unit.params]) for owner in owners]
 
@@ -193,7 +191,7 @@ class StateDictHandler:
     # -- loading --------------------------------------------------------------------------------------------
 
     def begin_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-        """Rename the entries to the wrapped module's names, and unshard the unit until `end_loading`."""
+        """Prepare the entries of `state_dict` for the wrapped module, and unshard the unit until loading ends."""
         self._reshard()
         load_quant_states(module, state_dict, prefix)
         state_dict_type = self._type
@@ -210,12 +208,12 @@ class StateDictHandler:
         self._unshard(module, writeback=True)
         self._skip_shared(module, state_dict, prefix)
         for key, param in own:
-            # PyTorch's helpers pass the model's own, sharded parameter for entries that a checkpoint lacks.
+            # PyTorch's checkpoint functions replace missing entries by the model's own sharded parameters.
             if state_dict.get(key) is param.sharded and param.unsharded is not None:
                 state_dict[key] = param.unsharded
 
     def _unshard_entries(self, state_dict: dict[str, Any], entries: Iterable[tuple[str, ManagedParam]]) -> None:
-        """Convert sharded entries to tensors for the unsharded module. torch reports any wrong shape later."""
+        """Convert sharded entries to unsharded tensors, and entries of tensor-parallel parameters to DTensors."""
         for key, param in entries:
             value, spec = state_dict.get(key), param.tp_spec
             if spec is None:
@@ -242,7 +240,7 @@ class StateDictHandler:
             stack.close()
 
     def _own_keys(self, module: nn.Module, prefix: str) -> list[tuple[str, ManagedParam]]:
-        """Return the keys of the unit's own parameters. A module with several names contributes several keys."""
+        """Return (key, parameter) for parameters that the unit owns, once for each name of the parameter's module."""
         unit = self._state.unit
         others = {id(location) for other in unit.sharers for _, location in other.borrowed}
         places = [(param, location) for param in unit.params for location in param.locations]
@@ -261,7 +259,6 @@ class StateDictHandler:
 
     @torch.no_grad()
     def _load_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load the entries of shared parameters into the units that own these parameters."""
         if not self._state.owners:
             return
         self._state.find_root(module)
@@ -276,7 +273,7 @@ class StateDictHandler:
                         param.unsharded.copy_(value)
 
     def _skip_shared(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Keep torch from loading the shared parameters that `_load_shared` has already loaded."""
+        """Prevent torch from loading shared parameters that `_load_shared` has already loaded."""
         for key, _, location in [entry for _, entries in self._shared_keys(module, prefix) for entry in entries]:
             if not self._state.use_orig_params:
                 if state_dict.pop(key, None) is None:
@@ -291,7 +288,7 @@ class StateDictHandler:
         if sharded is None or not is_sharded(state_dict.get(key)):
             return
         self._state.wait_for_uploads()
-        self._state.unit.reshard()  # the shard is loaded, not the unsharded parameters
+        self._state.unit.reshard()  # because torch must load into the sharded parameters
         mine = sharded.flat.local.detach().clone()
         _, _, local = read_sharded_tensor(state_dict[key])
         if local is not None:
@@ -307,7 +304,7 @@ class StateDictHandler:
 
 
 def _key(name: str) -> str:
-    """Remove activation-checkpoint prefixes from a name, because the hooks of these wrappers handle their prefixes."""
+    # State dicts do not contain the prefixes of checkpoint wrappers, because hooks of these wrappers remove them.
     return clean_tensor_name(name, (CHECKPOINT_PREFIX,))
 
 
@@ -320,7 +317,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the type of state dicts for all wrapped modules at and below `module`; return the previous settings."""
+    """Set the state dict type of all wrapped modules in `module`. Return the previous settings."""
     warnings.warn(
         # PyTorch's checkpoint helpers ignore warnings that begin with these words.
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. After "
@@ -353,7 +350,7 @@ def _for_mesh(state: WrapperState, config: Any) -> Any:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the settings that all wrapped modules at and below `module` share. Raise if their settings differ."""
+    """Return the state dict settings of all wrapped modules in `module`. Raise if their settings differ."""
     found: StateDictSettings | None = None
     for state in wrapper_states(module):
         if found is not None and state.settings != found:
@@ -372,7 +369,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set the type of state dicts inside the context, and restore the previous settings at its end."""
+    """A context manager that sets the type of state dicts, and restores the previous settings on exit."""
     before = [(state, state.settings) for state in wrapper_states(module)]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

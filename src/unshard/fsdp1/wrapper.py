@@ -46,11 +46,13 @@ FSDP_WRAPPED_MODULE = FSDP_PREFIX.rstrip(".")
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module and shards its parameters over ranks, as one flat parameter per wrapped module.
+    """Wraps a module, joins its parameters into one flat parameter, and shards the flat parameter over ranks.
 
-    Wrapped modules inside `module` keep their own flat parameters. Build the optimizer after wrapping: `parameters()`
-    returns one flat parameter per unit. With `use_orig_params`, it returns the original parameters, and each rank holds
-    some of their elements. Parameters are unsharded inside forward and `summon_full_params`.
+    Wrapped modules inside `module` keep their own flat parameters. Parameters are unsharded only while forward,
+    backward or `summon_full_params` needs them.
+
+    Build the optimizer after wrapping. By default, `parameters()` then returns one flat parameter per wrapped module.
+    With `use_orig_params=True`, it returns the original parameters, each with only this rank's elements.
     """
 
     def __init__(
@@ -72,13 +74,15 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ):
-        """Wrap and shard `module`.
+        """Wrap `module` and shard its parameters.
 
-        `process_group` or `device_mesh` chooses the ranks; hybrid strategies take a pair of groups, or a mesh of two
-        dimensions. Parameters may be tensor parallel (DTensors) on another dimension of the mesh. `auto_wrap_policy`
-        chooses inner modules to wrap first. `device_id` is the compute device, by default the module's device.
-        `sync_module_states` broadcasts rank 0's values. `param_init_fn` initializes modules on the meta device. Forward
-        always prefetches one unit ahead, regardless of `forward_prefetch` and `limit_all_gathers`.
+        `process_group` or `device_mesh` selects the ranks. A hybrid strategy takes a pair of process groups or a mesh
+        with two dimensions. Parameters may be DTensors that are tensor parallel on another dimension of the same mesh.
+        `auto_wrap_policy` chooses modules inside `module`, which are wrapped first. `device_id` is the compute device.
+        By default, this is the module's accelerator or, for a module on the CPU, the current accelerator.
+        `param_init_fn` initializes modules on the meta device. `sync_module_states` copies rank 0's parameters and
+        buffers to all other ranks. Forward always prefetches one unit ahead, regardless of `forward_prefetch` and
+        `limit_all_gathers`.
         """
         super().__init__()
         check_module(module, "FullyShardedDataParallel")
@@ -143,7 +147,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, inside any activation-checkpoint wrappers."""
+        """The module that was wrapped, without a wrapper for activation checkpointing around it."""
         inside: Any = self._modules[FSDP_WRAPPED_MODULE]
         return behind_checkpoints(inside)
 
@@ -160,14 +164,15 @@ class FullyShardedDataParallel(nn.Module):
         return self.module[key]  # type: ignore[index]
 
     def check_is_root(self) -> bool:
-        """Return True if this is the outermost wrapped module. This call, or the first forward, determines the root."""
+        """Return True if this module is the root. If there is no root yet, this call makes this module the root."""
         return self._state.is_root(self)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """Return the wrapped modules at and below `module`, in the order of `modules()`.
+        """Return all wrapped modules in `module`, including `module` itself, in the order of `module.modules()`.
 
-        As in PyTorch, a module that `composable.fully_shard` sharded without a wrapper is listed by its state.
+        With `root_only`, return only roots. For a module that `composable.fully_shard` sharded, the list contains the
+        module's state instead of the module, as in PyTorch.
         """
         found: list[Any] = []
         for each in module.modules():
@@ -177,14 +182,16 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call `fn` with this module and all modules inside while this unit is unsharded. What `fn` writes is kept."""
+        """Call `fn` on every module inside this module, and then on this module.
+
+        While `fn` runs on a module, the parameters of the module's unit are unsharded, and `fn` may change them.
+        """
         if self._state.in_summon_full_params:
             raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
         with summon_full_params(self, recurse=False):
             return super().apply(fn)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert the sharded parameters. `.to()`, `.half()` and similar methods call this."""
         refuse_shared_memory(self._state.unit, fn)
         self._state.unit.reshard()
         result = super()._apply(fn, recurse)
@@ -192,13 +199,13 @@ class FullyShardedDataParallel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of units that are unsharded between forward and backward."""
+        """Clear all gradients, including gradients of units that are unsharded between forward and backward."""
         super().zero_grad(set_to_none)
         for state in wrapper_states(self):
             state.unit.clear_gradients(set_to_none)
 
     def __getstate__(self) -> Any:
-        return self._state.__getstate__()  # refuses before anything inside is pickled
+        return self._state.__getstate__()  # raises before any submodule is pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedError(
@@ -207,7 +214,7 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `nn.Module.named_parameters`, but with the original names inside `summon_full_params`."""
+        """Like `nn.Module.named_parameters`. Inside `summon_full_params`, names have no wrapper prefix."""
         if not torch.compiler.is_compiling():
             self._state.before_listing()
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -221,7 +228,6 @@ class FullyShardedDataParallel(nn.Module):
         return name.replace(FSDP_PREFIX, "") if self._state.in_summon_full_params else name
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard this module's own parameters. With `async_op`, return a handle that waits for the all-gather."""
         unit = self._state.unit
         unit.select(unit.precision_in(self.training))
         unit.all_gather()
@@ -238,7 +244,7 @@ class FullyShardedDataParallel(nn.Module):
     state_dict_type = staticmethod(state_dict_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state dict of the type that is set. All ranks must call this, even if `rank0_only` is set."""
+        """Return a state dict of the chosen `StateDictType`. All ranks must call this, even with `rank0_only`."""
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._state.find_root(self)
@@ -251,7 +257,7 @@ class FullyShardedDataParallel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fqn_modifiers(self) -> Any:
-        """PyTorch's checkpoint helpers call this method. It raises if their result would be wrong."""
+        """Raise if the caller is a `torch.distributed.checkpoint.state_dict` function that would use wrong values."""
         refuse_helpers(self, wrapped=True)
         return getattr(self._modules[FSDP_WRAPPED_MODULE], "_fqn_modifiers", dict)()
 
@@ -280,7 +286,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """A list with the unit's flat parameter. Empty if the unit has no parameters."""
+        """A list with the unit's flat parameter, or an empty list if the unit has no parameters."""
         return [] if self._handle is None else [self._handle.flat_param]
 
     @property

@@ -1,1 +1,1 @@
-"""`fully_shard`, which converts its arguments to a unit of the engine, and `FSDPModule`."""
+"""`fully_shard` and `FSDPModule`. Each call of `fully_shard` creates one unit of the engine."""

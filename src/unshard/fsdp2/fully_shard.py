@@ -1,4 +1,4 @@
-"""`fully_shard`: the API that PyTorch users know as FSDP2."""
+"""`fully_shard`, the API that PyTorch users know as FSDP2."""
 
 from __future__ import annotations
 
@@ -66,19 +66,25 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _Modules:
-    """Shard the parameters of `module` that no earlier call sharded, as one unit. Returns `module`, changed in place.
+    """Shard the parameters of `module` that no earlier call has sharded, as one unit.
 
-    Call it bottom-up, on the blocks and then on the model, and build the optimizer afterwards: parameters become
-    DTensors, sharded on dim 0 over `mesh` (default: all ranks). A mesh of two dimensions shards over the second and
-    replicates over the first. A list of modules becomes one unit, which is unsharded when the first of them runs and
-    resharded after the last one.
+    Changes `module` in place and returns it. Call this function bottom-up, first on the blocks and then on the whole
+    model. Build the optimizer afterwards, because the parameters become DTensors. They are sharded on dim 0 over
+    `mesh`, which contains all ranks by default. If `mesh` has two dimensions, parameters are sharded over the second
+    dimension and replicated over the first. A list of modules becomes one unit, which is unsharded when the first of
+    these modules runs and resharded after the last one.
 
-    `reshard_after_forward` frees the unsharded parameters between forward and backward. `None` does so except on the
-    root; an integer k keeps a slice of 1/k on each rank, so that backward all-gathers among k neighbors only.
-    `shard_placement_fn` may choose another mesh (`ShardPlacementResult`) or dimension for a parameter. The number of
-    shards must divide the size of a dimension other than 0. `ignored_params` are neither sharded nor moved, and their
-    gradients are not reduced. Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition.
-    With `dp_mesh_dims`, all parameters must be DTensors on `mesh`, whose named dimensions shard and replicate.
+    `reshard_after_forward` controls whether the unsharded parameters are freed between forward and backward. With
+    `None`, they are freed except on the root. With an integer k, each rank keeps a slice of 1/k of the unit, so that
+    backward all-gathers among k neighbors only. `mp_policy` sets the dtypes of the unit, and `offload_policy` says
+    where its parameters, gradients and optimizer state are stored.
+
+    `shard_placement_fn` may choose another dimension for a parameter or, with a `ShardPlacementResult`, another mesh.
+    The size of a dimension other than 0 must be divisible by the number of shards. `ignored_params` are neither sharded
+    nor moved, and their gradients are not reduced.
+
+    Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition. If `dp_mesh_dims` is set,
+    all parameters must be DTensors on `mesh`, and `dp_mesh_dims` names the mesh dimensions that shard and replicate.
     """
     given = module if isinstance(module, list | tuple) else [module]
     if not given:
@@ -119,7 +125,7 @@ def fully_shard(
     unit = Unit(param_groups, device, boundary, options)
     unit.name = title
     for param, group, theirs in shared:
-        their_mesh = None  # unknown if modules were tied to a parameter that was already sharded
+        their_mesh = None  # unknown if modules were tied after the parameter was sharded
         if param.parameter is not theirs.sharded:
             their_mesh, _ = mesh_and_placements(param, dp_mesh_dims)
         own_policy = mp_policy.for_parameter(param.names)
@@ -136,7 +142,11 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method other than forward, such as `generate`, unshard the module first and reshard it afterwards."""
+    """Make `module.<method_name>()` unshard the parameters first and reshard them afterwards, as `forward` does.
+
+    Call this for methods other than `forward` that use parameters, such as `generate`. No-op if `module` is not
+    sharded.
+    """
     state = state_of(module)
     if state is None:
         return
@@ -159,7 +169,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """No-op for compatibility: all roots of a process already share the side streams (`engine/side_stream.py`)."""
+    """No-op for compatibility. All roots of a process already share the side streams (`engine/side_stream.py`)."""
     for module in modules:
         sharded_state(module)
 
@@ -199,7 +209,7 @@ def _checked_type(name: str, value: Any, expected: type, example: str = "") -> A
 
 
 def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
-    """Check `ignored_params`, which may contain parameters of other units: programs pass the same set to every call."""
+    # The set may contain parameters of other units, because programs pass the same set to every call.
     given = set(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, str) else {ignored} - {None}
     for each in given:
         if not isinstance(each, nn.Parameter):
@@ -240,14 +250,13 @@ def _warn_about_one() -> None:
 
 
 def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the given modules, except modules inside another given module."""
     given = [module] if isinstance(module, nn.Module) else list(dict.fromkeys(module))
     inside = {child for each in given for child in each.modules() if child is not each}
     return [each for each in given if each not in inside]
 
 
 def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
-    """Map each module to the prefix of names in it. With several outermost modules, the prefix starts with an index."""
+    # With several outermost modules, each prefix starts with the index of one of them.
     prefixes: dict[nn.Module, str] = {}
     for number, each in enumerate(outermost):
         for name, child in each.named_modules(prefix=str(number) if len(outermost) > 1 else ""):
@@ -256,9 +265,9 @@ def _prefixes(outermost: list[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
-    """Add modules whose own parameters and buffers belong to this call to `managed`, children first.
+    """Add `module` and the modules inside it to `managed`, children first.
 
-    Skip modules of other calls and replicated modules, with everything inside them.
+    Skip replicated modules, modules that another call has sharded, and everything inside such modules.
     """
     if state_of(module) is None and not is_replicated(module) and module not in managed:
         for child in module.children():
@@ -269,7 +278,6 @@ def _add_managed(module: nn.Module, managed: dict[nn.Module, None]) -> None:
 def _params_to_shard(
     modules: list[nn.Module], prefixes: dict[nn.Module, str], ignored: set[nn.Parameter], info: DataParallelMeshInfo
 ) -> list[ParamToShard]:
-    """Return the distinct parameters of `modules` that are not ignored, each with all of its names."""
     found: dict[nn.Parameter, ParamToShard] = {}
     for module in modules:
         for name, parameter in own_parameters(module).items():
@@ -281,7 +289,7 @@ def _params_to_shard(
 
 
 def _facts(title: str, params: list[ParamToShard], policy: MixedPrecisionPolicy) -> list[str]:
-    """Describe everything that must be equal on all ranks, one text per fact."""
+    """Return one line of text for each property that must be equal on all ranks."""
     return [
         f"module {title}",
         *(f"policy {field.name}={getattr(policy, field.name)}" for field in fields(policy)),
@@ -304,7 +312,7 @@ def _make_param_groups(
     offload: OffloadPlan,
     slices: int | None,
 ) -> list[ParamGroup]:
-    """Make one param group for each set of ranks that shard and replicate parameters."""
+    """Group parameters that are sharded and replicated over the same ranks. Make one param group for each set."""
     by_ranks: dict[Any, list[ParamToShard]] = {}
     for param in params:
         info = param.mesh_info
@@ -334,7 +342,10 @@ def _make_managed_param(
     device: torch.device,
     policy: MixedPrecisionPolicy,
 ) -> ManagedParam:
-    """Make the sharded parameter and the engine's record of it. The unit later copies the values into its shard."""
+    """Make the sharded parameter and the `ManagedParam` that describes it.
+
+    The unit later copies the values into its own shard.
+    """
     parameter, local = param.parameter, param.local
     mesh, placements = mesh_and_placements(param, dims)
     sharding = RowSharding(tuple(local.shape), param.mesh_info.shard_mesh_size, param.dim)
@@ -378,7 +389,10 @@ def _attach(
     policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Register sharded parameters, buffer casts and hooks on the modules. `prefixes`: name prefix by managed module."""
+    """Register sharded parameters, buffer casts and hooks on the modules.
+
+    `prefixes` maps each managed module to the prefix of its parameters' names.
+    """
     for module in prefixes:
         for buffer in module.buffers(recurse=False):
             if buffer.device != unit.device and not buffer.is_meta:

@@ -34,9 +34,12 @@ _FSDP_CLASSES: dict[type, type] = {}
 
 
 class FSDPModule:
-    """Methods of a sharded module. Its class is `FSDP<Original>`, which derives from this and the original class."""
+    """Base class with the methods of a sharded module.
 
-    # Read by generation loops of other libraries, to keep ranks in step, and by PyTorch's compiler.
+    The class of a sharded module is `FSDP<Original>`, which derives from this class and from the original class.
+    """
+
+    # PyTorch's compiler reads these, and so do generation loops of other libraries, which keep ranks in step.
     _is_fsdp_managed_module = True
     _fsdp_use_orig_params = True
 
@@ -49,9 +52,9 @@ class FSDPModule:
         return instance
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this module's own parameters, not its children's.
+        """All-gather the parameters of this module's own unit. Units inside the module do not change.
 
-        With `async_op`, returns a handle without waiting; `wait()` of the handle, or the module's forward, waits.
+        With `async_op=True`, return a handle without waiting. Call its `wait()`, or run the module's forward, to wait.
         """
         state = self._get_fsdp_state()
         state.unit.select(state.unit.precision_in(self.training))  # type: ignore[attr-defined]
@@ -65,13 +68,13 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded parameters. Units inside the module do not change."""
+        """Free the unit's unsharded parameters and register the sharded ones. Units inside the module do not change."""
         self._get_fsdp_state().unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard the model and drop the state of an unfinished iteration. Call this on the root.
 
-        This also drops gradients that were accumulated without synchronization. The call is not needed after an
+        This also drops gradients that were accumulated without synchronization. You need not call this after an
         exception, because the model recovers by itself.
         """
         self._get_fsdp_state().reset()
@@ -79,32 +82,32 @@ class FSDPModule:
     # -- options of the following forwards and backwards ----------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
+        """Set whether backward reduces gradients. If False, each rank accumulates its unsharded gradients."""
         self._set("synchronize", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward all-reduces over replicas. If not, it reduce-scatters and accumulates the results."""
+        """Set whether backward all-reduces over replicas. If False, reduce-scattered gradients are accumulated."""
         self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
 
-    # PyTorch's versions of the next four change one unit and have no `recurse`.
+    # In PyTorch, the next four methods change one unit and have no argument `recurse`.
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide the sum of gradients by `factor` instead of by the number of ranks.
 
-        By default this changes only this module's own unit, even on the root. To change the whole model, call it on
-        the root with `recurse=True`.
+        By default, this changes only this module's own unit, even on the root. To change the whole model, call this
+        method on the root with `recurse=True`.
         """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
         self._set("divide_factor", float(factor), recurse)
 
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Do the same as `set_gradient_divide_factor`, which is the newer name."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Let collectives sum, and divide the sharded gradients afterwards. By default, this changes only this unit."""
+        """If True, collectives only sum gradients, which are divided afterwards. By default, changes only this unit."""
         self._set("force_sum", _bool("enable", enable), recurse)
 
     def set_all_reduce_hook(
@@ -114,7 +117,7 @@ class FSDPModule:
         stream: torch.cuda.Stream | None = None,
         recurse: bool = False,
     ) -> None:
-        """Call `hook` with a unit's reduced gradients as a flat tensor, before they are divided and cast.
+        """Set a hook that gets a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
         By default, this changes only this unit. The hook may change the tensor in place. With `stream`, the hook runs
         on that stream, which is not supported on a mesh with replicas.
@@ -159,7 +162,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards this module's own unit.
 
-        Pass False only if no gradient needs the unit's weights, as in an embedding.
+        Pass False only if no gradient depends on the unit's weights, for example in an embedding.
         """
         self._set("unshard_in_backward", _bool("unshard_in_backward", unshard_in_backward), recurse=False)
 
@@ -168,18 +171,18 @@ class FSDPModule:
         self._get_fsdp_state().root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the iteration's last. Pass False if more follow (pipeline schedules)."""
+        """Set whether the next backward is the iteration's last. Pipeline schedules pass False if more will follow."""
         self._get_fsdp_state().root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Pass True if `finalize_backward` will end an iteration's backwards (pipeline schedules of torch 2.15)."""
+        """If True, the iteration's backwards end only in `finalize_backward`. Schedules of torch 2.15 pass True."""
         self._get_fsdp_state().root_options().last_backward = not _bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since `set_manual_backward_finalization(True)`: reduce pending gradients, and reshard.
+        """Reduce pending gradients and reshard. Call this after the last backward of an iteration.
 
         To reduce gradients that were accumulated without synchronization, first turn synchronization on. With
-        `async_op`, returns a handle for compatibility, although the gradients are already complete.
+        `async_op=True`, return a handle for compatibility. The gradients are already complete.
         """
         state = self._get_fsdp_state()
         if state.is_initialized:
@@ -192,7 +195,7 @@ class FSDPModule:
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Accept False for compatibility. True is not supported: `reshard` frees unsharded parameters."""
+        """Accept False for compatibility. True is not supported, because `reshard` frees unsharded parameters."""
         if _bool("keep", keep):
             raise UnsupportedError(
                 "set_keep_unsharded_storage(True) is not supported: unshard frees unsharded parameters when it "
@@ -201,11 +204,11 @@ class FSDPModule:
             )
 
     def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for trainable parameters without gradient, so that ranks may use different parameters."""
+        """If True, reduce zeros for trainable parameters without a gradient, so ranks may use different ones."""
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
 
     def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may run at once. The first forward fixes the limit to the model's largest value."""
+        """Set how many reductions may run at once. The first forward fixes this limit: the maximum over all units."""
         if isinstance(buffers, bool) or not isinstance(buffers, int):
             raise PolicyError(f"buffers must be an int, got {buffers!r}.")
         if buffers < 1:
@@ -223,8 +226,8 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce-scatter over a separate process group, so that reductions do not queue behind all-gathers.
 
-        This is the default with NCCL, except for units that take memory from a pool. All ranks must call this, because
-        the next reduce-scatter creates a process group.
+        This is the default with NCCL, except for units whose buffers come from a memory pool. All ranks must call
+        this, because the next reduce-scatter creates a process group.
         """
         _bool("enable", enable)
         for state in self._states(recurse):
@@ -240,12 +243,15 @@ class FSDPModule:
             state.transport_settings.allocate_from(pool_of_group if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
-        """Allocate buffers of collectives in torch's symmetric memory (CUDA only), by default for this unit only."""
+        """Allocate the buffers of collectives in torch's symmetric memory, which needs CUDA.
+
+        By default, this changes only this unit.
+        """
         for state in self._states(recurse):
             state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No-op for compatibility: all-gathers are always asynchronous."""
+        """No-op for compatibility. All-gathers are always asynchronous."""
         _bool("async_op", async_op)
 
     def _get_fsdp_state(self) -> FSDPState:
@@ -262,7 +268,7 @@ class FSDPModule:
             setattr(state.unit.options, option, value)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like `nn.Module.named_parameters`. Yields the sharded parameters, except between forward and backward."""
+        """Yield parameters as `nn.Module` does. They are sharded, except between forward and backward."""
         if not torch.compiler.is_compiling():
             self._get_fsdp_state().before_listing()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
@@ -282,7 +288,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         refuse_shared_memory(state.unit, fn)
         state.unit.rest()
-        state.unit.refuse_assigned_data()  # undetectable after a conversion
+        state.unit.refuse_assigned_data()  # a conversion hides assigned data
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         state.unit.rebind_params()
         return result
@@ -302,7 +308,7 @@ class GradientReductionHandle:
     """The result of `finalize_backward(async_op=True)`."""
 
     def wait(self) -> None:
-        """No-op: the gradients are already complete."""
+        """No-op, because the gradients are already complete."""
 
 
 _skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
@@ -310,7 +316,7 @@ _skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """In this context, constructing a module through its `FSDP<Original>` class does not call `__init__`."""
+    """Return a context in which calling an `FSDP<Original>` class creates a module without calling `__init__`."""
     token = _skips_init.set(True)
     try:
         yield
@@ -341,7 +347,7 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def swap_class(module: nn.Module) -> None:
-    """Change the class of `module` to `FSDP<Original>`. Create that class if no module of the same class has it yet."""
+    """Change the class of `module` to `FSDP<Original>`. The first call for an original class creates this class."""
     cls = type(module)
     if cls not in _FSDP_CLASSES:
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
@@ -358,7 +364,8 @@ _IN_PROGRESS = "unshard copies a model"
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Copy a sharded module with values, policies and hooks, but without gradients. The copy has its own root.
 
-    `copy.deepcopy` calls this for every sharded module inside the copied module; the outermost call copies all units.
+    `copy.deepcopy` calls this function for every sharded module inside the copied module. The outermost call copies all
+    units.
     """
     is_outermost = _IN_PROGRESS not in memo
     states = _prepare(module, memo) if is_outermost else []
@@ -378,7 +385,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
-    """Reshard all units, and put copies of states and sharded parameters into the memo, where deepcopy finds them."""
+    """Reshard all units. Put copies of states and sharded parameters into the memo, where deepcopy finds them."""
     memo[_IN_PROGRESS] = True
     states = list(dict.fromkeys(state for child in module.modules() if (state := state_of(child))))
     for state in states:
@@ -390,7 +397,7 @@ def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
                     f"{state.unit} cannot be copied without {other}, whose parameters it uses. Copy a module that "
                     "contains both."
                 )
-        memo[id(state)] = FSDPState.__new__(FSDPState)  # initialized in _copy_unit
+        memo[id(state)] = FSDPState.__new__(FSDPState)  # `_copy_unit` initializes it
         for param in state.unit.params:
             spec = spec_of(param.sharded)
             with torch.no_grad():
@@ -400,9 +407,8 @@ def _prepare(module: nn.Module, memo: dict[Any, Any]) -> list[FSDPState]:
 
 
 def _copy_unit(state: FSDPState, memo: dict[Any, Any]) -> None:
-    """Initialize the copy of `state` with a new unit, which has the parameters of the copied modules."""
     old = state.unit
-    # Prefetch lists refer to units of the original; the copy learns its own order.
+    # Prefetch lists refer to units of the original model. The copy learns its own order.
     options = dataclasses.replace(old.options, forward_prefetch=None, backward_prefetch=None)
     with torch.no_grad(), torch.inference_mode(False):
         param_groups = [_copy_param_group(old, group, memo) for group in old.param_groups]

@@ -1,4 +1,4 @@
-"""Where parameters are sharded: over which ranks, along which dimension, and as which DTensors."""
+"""Decides how parameters are sharded: over which ranks, along which dimension, and as which DTensors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _BOTTOM_UP = "If an outer module was sharded before this one, shard bottom-up in
 
 @dataclass(eq=False)
 class DataParallelMeshInfo:
-    """A mesh, and its dimensions that shard and replicate parameters."""
+    """A mesh, with the dimension that shards parameters and the dimension that replicates them."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
     spmd_mesh: DeviceMesh | None = None
-    """The mesh of all parallelisms, on which parameters already are DTensors. None without `dp_mesh_dims`."""
+    """The mesh of all parallelisms, if `dp_mesh_dims` is set. Parameters are then already DTensors on this mesh."""
 
     needs: ClassVar[dict[str, str]] = {}
-    """Fields that must not be None, each with a verb that says what its dimension does, for errors."""
+    """Maps each field that must not be None to a verb for error messages, which says what the dimension does."""
 
     def __post_init__(self) -> None:
         for field, verb in self.needs.items():
@@ -68,7 +68,7 @@ class DataParallelMeshInfo:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """The dimension that shards, as a mesh of one dimension. None if no dimension shards."""
+        """The dimension that shards, as a one-dimensional mesh. None if no dimension shards."""
         if self.shard_mesh_dim is None:
             return None
         if self.mesh.ndim == 1:
@@ -86,7 +86,7 @@ class DataParallelMeshInfo:
         return shards, replicas
 
     def slices_after_forward(self, size: int, device: torch.device) -> Slicing:
-        """Return the process group and mesh of `size` neighbors that keep slices between forward and backward."""
+        """Return the transport and the mesh of the `size` ranks whose slices form a unit after forward."""
         table = self.mesh.mesh.reshape(-1, size)
         row, column = (table == dist.get_rank()).nonzero()[0].tolist()
         neighbors = group_of(table[row].tolist(), "slices")
@@ -117,7 +117,10 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the data-parallel dimensions of a mesh of all parallelisms. Several names act as one dimension."""
+    """Names of the data-parallel dimensions of a mesh, which may also have dimensions of other parallelisms.
+
+    If `shard` or `replicate` has several names, these dimensions act as one.
+    """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
@@ -136,7 +139,7 @@ class DataParallelMeshDims:
 
 
 def resolve_mesh_info(mesh: Any, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
-    """Check the arguments `mesh` and `dp_mesh_dims`, and return the mesh and its data-parallel dimensions."""
+    """Check the arguments `mesh` and `dp_mesh_dims`. Return the mesh and its data-parallel dimensions."""
     if dims is not None:
         return _resolve_spmd(mesh, dims)
     if mesh is None:
@@ -190,7 +193,6 @@ def _resolve_spmd(mesh: Any, dims: DataParallelMeshDims) -> DataParallelMeshInfo
 
 
 def _flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Return the named dimensions as a mesh of one dimension, or None if `names` is empty."""
     if not names:
         return None
     return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)], "_".join(names))
@@ -207,7 +209,10 @@ def _as_names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """A result of `shard_placement_fn`: the dimension to shard (None means dimension 0), and the mesh to shard over."""
+    """The dimension and the mesh that `shard_placement_fn` chooses for a parameter.
+
+    A `placement` of None means dimension 0.
+    """
 
     placement: Shard | None
     mesh_info: DataParallelMeshInfo
@@ -228,9 +233,9 @@ class ParamToShard:
 
     @property
     def owner(self) -> tuple[ParamGroup, ManagedParam] | None:
-        """The param group of an earlier call that sharded the parameter, and the engine's record of it, or None.
+        """The param group and the `ManagedParam` of the parameter if an earlier call has sharded it, otherwise None.
 
-        If not None, modules of both calls share the parameter.
+        In the first case, the parameter is tied: modules of both calls use it.
         """
         group = param_group_of(self.parameter)
         theirs = None if group is None else group.param_of(self.parameter)
@@ -241,7 +246,10 @@ class ParamToShard:
         return self.names[0]
 
     def refuse_same_place(self, group: ParamGroup, theirs: ManagedParam) -> None:
-        """Raise if an earlier call sharded the parameter in the same module, not just in a module tied to that one."""
+        """Raise an error if an earlier call has sharded the parameter in the same module.
+
+        Two calls can share a tied parameter only if different modules hold it.
+        """
         held = {(id(each.parameters), each.name) for each in theirs.locations}
         if any((id(each.parameters), each.name) in held for each in self.locations):
             raise UnsupportedError(
@@ -254,7 +262,10 @@ class ParamToShard:
         return local_part(self.parameter.detach())
 
     def choose_placement(self, fn: ShardPlacementFn | None) -> None:
-        """Set the mesh and dimension that the user's `fn` returns (default: the mesh of the call, dimension 0)."""
+        """Set the mesh and the dimension that the user's `fn` returns.
+
+        The defaults are the mesh of the `fully_shard` call and dimension 0.
+        """
         self._check_kind()
         chosen: Any = fn(self.parameter) if fn is not None else None
         if isinstance(chosen, ShardPlacementResult):
@@ -331,7 +342,10 @@ def mesh_and_placements(
 
 
 def _shard(param: ParamToShard, mesh: DeviceMesh, later: Any) -> Placement:
-    """Return the placement on a mesh dimension. `later`: the mesh dimensions after it, which may shard the same dim."""
+    """Return the placement of `param` on the mesh dimension that shards it.
+
+    `later` contains the mesh dimensions that follow. They may shard the same dimension of the parameter.
+    """
     placements = param.parameter.placements  # type: ignore[attr-defined]
     factor = prod(mesh.size(i) for i in later if placements[i].is_shard(param.dim))
     return strided_shard(param.dim, factor) if factor > 1 else Shard(param.dim)
@@ -356,7 +370,7 @@ def _check_tp_mesh(name: str, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
 def _placements_on_spmd_mesh(
     param: ParamToShard, dims: DataParallelMeshDims
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Like `mesh_and_placements`, on the mesh of all parallelisms. Only the data-parallel placements change."""
+    """Implement `mesh_and_placements` for `dp_mesh_dims`. Only placements on data-parallel dimensions change."""
     name, parameter, mesh = param.name, param.parameter, param.mesh_info.spmd_mesh
     if mesh is None:
         raise UnsupportedError(

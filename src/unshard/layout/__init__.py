@@ -1,1 +1,4 @@
-"""The layout of parameters: which elements are on which rank, and where in a buffer. Integers only, no torch."""
+"""Computes which elements of a parameter are on which rank, and where they are in a buffer.
+
+This code uses only integers and does not import torch.
+"""

@@ -1,17 +1,17 @@
-"""Decides which parameters share a tensor of a collective, and where they are in a buffer.
+"""Decides which parameters share a tensor of a collective, and where each parameter is in a buffer.
 
 A buffer holds the parameters of a unit in *regions*. A collective sends one tensor per region. A large parameter has
-its own region: the padded shards of all ranks, in the order of ranks, are the parameter, so an all-gather into the
-region needs no copy afterwards. Small parameters, unless there are few, share a *packed* region, in which all shards of
-one rank are next to each other:
+its own region. This region contains the padded shards of all ranks, in rank order, so an all-gather into it yields the
+parameter without a copy. Small parameters share a *packed* region, unless there are only a few of them. In a packed
+region, all shards of one rank are next to each other:
 
     world 2, weight (3, 2) and bias (3,): chunks of 2 rows, padded shards of 4 and 2 elements
 
     own regions   weight [r0 r0 r0 r0 | r1 r1 .. ..]        bias [r0 r0 | r1 ..]
     packed        [w w w w b b | w w .. .. b ..]            (rank 0 | rank 1; dots are padding, always zero)
 
-Buffers of one rank (shard, sharded gradient) hold one piece per region. Buffers of all ranks (unsharded buffer,
-reduce-scatter input) have the same regions and hold one piece per region and rank.
+A buffer for one rank (the shard or the sharded gradient) holds one piece per region. A buffer for all ranks (the
+unsharded buffer or the reduce-scatter input) has the same regions, and holds one piece per region and rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 ALIGNMENT = 256
-"""Regions begin at multiples of this many bytes, like allocations: vectorized kernels and NCCL are then faster."""
+"""Regions begin at multiples of this many bytes, as memory allocations do.
+
+Vectorized kernels and NCCL are faster with such addresses.
+"""
 
 
 @dataclass(frozen=True)
 class PackingRule:
-    """Decides which parameters share a packed region. Each transport has one."""
+    """Decides which parameters share a packed region. Each transport has its own rule."""
 
     below: int = 64 * 1024
-    """Parameters with fewer bytes (unsharded, in the compute dtype) are packed. For larger ones, the copy would cost
-    more than another tensor in the collective."""
+    """Parameters that have fewer than this many bytes (unsharded, in the compute dtype) are packed.
+
+    Copying a larger parameter into a packed region would cost more than sending one more tensor.
+    """
     least: int = 1
-    """Pack only if there are at least this many small parameters. For fewer, the copy costs more than it saves."""
+    """Small parameters are packed only if there are at least this many. Packing fewer costs more than it saves."""
 
 
 PACK_SMALL = PackingRule()
@@ -47,10 +52,11 @@ def align(offset: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class DtypeRun:
-    """Adjacent parameters of one segment (one set of dtypes) in a region: together `numel` elements on each rank.
+    """Adjacent parameters of one segment in a region. All parameters of a segment have the same dtypes.
 
-    `starts`: the first element of each parameter, counted from the start of a rank's piece if the region is packed,
-    else from the start of the region.
+    `members` contains the indices of the parameters. Together, they have `numel` elements on each rank. `starts`
+    contains the position of each parameter's first element. In a packed region, this position counts from the start of
+    a rank's piece. Otherwise, it counts from the start of the region.
     """
 
     segment: int
@@ -63,8 +69,8 @@ class DtypeRun:
 class Region:
     """The content of one tensor of a collective.
 
-    A packed region holds the shards of several parameters, rank by rank. Otherwise the concatenated pieces of all ranks
-    are one parameter, or the parameters of a flat unit.
+    A packed region holds the shards of several parameters, rank by rank. Any other region holds one whole parameter or
+    all parameters of a flat unit, as the concatenated pieces of all ranks.
     """
 
     runs: tuple[DtypeRun, ...]
@@ -75,13 +81,13 @@ class Region:
         return tuple(index for run in self.runs for index in run.members)
 
     def begins(self, run: DtypeRun, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield the index of each parameter of `run`, and the first element of its shard in the piece of `rank`."""
+        """Yield the index of each parameter in `run`, and the position of its shard in the piece of `rank`."""
         for index, start in zip(run.members, run.starts, strict=True):
             yield index, start if self.packed else min(max(start - rank * run.numel, 0), run.numel)
 
 
 class Grouping(Enum):
-    """How parameters are divided into regions, depending on the tensors that a collective can send."""
+    """Ways to divide parameters into regions. The choice depends on the tensors that a collective can send."""
 
     GROUPED = "a region per large parameter, one packed region per segment"
     BY_SEGMENT = "one packed region per segment"
@@ -90,7 +96,10 @@ class Grouping(Enum):
 
 @dataclass(frozen=True)
 class LayoutParam:
-    """A parameter as layouts see it: its sharding, the index of its segment, and the bytes of an element."""
+    """The properties of a parameter that layouts need.
+
+    These are its sharding, the index of its segment, and the number of bytes of an element.
+    """
 
     sharding: Any
     segment: int
@@ -137,7 +146,7 @@ def _run(items: Sequence[LayoutParam], members: Sequence[int]) -> DtypeRun:
 
 
 def _flat_region(items: Sequence[LayoutParam], *unused: object) -> tuple[Region, ...]:
-    """Return one region with all parameters of the unit, even if a collective is only for some of them."""
+    # A flat unit has only one region, even if a collective is only for some of its parameters.
     present = [index for index, item in enumerate(items) if item.sharding.numel]
     if not present:
         return ()
@@ -149,17 +158,20 @@ def _flat_region(items: Sequence[LayoutParam], *unused: object) -> tuple[Region,
 
 
 class UnitLayout(NamedTuple):
-    """Divides the parameters of a unit into regions."""
+    """Functions that divide the parameters of a unit into regions. There is one layout for each kind of sharding."""
 
     collective_regions: Callable[[Sequence[LayoutParam], Sequence[int], Grouping, PackingRule], tuple[Region, ...]]
-    """Return the regions of a collective that sends the parameters `members`, except those without elements.
+    """Return the regions of a collective. Parameters without elements are in no region.
 
-    The rule decides which of these parameters are packed if the collective can send several tensors.
+    The arguments are all parameters of the unit, the indices of the parameters to send, the grouping and the rule.
     """
     unsharded_regions: Callable[[Sequence[LayoutParam], Sequence[int]], tuple[Region, ...]]
-    """Return the regions of an unsharded buffer. Every parameter is contiguous in it."""
+    """Return the regions of an unsharded buffer, in which every parameter is contiguous.
+
+    The arguments are all parameters of the unit and the indices of the parameters in the buffer.
+    """
     same_unsharded: bool
-    """True if, on one rank, the shard has the layout of the unsharded buffer and can be used as that buffer."""
+    """True if, on a single rank, the shard has the layout of the unsharded buffer and can be used as this buffer."""
 
 
 ROW_LAYOUT = UnitLayout(_row_regions, _unpacked_regions, same_unsharded=False)
@@ -168,9 +180,10 @@ FLAT_LAYOUT = UnitLayout(_flat_region, _flat_region, same_unsharded=True)
 
 @dataclass(frozen=True)
 class RegionRange:
-    """The bytes of a region in a buffer.
+    """The byte range of a region in a buffer.
 
-    `piece`: bytes of one rank's piece; `copies`: number of pieces; `runs`: offsets of the runs in a piece.
+    The range begins at `offset` and contains `copies` pieces of `piece` bytes each. `runs` contains the offset in bytes
+    of each dtype run in a piece.
     """
 
     offset: int
@@ -185,7 +198,7 @@ class RegionRange:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The ranges of all regions of a buffer, and the buffer's size. Regions are aligned and do not overlap."""
+    """The byte ranges of all regions in a buffer, and the buffer's size. Regions are aligned and do not overlap."""
 
     ranges: tuple[RegionRange, ...]
     nbytes: int
@@ -203,10 +216,10 @@ class BufferLayout:
 
 
 def lay_out(regions: Sequence[Region], itemsizes: Sequence[int], copies: int, piece_alignment: int = 1) -> BufferLayout:
-    """Lay out regions in a buffer. Elements of segment `s` have `itemsizes[s]` bytes.
+    """Compute where each region is in a buffer. Each element of segment `s` has `itemsizes[s]` bytes.
 
-    `copies` is 1 for a shard and the number of ranks for an unsharded buffer. Pieces of packed regions are padded to a
-    multiple of `piece_alignment` bytes. Other pieces are not, because padding would split the parameter.
+    `copies` is 1 for a shard, and the number of ranks for an unsharded buffer. Pieces of packed regions are padded to a
+    multiple of `piece_alignment` bytes. Padding other pieces would put gaps into a parameter, so they are not padded.
     """
     ranges: list[RegionRange] = []
     for region in regions:

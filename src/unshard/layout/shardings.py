@@ -1,16 +1,16 @@
-"""Shardings: which elements of a parameter are on which rank.
+"""Defines shardings. A sharding determines which elements of a parameter are on each rank.
 
-By row (`fully_shard`): each parameter is chunked along one dim as by `torch.chunk`, and chunks are padded. Flat
-(`FullyShardedDataParallel`): the concatenated parameters of a unit are split into equal shards, even inside a
-parameter, for example:
+With `fully_shard`, each parameter is chunked along one dim, as `torch.chunk` does, and the chunks are padded. With
+`FullyShardedDataParallel`, the parameters of a unit are concatenated and split into equal flat shards. A shard may
+begin or end inside a parameter. For example:
 
     world 4, float32, parameters of 15, 5, 15 and 3 elements
 
     not aligned  |15|5|15|3| 2 of padding = 40 elements, 10 on each rank
     aligned      |15|.|5|...|15|.|3|.      = 44 elements, 11 on each rank; parameters begin at multiples of 16 bytes
 
-The concatenated flat shards of all ranks are the unit, so an all-gather needs one collective and no copies. A rank has
-a contiguous range of each parameter, which is often empty.
+Concatenating the flat shards of all ranks yields the unit, so an all-gather needs one collective and no copies. Each
+rank has a contiguous range of each parameter. This range is often empty.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .collective_tensors import align
 
 @dataclass(frozen=True)
 class RowSharding:
-    """A parameter sharded along dim `dim` over `world` ranks.
+    """The sharding of a parameter along dim `dim` over `world` ranks.
 
-    Along dim 0, the concatenated padded chunks of all ranks are the parameter. Along another dim they are not, so the
-    parameter must be copied after the all-gather and before the reduce-scatter (`needs_copy`).
+    If `dim` is 0, concatenating the padded chunks of all ranks yields the parameter. For other dims, it does not, and
+    `needs_copy` is True: the parameter must be copied after the all-gather and before the reduce-scatter.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class RowSharding:
     dim: int = 0
     stride: ClassVar[None] = None
     local_stride: ClassVar[None] = None
-    """Strides of the unsharded parameter, and of the shard; None means contiguous."""
+    """The strides of the parameter (`stride`) and of its shard (`local_stride`). None means contiguous."""
 
     def __post_init__(self) -> None:
         if self.dim and self.shape[self.dim] % self.world:
@@ -49,7 +49,7 @@ class RowSharding:
 
     @cached_property
     def width(self) -> int:
-        """The number of elements per index of the sharded dim."""
+        """The number of elements at each index of the sharded dim."""
         return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
 
     @cached_property
@@ -87,10 +87,10 @@ PARAM_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class FlatSharding:
-    """The position of a parameter in a flat unit, which determines the elements on each rank.
+    """The position of a parameter in a flat unit. It determines which elements are on each rank.
 
-    `begin`: the parameter's first element in the unit; `shard_numel`: elements of the unit on each rank; `stride`: the
-    parameter's strides, without gaps between elements.
+    `begin` is the index of the parameter's first element in the unit. Each rank holds `shard_numel` elements of the
+    unit. `stride` contains the strides of the parameter. The parameter must not have gaps between its elements.
     """
 
     shape: tuple[int, ...]
@@ -120,13 +120,16 @@ class FlatSharding:
         return prod(self.shape)
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """Return the first element of the parameter that is on `rank`, and the number of elements on `rank`."""
+        """Return the index of the first element that `rank` holds, and the number of elements that it holds."""
         first = min(max(rank * self.shard_numel - self.begin, 0), self.numel)
         last = min(max((rank + 1) * self.shard_numel - self.begin, 0), self.numel)
         return first, last - first
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the shard: one-dimensional, or the parameter's own shape if there is only one rank."""
+        """Return the shape of the shard on `rank`.
+
+        This is the parameter's own shape if there is only one rank. Otherwise, the shard is one-dimensional.
+        """
         return self.shape if self.world == 1 else (self.elements(rank)[1],)
 
     @property
@@ -136,16 +139,19 @@ class FlatSharding:
 
 @dataclass(frozen=True)
 class FlatOffsets:
-    """Offsets of all parameters of a flat unit."""
+    """The offsets of all parameters of a flat unit."""
 
     begins: tuple[int, ...]
-    """First element of each parameter."""
+    """The index of each parameter's first element in the unit."""
     numels: tuple[tuple[int, bool], ...]
-    """Elements of each parameter and of each padding between them. The second value is True for padding."""
+    """One pair per parameter or padding, in the order of the unit: the number of elements, and True for padding."""
     length: int
-    """Elements of the unit. If aligned, includes padding at the end, which makes the length divisible by the ranks."""
+    """The number of elements of the unit.
+
+    If parameters are aligned, the unit has padding at the end, so its length is divisible by the number of ranks.
+    """
     shard_numel: int
-    """Elements on each rank."""
+    """The number of elements on each rank."""
 
     @property
     def padded(self) -> tuple[int, ...]:
@@ -153,9 +159,10 @@ class FlatOffsets:
 
 
 def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool) -> FlatOffsets:
-    """Return the offsets of parameters with these numbers of elements.
+    """Return the offsets of the parameters of a flat unit. `numels` contains each parameter's number of elements.
 
-    `aligned`: each parameter begins at a multiple of 16 bytes, and the padding at the end belongs to the unit.
+    If `aligned` is True, each parameter begins at a multiple of 16 bytes, and the length of the unit includes padding
+    at the end.
     """
     step = max(PARAM_ALIGNMENT // itemsize, 1) if aligned else 1
     begins: list[int] = []
@@ -176,7 +183,7 @@ def flat_offsets(numels: Sequence[int], world: int, itemsize: int, aligned: bool
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return True if elements with these strides have no gaps and no overlap, in any order of dims."""
+    """Return True if a tensor with these strides has no gaps and no overlaps. Its memory order does not matter."""
     reach = 1
     for step, length in sorted((step, length) for length, step in zip(shape, stride, strict=True) if length != 1):
         if step != reach:

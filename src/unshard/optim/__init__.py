@@ -1,4 +1,4 @@
-"""Optimizers of sharded parameters: flat steps, clipping and gradient scaling."""
+"""Flat optimizers, gradient clipping and gradient scalers for sharded parameters."""
 
 from .clip import clip_grad_norm_
 from .flat_optimizer import flat

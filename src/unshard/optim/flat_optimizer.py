@@ -55,20 +55,25 @@ _NOT_ELEMENTWISE = {
 def flat(
     optimizer: _Optimizer, *, elementwise: bool = False, step_in_backward: bool | None = None, ahead: bool | None = None
 ) -> _Optimizer:
-    """Make the optimizer step flat shards. Returns the same object. Call it after `fully_shard`.
+    """Make an optimizer step flat shards instead of DTensors. Returns the same object. Call it after `fully_shard`.
 
-    A step runs the optimizer's own code on a few flat tensors per unit: parameters that are adjacent in memory, one
-    tensor for each dtype and optimizer group. Results do not change, and neither do `param_groups`, the state of each
-    parameter, hooks, schedulers and scalers. Optimizers with and without `flat` can load each other's state dicts.
+    A step runs the optimizer's own code on a few flat tensors per unit. Each flat tensor covers parameters that are
+    adjacent in memory and have the same dtype and optimizer group. Results do not change, and neither do
+    `param_groups`, the state of each parameter, hooks, schedulers and scalers. Optimizers with and without `flat` can
+    load each other's state dicts.
 
-    The optimizer must be elementwise. Torch's elementwise optimizers are known, and so are subclasses that keep their
-    steps. Pass `elementwise=True` for others if the step of an element depends only on that element, its gradient and
-    its state, and if a zero element stays zero while its gradient is zero. A closure is called once, before the step.
+    The optimizer must be elementwise. This function recognizes PyTorch's elementwise optimizers, and subclasses that do
+    not change the step. For other optimizers, pass `elementwise=True` if two conditions hold. The step of an element
+    must depend only on that element, its gradient and its state. A zero element must stay zero while its gradient is
+    zero.
 
-    With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`), each as soon
-    as its gradients are on the host; `step` waits for these and steps all other units. So gradients can be neither
-    clipped nor scaled, no step can be skipped, and `step` must follow every backward that synchronizes gradients. False
-    turns this off; None leaves it unchanged. `ahead` is the old, deprecated name of this argument.
+    If `step` gets a closure, it calls the closure once, before it updates any parameter.
+
+    With `step_in_backward=True`, backward steps units whose shards are on the host (`CPUOffloadPolicy`). Each of these
+    units is stepped as soon as its gradients have arrived on the host. `step` waits for these steps, and then steps all
+    other units. In this mode, gradients can be neither clipped nor scaled, and steps cannot be skipped. Call `step`
+    after every backward that synchronizes gradients. `step_in_backward=False` turns the mode off, and None leaves it
+    unchanged. `ahead` is the deprecated name of `step_in_backward`.
     """
     if ahead is not None:
         if step_in_backward is not None:
@@ -130,7 +135,7 @@ def _check(optimizer: Any, elementwise: bool) -> None:
 
 
 def _has_known_step(kind: type[Optimizer]) -> bool:
-    """Return True for known classes, and for subclasses that override nothing that the known step uses."""
+    """Return True for classes in `_ELEMENTWISE`, and for their subclasses that override nothing that `step` uses."""
     known = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
     if known is None or _without_hooks(kind.step) is not _without_hooks(known.step):
         return False
@@ -164,16 +169,16 @@ def _check_parameters(name: str, parameters: list[torch.Tensor]) -> None:
 
 
 class Flat(Optimizer):
-    """Mixed into the class of an optimizer. During a step, the optimizer's groups and state contain flat tensors."""
+    """Mixin for optimizer classes. During a step, `param_groups` and `state` contain flat tensors, not DTensors."""
 
     base: ClassVar[type[Optimizer]]
     plain_step: ClassVar[Any]
-    """The step of the original class without the hooks around it, which have already run."""
+    """The `step` of the original class without hooks. The hooks run around `Flat.step` instead."""
     streams_state: ClassVar[bool] = True
     """Tells the engine that this optimizer can step parameters whose state is on the host."""
 
     def flat_groups(self) -> FlatGroups:
-        """Return the optimizer's `FlatGroups`. Create them on first use: copied and unpickled optimizers have none."""
+        # Created on first use, because copied and unpickled optimizers have no groups.
         flat_groups = vars(self).get("unshard_flat_groups")
         if flat_groups is None:
             flat_groups = vars(self)["unshard_flat_groups"] = FlatGroups()
@@ -188,7 +193,7 @@ class Flat(Optimizer):
         in_backward = vars(self).get("unshard_step_in_backward")
         if in_backward is not None:
             in_backward.refuse_changed_gradients()
-            note_optimizer_step(self)  # before shards that this step has changed are copied to the device
+            note_optimizer_step(self)  # before changed shards are copied to the device
         with torch.no_grad():
             groups = flat_groups.begin_step(self, [] if in_backward is None else in_backward.finish(self))
             streamer = StateStreamer(flat_groups.streamed, flat_groups.state, param_groups)
@@ -207,7 +212,7 @@ class Flat(Optimizer):
         return result if closure is None else loss
 
     def _step_groups(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-        """Step the groups. If there is an accelerator, a thread steps the parameters that are on the host."""
+        """Step the optimizer groups. If there is an accelerator, a thread steps the parameters that are on the host."""
         on_host = [[each for each in group["params"] if each.is_cpu] for group in groups]
         if not torch.accelerator.is_available() or not any(on_host):
             return self.plain_step(self, **options)
@@ -222,20 +227,23 @@ class Flat(Optimizer):
             stepping.result()
 
     def stand_in(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Any:
-        """Return an object for `plain_step` to step in place of this optimizer, with the given groups and state."""
+        """Return a shallow copy of this optimizer with the given groups and state, for use with `plain_step`."""
         stand_in = object.__new__(self.base)
         vars(stand_in).update(vars(self) | {"param_groups": groups, "state": state})
         return stand_in
 
     def finish_steps_in_backward(self, in_backward: StepInBackward) -> bool:
-        """Complete the steps that backward has begun. Return True if there were any. `step` need not follow."""
+        """Complete the steps that backward has started, without a call of `step`. Return True if there were any."""
         with torch.no_grad():
             spans = in_backward.finish(self)
             self.flat_groups().update_entries(spans, self.state)
         return bool(spans)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's `state_dict`, but with a separate counter per parameter. Parameters of a span share counters."""
+        """Return a state dict as PyTorch's optimizers do, with a separate step counter for each parameter.
+
+        Inside this optimizer, all parameters of a span share one counter.
+        """
         finish_steps()
         state: Any = self.state
         try:
@@ -248,9 +256,9 @@ class Flat(Optimizer):
             self.state = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's `load_state_dict`, but without copying offloaded state to the device."""
+        """Load a state dict as PyTorch's optimizers do, but without copying offloaded state to the device."""
         finish_steps()
-        handles = [  # innermost, so that users' hooks see the tensors
+        handles = [  # innermost, so that users' hooks see tensors and not `_Hidden` objects
             self.register_load_state_dict_pre_hook(_hide),
             self.register_load_state_dict_post_hook(_move_to_host, prepend=True),
         ]
@@ -266,7 +274,7 @@ class Flat(Optimizer):
 
 
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """Like `Optimizer.zero_grad`, without a torch call for every DTensor."""
+    """Clear gradients like `Optimizer.zero_grad`, but without one torch call per DTensor."""
     in_backward = vars(self).get("unshard_step_in_backward")
     stepped = False if in_backward is None else self.finish_steps_in_backward(in_backward)  # type: ignore[attr-defined]
     parameters = optimizer_parameters(self)
@@ -284,7 +292,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 
 def _without_hooks(step: Any) -> Any:
-    """Return `step` without hooks, which torch wraps around it when it creates the first object of a class."""
+    # Torch wraps hooks around the `step` of a class when it creates the first optimizer of that class.
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -296,7 +304,7 @@ _classes: dict[type, type[Optimizer]] = {}
 
 
 def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
-    """Return `base` with `Flat` mixed in, a class of the same name that is created once."""
+    """Return a class with the name of `base` that has `Flat` mixed in. There is one such class per `base`."""
     if base not in _classes:
         step, plain = Optimizer.profile_hook_step(Flat.step), staticmethod(_without_hooks(base.step))
         step.hooked = True  # type: ignore[attr-defined]
@@ -312,7 +320,7 @@ def _flat_class(base: type[Optimizer]) -> type[Optimizer]:
 
 
 class _Hidden:
-    """Hides a tensor from torch, which would copy all state to the parameter's device at once."""
+    """Hides a state tensor from torch's `load_state_dict`, which would copy all state to the device at once."""
 
     def __init__(self, value: DTensor):
         self.value = value
@@ -338,7 +346,7 @@ def _is_offloaded(key: Any, value: Any) -> bool:
 
 @torch.no_grad()
 def _move_to_host(optimizer: Optimizer) -> None:
-    """Move offloaded state to the host, including state that `_hide` hid from torch's load."""
+    """Move offloaded state to the host, and unwrap the state that `_hide` has wrapped."""
     devices = _state_devices(optimizer)
     for parameter in optimizer_parameters(optimizer):
         if id(parameter) in devices and parameter in optimizer.state:
@@ -351,7 +359,7 @@ def _move_to_host(optimizer: Optimizer) -> None:
 def _moved(device: torch.device, parameter: torch.Tensor, value: _Hidden | DTensor) -> DTensor:
     dtensor, dtype = value, None
     if isinstance(dtensor, _Hidden):
-        # Torch's load would have cast it like this.
+        # Cast the tensor as torch's `load_state_dict` would have done.
         dtensor, dtype = dtensor.value, parameter.dtype if parameter.is_floating_point() else None
     old = local_of(dtensor)
     local = old.to(device, dtype or old.dtype)
@@ -360,6 +368,5 @@ def _moved(device: torch.device, parameter: torch.Tensor, value: _Hidden | DTens
 
 
 def _state_devices(optimizer: Optimizer) -> dict[int, torch.device]:
-    """Map ids of parameters to the device of their state. Parameters with state on their own device are left out."""
     ranges = shard_ranges_of(optimizer_parameters(optimizer))
     return {key: each.states.device for key, each in ranges.items() if each.states is not None}

@@ -1,13 +1,13 @@
-"""Flat spans: adjacent parameters that a flat optimizer steps as one tensor, their state and their gradients.
+"""Spans of shards. Each span covers adjacent parameters of a shard, and a flat optimizer steps it as one tensor.
 
     shard      [ weight weight weight .. | bias | norm ]     dots are padding, always zero
     spans      [ decayed                ][ not decayed ]     one tensor each; gradients have the same layout
 
-A parameter outside any shard (rebound, or a DTensor made elsewhere) is a separate span.
+A parameter that is not in a shard is a span of its own. An example is a DTensor that `fully_shard` did not create.
 
 The state of a span is flat as well. `optimizer.state` and state dicts hold one entry per parameter, as if the optimizer
 had stepped every parameter separately. In these entries, state with a value per element is a DTensor over a view of the
-flat state; all other values (mostly counters) are those that the step created.
+flat state. All other values are mostly counters. The parameters of a span share them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ State = MutableMapping[Any, Any]
 
 @dataclass(frozen=True)
 class SpanParam:
-    """A parameter, the number of its optimizer group, and its range in a shard (None outside any shard)."""
+    """A parameter, the index of its optimizer group, and its range in a shard, or None if it is not in a shard."""
 
     parameter: DTensor
     group: int
@@ -48,10 +48,10 @@ class SpanParam:
 
 
 class FlatSpan:
-    """Adjacent parameters, and the tensor `flat` that is stepped in their place.
+    """Adjacent parameters, and the tensor `flat` that the optimizer steps in their place.
 
-    `flat` has the shape (1, 1, n), so that only state with a value per element has the same shape. A counter of shape
-    (1,) is not mistaken for the state of a single element.
+    `flat` has the shape (1, 1, n), so that only state with a value per element has the same shape. For example, a
+    counter of shape (1,) is not mistaken for the state of a single element.
     """
 
     def __init__(self, params: Sequence[SpanParam]):
@@ -60,31 +60,30 @@ class FlatSpan:
         self.group = params[0].group
         self.outside_shard = first is None
         self.state_offload = None if first is None else first.states
-        """Holds the span's state on the host, if each step copies that state to the device. Otherwise None."""
+        """Set if the span's state is on the host and each step copies that state to the device. Otherwise None."""
         flat = params[0].local.detach()
         self.starts = [0]
-        """The index in `flat` of each parameter's first element."""
+        """For each parameter, the index of its first element in `flat`."""
         if first is not None and last is not None:
             self.starts = [(each.begin - first.begin) // flat.element_size() for each in params]
             flat = first.shard.flat(flat.dtype, first.begin, (last.end - first.begin) // flat.element_size())
         self._is_subclass = type(flat) is not torch.Tensor
-        """True for tensor subclasses, which may not support views. `flat` is then the local tensor itself."""
+        """True for tensor subclasses, which may not support views. `flat` then keeps the shape of the local tensor."""
         self.flat = self.to_flat_shape(flat)
         self._in_entries: dict[str, Any] | None = None
-        """The flat state from which the parameters' entries were last made."""
+        """The flat state that `update_entries` last wrote to the parameters' entries."""
 
     def to_flat_shape(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View a tensor of shape (n,) in the shape (1, 1, n)."""
         return tensor if self._is_subclass else tensor[None, None]
 
     def from_flat_shape(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View a tensor of shape (1, 1, n) in the shape (n,)."""
         return tensor if self._is_subclass else tensor[0, 0]
 
     def gradient(self, ranges: dict[int, GradRange]) -> tuple[ShardedGrad, torch.Tensor] | None:
-        """Return the sharded gradient and the span's part of it, or None if the program made any of the gradients.
+        """Return the sharded gradient and the part of it that belongs to this span.
 
-        Gradients of the engine are laid out like `flat`, because `_split` has split spans with other gradients.
+        Return None if the span is not in a shard, or if the program created any of the gradients. Gradients that the
+        engine created have the layout of `flat`, because `_split` has split spans with other layouts.
         """
         found = [ranges.get(id(each.parameter.grad)) for each in self.params]
         first = found[0]
@@ -93,14 +92,13 @@ class FlatSpan:
         return first.shard, first.shard.flat(self.flat.dtype, first.begin, *self.flat.shape)
 
     def collected_gradient(self) -> torch.Tensor:
-        """Return a flat gradient, copied from the parameters' own gradients."""
+        """Return the gradients of the parameters as one flat tensor."""
         gradients = [_local(cast(torch.Tensor, each.parameter.grad), each) for each in self.params]
         if self.outside_shard:
             return self.to_flat_shape(gradients[0])
         return self._filled(torch.zeros_like(self.flat), gradients)
 
     def _filled(self, flat: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
-        """Copy one value per parameter into `flat`, which has the layout of `self.flat`, and return `flat`."""
         row = self.from_flat_shape(flat)
         places = zip(self.starts, values, strict=True)
         foreach_copy([row[start : start + each.numel()].view(each.shape) for start, each in places], values)
@@ -109,18 +107,16 @@ class FlatSpan:
     # -- state ----------------------------------------------------------------------------------------------
 
     def is_per_element(self, value: Any) -> bool:
-        """Return True if `value`, a flat state, has one value for each element of `flat`."""
         return isinstance(value, torch.Tensor) and value.shape == self.flat.shape
 
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in the shape of `flat`, on the host if the state is offloaded."""
         if self.state_offload is None:
             return torch.zeros_like(self.flat, dtype=dtype)
         nbytes = self.flat.numel() * dtype.itemsize
         return self.to_flat_shape(self.state_offload.memory(nbytes, "optimizer state").view(dtype))
 
     def flat_state(self, state: State) -> dict[str, Any] | None:
-        """Return flat state that is copied from the parameters' entries, or None if there are no entries."""
+        """Return new flat state with copies of the parameters' entries in `state`, or None if there are no entries."""
         if self.params[0].parameter not in state:
             return None
         entries: list[dict[str, Any]] = [state[each.parameter] for each in self.params]
@@ -146,7 +142,7 @@ class FlatSpan:
         return self._filled(self.new_state(values[0].dtype), values)
 
     def state_of_part(self, values: dict[str, Any], part: FlatSpan) -> dict[str, Any]:
-        """Return the flat state of `part`, a part of this span, as views of `values` (counters are copied)."""
+        """Return the flat state of `part`: views of the per-element tensors in `values`, and copies of the counters."""
         first = (part.params[0].begin - self.params[0].begin) // self.flat.element_size()
         last = first + part.flat.numel()
         return {
@@ -157,7 +153,7 @@ class FlatSpan:
         }
 
     def update_entries(self, values: dict[str, Any], state: State) -> bool:
-        """Make the parameters' entries agree with the flat state `values`. Return True if any entry has changed."""
+        """Update the entries in `state` from the flat state `values`. Return True if any entry has changed."""
         before = self._in_entries
         if before is not None and before.keys() == values.keys() and all(map(is_, before.values(), values.values())):
             return False
@@ -184,7 +180,7 @@ class FlatSpan:
 
 
 def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
-    """Return the local tensor of a gradient or state, redistributed to the parameter's placements."""
+    """Return the local tensor of a gradient or state tensor, redistributed to the placements of the parameter."""
     if not isinstance(value, DTensor):
         return value
     placements = spec_of(param.parameter).placements
@@ -195,7 +191,7 @@ def _local(value: torch.Tensor, param: SpanParam) -> torch.Tensor:
 
 
 def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """View elements of `flat` on a slice of its storage, because a DTensor with a storage offset cannot be saved."""
+    """Return a view of `flat` from index `start`, with storage offset 0. DTensors with an offset cannot be saved."""
     if not shape.numel():
         return flat.new_empty(shape)
     first, size = flat.storage_offset() + start, flat.element_size()
@@ -204,7 +200,7 @@ def _on_storage_slice(flat: torch.Tensor, start: int, shape: torch.Size) -> torc
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy of a plain tensor (a counter), so that no other step changes it. Return other values unchanged."""
+    """Return `value`, or a clone if `value` is a plain tensor (a counter), which steps change in place."""
     return value.clone() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else value
 
 
@@ -212,7 +208,7 @@ def own_copy(value: Any) -> Any:
 
 
 def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam], bool]) -> list[list[SpanParam]]:
-    """Split `params` into the longest runs in which `joined` is true for each parameter and the previous one."""
+    """Split `params` into the longest runs in which `joined(previous, next)` is true for all neighbors."""
     runs: list[list[SpanParam]] = []
     for param in params:
         if runs and joined(runs[-1][-1], param):
@@ -223,7 +219,7 @@ def _runs_of(params: Iterable[SpanParam], joined: Callable[[SpanParam, SpanParam
 
 
 def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam]:
-    """Return the DTensors among the parameters, ordered by shard and range. DTensors outside shards come last."""
+    """Return the DTensors among the parameters in memory order. DTensors that are not in a shard come last."""
     ranges = shard_ranges_of(each for _, each in numbered)
     params = [SpanParam(each, number, ranges.get(id(each))) for number, each in numbered if isinstance(each, DTensor)]
     inside = [(each.shard_range, each) for each in params if each.shard_range is not None]
@@ -233,7 +229,7 @@ def _in_memory_order(numbered: list[tuple[int, torch.Tensor]]) -> list[SpanParam
 
 
 def _adjacent(groups: Sequence[dict[str, Any]], state: State, a: SpanParam, b: SpanParam) -> bool:
-    """Return True if memory, optimizer groups and state allow stepping two parameters as one tensor."""
+    """Return True if the memory, optimizer groups and state of `a` and `b` allow both to be in one span."""
     one, other, dtype = a.shard_range, b.shard_range, a.parameter.dtype
     if one is None or other is None or a.group != b.group or dtype != b.parameter.dtype:
         return False
@@ -245,7 +241,6 @@ def _adjacent(groups: Sequence[dict[str, Any]], state: State, a: SpanParam, b: S
 
 
 def _same_state(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    """Return True if two entries fit one tensor: the same keys and dtypes, and equal counters."""
     if one is None or other is None:
         return one is other
     return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one)
@@ -262,7 +257,6 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def _adjacent_gradients(ranges: dict[int, GradRange], a: SpanParam, b: SpanParam) -> bool:
-    """Return True if the current gradients allow stepping two adjacent parameters as one tensor."""
     one, other = a.parameter.grad, b.parameter.grad
     if one is None or other is None:
         return one is other
@@ -281,15 +275,16 @@ FlatGrads = list[tuple[FlatSpan, torch.Tensor]]
 class FlatGroups:
     """The spans of an optimizer's parameters and their flat state.
 
-    Spans depend on the parameters and their memory, the optimizer's state and the gradients. If none of these changed,
-    a step reuses the previous spans, with a few comparisons per parameter and at most one torch call per span.
+    Spans depend on the parameters and their memory, the optimizer's state and the gradients. If none of these has
+    changed, a step reuses the previous spans. Such a step makes a few comparisons per parameter and at most one torch
+    call per span.
     """
 
     def __init__(self) -> None:
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.spans: list[FlatSpan] = []
         self.streamed: list[FlatSpan] = []
-        """Spans of this step whose state is on the host."""
+        """Spans of the current step whose state is on the host."""
         self._plain: list[tuple[int, torch.Tensor]] = []
         self._other_state: dict[Any, Any] = {}
         self._parameters: list[DTensor] = []
@@ -300,14 +295,14 @@ class FlatGroups:
         self._gradients: list[int] | None = None
         self._flat_grads: FlatGrads = []
         self.flat_grads_by_shard: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
-        """`_flat_grads`, by sharded gradient."""
+        """The contents of `_flat_grads`, grouped by sharded gradient."""
         self._collected: list[FlatSpan] = []
-        """Spans whose gradients each step copies into a new flat gradient."""
+        """Spans for which the program created a gradient. Each step copies their gradients into new flat gradients."""
 
     def begin_step(self, optimizer: Any, done: Sequence[FlatSpan] = ()) -> list[dict[str, Any]]:
-        """Return optimizer groups for one step, with gradients set on their tensors; call `end_step` afterwards.
+        """Return optimizer groups for one step, with flat tensors whose gradients are set. Call `end_step` afterwards.
 
-        The groups contain neither the spans in `done`, which backward has stepped, nor those in `streamed`.
+        Backward has already stepped the spans in `done`. The groups contain neither these nor the spans in `streamed`.
         """
         if not self.is_current(optimizer):
             if done:
@@ -344,12 +339,12 @@ class FlatGroups:
 
     @torch.no_grad()
     def follow_changes(self, optimizer: Any) -> None:
-        """Rebuild spans and flat state if parameters, groups or state changed since the last step."""
+        """Rebuild spans and flat state if parameters, optimizer groups or state have changed since the last step."""
         if not self.is_current(optimizer):
             self._rebuild(optimizer)
 
     def end_step(self, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-        """Drop the flat gradients, and copy state and options that the step changed back to the optimizer."""
+        """Drop the flat gradients. Update the optimizer with the state and options that the step has changed."""
         for param_group, group in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = param_group["params"]
             param_group.update(group)
@@ -362,7 +357,7 @@ class FlatGroups:
         self._other_state = {}
 
     def update_entries(self, spans: Sequence[FlatSpan], state: Any) -> None:
-        """After a step, drop the flat gradients of these spans, and make `state` agree with their flat state."""
+        """Drop the flat gradients of `spans`, and update the entries in `state` from their flat state."""
         changed = False
         for span in spans:
             span.flat.grad = None
@@ -375,7 +370,7 @@ class FlatGroups:
         return [*(span for span, _ in self._flat_grads), *self._collected]
 
     def is_current(self, optimizer: Any) -> bool:
-        """Return True if the spans were made from the optimizer's current parameters, their memory, and its state."""
+        """Return True if parameters, their memory, optimizer groups and state have not changed since `_rebuild`."""
         if _layout(optimizer.param_groups) != self._layout or optimizer.state is not self._optimizer_state:
             return False
         entries = _entries(optimizer.state)
@@ -384,7 +379,7 @@ class FlatGroups:
         return all(map(is_, map(local_of, self._parameters), self._locals))
 
     def _rebuild(self, optimizer: Any) -> None:
-        """Make spans as long as memory, groups and state allow, and copy their state from the parameters' entries."""
+        """Create the longest spans that `_adjacent` allows. Copy their flat state from the parameters' entries."""
         groups, state = optimizer.param_groups, optimizer.state
         numbered = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
         params = _in_memory_order(numbered)
@@ -402,7 +397,7 @@ class FlatGroups:
         self._gradients = None
 
     def _find_gradients(self, state: Any) -> None:
-        """Find each span's flat gradient. Permanently split a span in which only some parameters have gradients."""
+        """Find the flat gradient of each span. Split spans for good if only some of their parameters have gradients."""
         gradients = list(map(id, map(gradient_of, self._parameters)))
         known = gradients == self._gradients and None not in [shard() for shard, _ in self.flat_grads_by_shard]
         if known and not self._collected:
@@ -440,10 +435,10 @@ class FlatGroups:
 
 
 def _layout(groups: list[dict[str, Any]]) -> list[Any]:
-    """Return, for each group, the ids of its parameters and `eps`, which limits how long spans may be."""
+    # `eps` limits how long spans may be, see `_adjacent`.
     return [(group.get("eps"), list(map(id, group["params"]))) for group in groups]
 
 
 def _entries(state: Any) -> list[Any]:
-    """Return all state values of DTensors, to compare them later. Ids would not suffice, because Python reuses ids."""
+    """Return the state values of all DTensors. Comparing ids instead would be wrong, because Python reuses ids."""
     return [value for key, entry in state.items() if isinstance(key, DTensor) for value in entry.values()]

@@ -1,4 +1,4 @@
-"""Gradient scalers for float16: all ranks skip the same steps and keep the same scale."""
+"""Gradient scalers for float16 that make all ranks skip the same steps and keep the same scale."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from .clip import check_process_group, local_gradient, reduce_group_of
 _UNSCALE = "unscale gradients (GradScaler)"
 
 _started: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-"""True for optimizers that have taken a step, which creates state. False if all of their steps were skipped."""
+"""True for optimizers that have taken a step and therefore have state. False if all steps were skipped so far."""
 
 
 class GradScaler(OpenGradScaler):
-    """A `torch.amp.GradScaler` with which all ranks skip the same steps and keep the same scale.
+    """A `torch.amp.GradScaler` for sharded models. All ranks skip the same steps and keep the same scale.
 
-    Torch's scaler reduces over the mesh dimensions that shard the first gradient, so ranks can disagree if gradients
-    are distributed in several ways. This scaler reduces, once per `unscale_`, over all ranks that hold a part of the
-    optimizer's parameters. Gradients may be DTensors on any meshes or plain tensors, in float16 or bfloat16, on the
-    device or the host; a rank may have no gradients. Pass `process_group` if ranks share no mesh, like pipeline stages.
-    `device` defaults to the accelerator, or to the CPU if there is none.
+    PyTorch's scaler reduces the overflow flag over the mesh dimensions that shard the first gradient. Ranks can
+    therefore disagree if gradients are distributed in several ways. This scaler reduces the flag over all ranks that
+    hold a part of the optimizer's parameters, once per `unscale_`.
+
+    Gradients may be DTensors on any meshes or plain tensors. They may be in float16 or bfloat16, and on the device or
+    the host. A rank may have no gradients. If ranks that must skip the same steps share no mesh (for example, the ranks
+    of pipeline stages), pass a `process_group` of these ranks. `device` defaults to the accelerator, or to the CPU.
     """
 
     _reduced_over = staticmethod(largest_over)
-    """Makes the overflow flag positive on all ranks if it is positive on any rank."""
+    """The reduction that makes the overflow flag positive on all ranks if the flag is positive on any rank."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class GradScaler(OpenGradScaler):
                 if dtype is not torch.bfloat16 or device.type != "cuda":
                     unscale_and_check(gradients, found[device], factor)
                     continue
-                for gradient in gradients:  # torch's kernel does not take bfloat16; one at a time, to save memory
+                for gradient in gradients:  # one at a time to save memory, as torch's kernel does not take bfloat16
                     wide = gradient.float()
                     unscale_and_check([wide], found[device], factor)
                     gradient.copy_(wide)
@@ -90,9 +92,10 @@ class GradScaler(OpenGradScaler):
         return {device: _copied(any_found, device) for device in found}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Like torch's `step`, but a skipped first step of a fused optimizer creates no state.
+        """Step the optimizer unless gradients have overflowed, as PyTorch's `GradScaler.step` does.
 
-        While a step is captured, the device decides whether to skip it.
+        Unlike in PyTorch, a skipped first step of a fused optimizer creates no state. In a captured training step, the
+        device decides whether to skip the optimizer's step.
         """
         if not self.is_enabled() or "closure" in kwargs or self._is_safe_in_torch(optimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -110,14 +113,16 @@ class GradScaler(OpenGradScaler):
         return result
 
     def _is_safe_in_torch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if torch's `step` is safe for this optimizer.
+        """Return True if torch's `step` can be used for this optimizer.
 
-        For fused optimizers, torch passes the scale and the flag to the kernels, which has two bugs (torch 2.13). A
-        skipped first step still creates the state, and SGD's state is uninitialized memory. For parameters on the host,
-        the optimizer copies both numbers from the device without waiting. Otherwise, torch reads the flag on the host.
+        For fused optimizers, torch passes the scale and the overflow flag to the kernels. Torch 2.13 has two bugs here.
+        A skipped first step still creates the state, and the state of SGD is then uninitialized memory. If parameters
+        are on the host, the optimizer copies the scale and the flag to the host and does not wait for the copies.
+
+        For optimizers that are not fused, torch reads the flag on the host, which a captured step cannot do.
         """
         if self.stage_of(optimizer) is OptState.STEPPED:
-            return True  # torch raises
+            return True  # torch raises an error
         if not self.skips_itself(optimizer):
             return False
         if not self.handles_scale(optimizer):
@@ -130,11 +135,11 @@ class GradScaler(OpenGradScaler):
 
 
 class ShardedGradScaler(GradScaler):
-    """A gradient scaler for shards that are plain tensors: all ranks of `process_group` skip the same steps.
+    """A gradient scaler for shards that are plain tensors. All ranks of `process_group` skip the same steps.
 
-    Gradients may be in float16 or on the host, and a rank may have none. `scale` keeps the dtypes of its inputs. The
-    arguments have the same order as in PyTorch's class of this name. Without a CUDA device, `device` defaults to
-    another accelerator, or to the CPU.
+    Gradients may be in float16 or on the host, and a rank may have no gradients. The outputs of `scale` have the
+    dtypes of its inputs. The arguments have the same order as in PyTorch's `ShardedGradScaler`. If there is no CUDA
+    device, the default `device` is another accelerator, or the CPU.
     """
 
     _reduced_over = staticmethod(sum_over)
@@ -165,11 +170,11 @@ class ShardedGradScaler(GradScaler):
             self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or the tensors in nested containers, by the scale. Dtypes do not change."""
+        """Return `outputs`, a tensor or nested containers of tensors, multiplied by the scale. Dtypes do not change."""
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Like torch's `update`, but takes a one-element tensor of any shape. In torch, some shapes fail."""
+        """Update the scale. Unlike in PyTorch, `new_scale` may be a one-element tensor of any shape."""
         if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
         super().update(new_scale)
@@ -189,13 +194,12 @@ class ShardedGradScaler(GradScaler):
 
 
 def has_skipped_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a scaler has skipped all steps of the optimizer, which therefore has no state yet."""
+    """Return True if a scaler has skipped all steps of the optimizer, so that the optimizer has no state yet."""
     has_state = any(isinstance(each, dict) and each for each in optimizer.state.values())
     return _started.get(optimizer) is False and not has_state
 
 
 def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if SGD lacks the momentum of a parameter with a gradient: after a load, or for a new parameter."""
     return any(
         each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
@@ -205,15 +209,16 @@ def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copied(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `number` to `device`. Only a copy to the host waits, because the host could otherwise read too early."""
+    # Only a copy to the host waits. Otherwise, the host could read the number before the copy is done.
     return number.to(device, non_blocking=device.type != "cpu")
 
 
 @torch.no_grad()
 def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Step, then undo the step on the device if any of `found` is positive. A captured step cannot read the flags.
+    """Step the optimizer, then undo the step on the device if any flag in `found` is positive.
 
-    This takes memory for a copy of parameters and state. Fused optimizers do not need this function.
+    Captured steps use this function, because the host cannot read flags during a recording. To undo the step, the
+    function copies parameters and state before it. Fused optimizers do not need this: their kernels skip the step.
     """
     skip = found[0] > 0 if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).amax() > 0
     before = [(tensor, tensor.clone()) for tensor in _written(optimizer, skip.device)]
@@ -223,10 +228,10 @@ def step_unless(optimizer: torch.optim.Optimizer, found: list[torch.Tensor], *ar
 
 
 def _written(optimizer: torch.optim.Optimizer, device: torch.device) -> list[torch.Tensor]:
-    """Return the local tensors that a step may write, each once, because entries of flat optimizers share counters.
+    """Return the local tensors that a step may write, without duplicates.
 
-    Includes tensors that are attributes of the optimizer if they are on `device`; captured steps refuse writes to
-    attributes on other devices.
+    For example, parameters of a flat optimizer may share a counter. The result includes tensors that are attributes of
+    the optimizer if they are on `device`. A step that writes to such tensors on other devices is never captured.
     """
     dicts = [*optimizer.param_groups, *(entry for entry in optimizer.state.values() if isinstance(entry, dict))]
     tensors = [value for each in dicts for value in each.values() if isinstance(value, torch.Tensor)]

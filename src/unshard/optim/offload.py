@@ -1,4 +1,4 @@
-"""Steps of flat optimizers whose state, or whose parameters, are on the host.
+"""Steps of flat optimizers whose state or parameters are on the host.
 
 `OptimizerOffloadPolicy` keeps the state on the host and the parameters on the device. A step copies the state to the
 device and back, batch by batch:
@@ -7,10 +7,10 @@ device and back, batch by batch:
     compute stream              | step 0  | step 1  | step 2  | step 3  |
     download stream                       | batch 0 | batch 1 | batch 2 | batch 3 |
 
-So the device holds the state of at most three batches. The optimizer's own code steps each batch separately.
+The device therefore holds the state of at most three batches. The optimizer's own code steps each batch separately.
 
-`CPUOffloadPolicy` keeps state and parameters on the host. A thread steps them, with all cores that this rank may use.
-With `step_in_backward`, the thread steps each unit during backward, as soon as the unit's gradients are on the host.
+`CPUOffloadPolicy` keeps state and parameters on the host. A thread runs the step on all cores that this rank may
+use. With `step_in_backward`, the thread steps each unit during backward, once the unit's gradients are on the host.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..names import optimizer_parameters
 from .flat_spans import FlatGrads, FlatGroups, FlatSpan
 
 BATCH_BYTES = 16 * 2**20
-"""Limit of a batch with several spans. Calling the optimizer takes about as long as copying this many bytes."""
+"""Maximum size of a batch with several spans. Copying this many bytes takes about as long as calling the optimizer."""
 
 Groups = list[dict[str, Any]]
 Target = Callable[[FlatSpan, str, torch.Tensor], torch.Tensor]
-"""Takes a span and the key and value of one of its states; returns the memory to copy the value to."""
+"""A function that takes a span, a state key and its value, and returns the memory to copy the value to."""
 
 
 # -- state on the host, parameters on the device ------------------------------------------------------------------
 
 
 class StateBatch:
-    """Spans that are stepped together. Their state is on the host, in `state`, except during their step."""
+    """Spans that are stepped together. Between steps, their state is on the host, in `state`."""
 
     def __init__(self, spans: Sequence[FlatSpan], state: MutableMapping[Any, Any]):
         self.spans = spans
@@ -59,7 +59,7 @@ class StateBatch:
         self._copies: list[StreamEvent] = []
 
     def upload(self) -> None:
-        """Start copying the state to the device, except counters."""
+        """Start copying the state to the device. Counters are not copied."""
 
         def target(span: FlatSpan, key: str, value: torch.Tensor) -> torch.Tensor:
             return _device_memory(value, span.flat.device)
@@ -67,7 +67,10 @@ class StateBatch:
         self._on_device = defaultdict(dict, self._copy(self._state, target, self.copy_streams.up))
 
     def begin_step(self, groups: Groups, others: dict[Any, Any]) -> tuple[Groups, defaultdict[Any, Any]]:
-        """Wait for the upload, and return optimizer groups and state for the step. `others`: state to add."""
+        """Wait for the upload, then return optimizer groups and state for the step.
+
+        The groups are `groups` with the spans added. The state includes `others`, whose keys are not parameters.
+        """
         self._wait_for_copies()
         assert self._on_device is not None
         self._on_device.update(others)
@@ -77,7 +80,7 @@ class StateBatch:
         return groups, self._on_device
 
     def download(self) -> None:
-        """Start copying the state that the step has changed or created to the host."""
+        """Start copying the state to the host, including state that the step has created."""
         assert self._on_device is not None
         self.stepping = False
 
@@ -89,7 +92,7 @@ class StateBatch:
         self._state.update(self._copy(self._on_device, target, self.copy_streams.down))
 
     def _copy(self, state: MutableMapping[Any, Any], target: Target, stream: Any) -> dict[Any, Any]:
-        """Start copying per-element values of the spans' state to `target` on `stream`. Return the new entries."""
+        """Start copying per-element state on `stream` to memory that `target` returns. Return state with the copies."""
         copied: dict[Any, Any] = {}
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -106,7 +109,7 @@ class StateBatch:
         return copied
 
     def release(self) -> None:
-        """Free the state's memory on the device, after its owner, the compute stream, has waited for the copies."""
+        """Free the state's device memory. The compute stream, which owns the memory, first waits for the copies."""
         self._wait_for_copies()
         self._on_device = None
 
@@ -117,12 +120,16 @@ class StateBatch:
 
 
 class StateStreamer:
-    """Steps spans whose state is on the host, as part of one step of the optimizer."""
+    """Steps the spans whose state is on the host, as part of one step of the optimizer."""
 
     def __init__(self, spans: Sequence[FlatSpan], state: MutableMapping[Any, Any], groups: Groups):
-        """`state`: flat state of the spans, and entries for keys that are not parameters. `groups`: the optimizer's."""
+        """Start copying the state of the first batch to the device.
+
+        `state` contains the flat state of the spans and state whose keys are not parameters. `groups` are the optimizer
+        groups.
+        """
         self._batches = [StateBatch(each, state) for each in _batches_of(spans)]
-        # Each call of the step gets copies of these. If the optimizer counts steps in them, it counts this step once.
+        # The step of each batch gets copies of these. An optimizer that counts steps in them then counts only one.
         self._options: Groups = []
         self._others: dict[Any, Any] = {}
         if self._batches:
@@ -131,7 +138,7 @@ class StateStreamer:
             self._batches[0].upload()
 
     def steps(self) -> Iterator[tuple[Groups, defaultdict[Any, Any]]]:
-        """Yield optimizer groups and state for each call of the optimizer's step. Call `close` after the last one."""
+        """Yield optimizer groups and state for the step of each batch. Call `close` after the last step."""
         for number, batch in enumerate(self._batches):
             if number + 1 < len(self._batches):
                 self._batches[number + 1].upload()
@@ -141,7 +148,7 @@ class StateStreamer:
                 self._batches[number - 1].release()
 
     def close(self) -> None:
-        """Wait until all state is on the host. Call this even if a step has raised."""
+        """Wait until all state is on the host. Call this even if a step has raised an exception."""
         for batch in self._batches:
             if batch.stepping:
                 batch.download()
@@ -169,12 +176,11 @@ def _batches_of(spans: Sequence[FlatSpan]) -> list[list[FlatSpan]]:
 
 
 def _device_memory(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate on the compute stream. Before writing, the upload stream waits for the work queued there."""
+    # The compute stream owns this memory. Before the upload stream writes, it waits for the compute stream.
     return torch.empty_like(on_host, device=device)
 
 
 def _copied(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict with copies of all values that can be changed in place."""
     kinds = (torch.Tensor, list, dict, set)
     return {key: copy.deepcopy(value) if isinstance(value, kinds) else value for key, value in values.items()}
 
@@ -183,20 +189,20 @@ def _copied(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class EarlyStep(NamedTuple):
-    """A step that was submitted before the optimizer's `step` was called."""
+    """A step that backward started before the program called the optimizer's `step`."""
 
     sharded_grad: ShardedGrad
     spans: list[FlatSpan]
     options: Groups
     future: Future[Any]
     writes: int
-    """Number of writes to the gradients up to this step, to detect later writes."""
+    """Number of writes to the gradients before this step. If it differs later, the gradients were changed."""
 
 
 class StepInBackward:
-    """Steps units of one flat optimizer during backward, each in the same way as the last call of `step`.
+    """Steps units of one flat optimizer during backward, with the spans of the last call of `step`.
 
-    So `step` itself takes the first step of the optimizer, and of every unit that has changed since the last step.
+    Backward takes no steps before the first `step`, or if parameters, groups or state changed after the last `step`.
     """
 
     def __init__(self, optimizer: Any):
@@ -204,10 +210,10 @@ class StepInBackward:
         self._last_step: list[tuple[weakref.ref[ShardedGrad], FlatGrads]] = []
         self._steps: list[EarlyStep] = []
         self._unchanged: bool | None = None
-        """True if only DTensors have state, and nothing changed since the last step; determined once per backward."""
+        """True if only DTensors have state and the spans are current. Computed when a backward first needs it."""
         self._warned_of_options = self._warned_of_steps = False
         self._second_backward = False
-        """True if a second backward has added to gradients, and was refused."""
+        """True if a second backward was refused because it had added to gradients that were already stepped."""
         listen(self)
 
     def remember(self, flat_groups: FlatGroups) -> None:
@@ -216,7 +222,10 @@ class StepInBackward:
         self._last_step = [each for each in by_shard if (grad := each[0]()) is not None and grad.offloaded]
 
     def gradients_ready(self, sharded_grads: Sequence[ShardedGrad]) -> None:
-        """Start to step units with complete gradients, which may be in flight to the host. The engine calls this."""
+        """Start steps with `sharded_grads`. The engine calls this method when these gradients are complete.
+
+        The gradients may still be in flight to the host. Each step waits for its gradients.
+        """
         optimizer = self._optimizer()
         ready = {id(each): each for each in sharded_grads}
         mine = [(ready[id(grad)], flat_grads) for ref, flat_grads in self._last_step if id(grad := ref()) in ready]
@@ -285,7 +294,7 @@ class StepInBackward:
         return [span for step in steps for span in step.spans]
 
     def refuse_changed_gradients(self) -> None:
-        """Raise if the program changed gradients after backward had stepped them. `step` calls this first."""
+        """Raise if the program has changed gradients that backward has already stepped. `step` calls this first."""
         changed = [step.sharded_grad for step in self._steps if step.sharded_grad.writes() != step.writes]
         if changed and not self._second_backward:
             raise StateError(
@@ -296,7 +305,7 @@ class StepInBackward:
             )
 
     def warn_of_steps(self) -> None:
-        """Warn, once, that backward has stepped parameters although `step` was not called. `zero_grad` calls this."""
+        """Warn once that backward has stepped parameters although `step` was not called. `zero_grad` calls this."""
         if not self._warned_of_steps:
             self._warned_of_steps = True
             warnings.warn(
@@ -308,14 +317,14 @@ class StepInBackward:
             )
 
     def finish_steps(self) -> None:
-        """Wait for the steps, because parameters are about to be read. `step` later raises the errors, if any."""
+        """Wait for the steps that backward has started. If a step has failed, `finish` raises its error later."""
         for step in self._steps:
             step.future.exception()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an optimizer group. Tensors (a learning rate) are copied, because they may change."""
     items = ((key, value) for key, value in group.items() if key != "params")
+    # Copy tensors, such as a learning rate, because they may change.
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in items}
 
 
@@ -338,7 +347,7 @@ Task = tuple[Callable[[], Any], Future[Any]]
 
 
 def submit(step: Callable[[], Any]) -> Future[Any]:
-    """Run `step` in the thread for steps on the host, after all steps that were submitted earlier."""
+    """Queue `step` for the thread that runs steps on the host. The thread runs queued steps one after the other."""
     future: Future[Any] = Future()
     _tasks().put((step, future))
     return future
@@ -358,8 +367,7 @@ def _tasks() -> SimpleQueue[Task | None]:
 
 
 def _end(tasks: SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    """Wait for the thread at exit, because a running step must end before the interpreter does."""
-    tasks.put(None)
+    tasks.put(None)  # a running step must end before the interpreter does
     thread.join()
 
 
@@ -379,10 +387,11 @@ def _run_tasks(tasks: SimpleQueue[Task | None]) -> None:
 
 
 def _use_all_cores() -> None:
-    """Let torch use all cores of this rank in this thread, without changing the number of cores in other threads.
+    """Let torch use all cores of this rank in the current thread only.
 
-    Each thread has its own number of torch threads, and a new thread gets the number that was set last. Under torchrun,
-    the number is 1: enough to compute on a device, too few for a step on the host.
+    torchrun sets the number of torch threads to 1, which is too few for a step on the host. `torch.set_num_threads`
+    sets the number for the current thread and for all threads that start later. A temporary thread therefore calls it
+    with the previous number, which changes only the number for threads that start later.
     """
     others = torch.get_num_threads()
     torch.set_num_threads(cores_of_this_rank())
@@ -392,7 +401,7 @@ def _use_all_cores() -> None:
 
 
 def cores_of_this_rank() -> int:
-    """Return this rank's share of the cores, minus one for launching kernels on the device."""
+    """Return this rank's share of the cores, minus one core that stays free to launch kernels. At least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, share - 1)

@@ -1,1 +1,1 @@
-"""Finds, without gathering, the boxes that this rank holds of each named tensor of a model and its optimizer."""
+"""Finds the boxes of model and optimizer tensors that this rank holds, without gathering any tensor."""

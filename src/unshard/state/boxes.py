@@ -1,7 +1,8 @@
-"""Boxes (rectangular parts of a tensor), and which of them this rank holds.
+"""Defines boxes, which are rectangular parts of a tensor, and finds the boxes that this rank holds.
 
-A box has a first index and a length in each dimension. However a tensor is sharded, a rank holds a few boxes of it:
-rows and columns are one box, and consecutive elements in the middle of a flat shard are at most 2 * ndim - 1 boxes:
+A box has a first index and a length in each dimension. A rank holds only a few boxes of a tensor. If the tensor is
+sharded by rows or columns, the rank holds one box. In a flat unit, the rank holds consecutive elements, which form
+at most 2 * ndim - 1 boxes:
 
     a tensor of 4 x 5, elements 3 to 12     . . . a a     a: (0, 3) of size 1 x 2
                                             b b b b b     b: (1, 0) of size 1 x 5
@@ -25,7 +26,7 @@ from ..layout.shardings import FlatSharding
 from ..torch_private import DTensorSpec, is_strided_shard, spec_of
 
 Interval = tuple[int, int]
-"""First index and number of indices."""
+"""The first index and the number of consecutive indices."""
 
 
 class Box(NamedTuple):
@@ -43,12 +44,12 @@ class Box(NamedTuple):
         return Box(begin, size) if all(length > 0 for length in size) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices of this box in a tensor that holds `outer`."""
+        """Return the slices that select this box from a tensor that contains exactly the box `outer`."""
         starts = (begin - first for begin, first in zip(self.begin, outer.begin, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
     def elements_in(self, outer: Box) -> tuple[int, int]:
-        """Return the range of flat indices, in `outer`, from the first element of this box to after its last."""
+        """Return the smallest range (start, stop) in the flattened box `outer` that contains this box."""
         first = last = 0
         for begin, size, start, length in zip(self.begin, self.size, outer.begin, outer.size, strict=True):
             first = first * length + begin - start
@@ -64,7 +65,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval]:
-    """Return `count` of the indices in `intervals`, starting with number `first`."""
+    """Skip `first` indices in `intervals`, and return up to `count` of the indices that follow, as intervals."""
     found = []
     for begin, length in intervals:
         skipped = min(first, length)
@@ -76,14 +77,14 @@ def take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval
 
 
 def chunk(intervals: Sequence[Interval], chunks: int, number: int) -> list[Interval]:
-    """Return the indices in chunk `number` if `torch.chunk` splits `intervals` into `chunks`."""
+    """Split the indices in `intervals` into `chunks` chunks, as `torch.chunk` does, and return chunk `number`."""
     total = sum(length for _, length in intervals)
     size = -(-total // chunks)
     return take(intervals, number * size, size)
 
 
 def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, tuple[slice, ...]]]:
-    """Return the boxes of a local tensor with these indices in each dimension, and each box's slices in that tensor."""
+    """Return each box of a local tensor with its slices. `index` has the tensor's global intervals per dimension."""
     dims = []
     for intervals in index:
         place, placed = 0, []
@@ -99,7 +100,7 @@ def boxes_of_intervals(index: Sequence[Sequence[Interval]]) -> list[tuple[Box, t
 
 
 def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tuple[int, Box]]:
-    """Split the `count` elements from flat index `first` on into boxes; yield each with its offset from `first`."""
+    """Split `count` elements, starting at flat index `first`, into boxes. Yield (offset from `first`, box)."""
     if count <= 0:
         return
     if not shape:
@@ -139,19 +140,19 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 @dataclass(frozen=True)
 class BoxMap:
-    """The boxes of a tensor of shape `shape` that this rank holds, and the slices of each in the local tensor."""
+    """This rank's boxes of a tensor with the global shape `shape`. `slices` select the boxes from the local tensor."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     slices: tuple[tuple[slice, ...], ...]
     order: tuple[int, ...] | None = None
-    """Set if the local tensor is one-dimensional, in memory order (a flat unit): dimensions by decreasing stride."""
+    """The dimensions by decreasing stride if local tensors are flat tensors in memory order, otherwise None."""
 
     def views(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """Return, for each box, a view of `local` in the box's shape. `local` belongs to a parameter or its state."""
+        """Return a view of `local` in the shape of each box. `local` is a parameter's local tensor or its state."""
         if self.order is None:
             return [local[each] for each in self.slices]
-        local = local.view(-1)  # not reshape, which may copy: callers write to the views
+        local = local.view(-1)  # not reshape, which may copy, because callers write to the views
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return [
             local[each].view([box.size[dim] for dim in self.order]).permute(back)
@@ -160,7 +161,7 @@ class BoxMap:
 
 
 def whole(shape: Sequence[int]) -> BoxMap:
-    """Return the map of a tensor that is not sharded: one box with all elements."""
+    """Return the box map of an unsharded tensor, which has one box with all elements."""
     return BoxMap(tuple(shape), (full_box(shape),), ((slice(None),) * len(shape),))
 
 
@@ -170,7 +171,7 @@ def box_map_of_intervals(shape: Sequence[int], index: Sequence[Sequence[Interval
 
 
 def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
-    """Return the global indices of this rank's local tensor in each dimension; None for a rank outside the mesh."""
+    """Return the global indices of this rank's local tensor by dimension, or None if the rank is outside the mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -180,7 +181,7 @@ def intervals_of(name: str, spec: DTensorSpec) -> list[list[Interval]] | None:
         if placement.is_replicate():
             continue
         if is_strided_shard(placement):
-            # A later mesh dimension was sharded first, into `factor` chunks. This dimension splits each of them again.
+            # A later mesh dimension first splits the tensor into `factor` chunks. This dimension splits each of them.
             dim, factor = placement.dim, placement.split_factor  # type: ignore[attr-defined]
             chunks = [chunk(chunk(index[dim], factor, each), ranks, mine) for each in range(factor)]
             index[dim] = [interval for each in chunks for interval in each]
@@ -200,10 +201,10 @@ def box_map_of_dtensor(name: str, tensor: DTensor) -> BoxMap:
 
 
 def box_map_of_param(name: str, param: ManagedParam, rank: int, in_a_row: bool) -> BoxMap:
-    """Return the boxes of a managed parameter. `rank`: this rank's number among the ranks that shard.
+    """Return the boxes of a managed parameter. `rank` is this rank's number among the ranks that shard the parameter.
 
-    `in_a_row`: local tensors of a flat unit have one dimension, in memory order. Otherwise they have the parameter's
-    shape, and optimizer state may have other strides.
+    `in_a_row` matters only in flat units. True means that local tensors are flat tensors in memory order. False means
+    that they have the parameter's shape. The strides of optimizer state may then differ from the parameter's.
     """
     sharding, spec = param.sharding, param.tp_spec
     shape = tuple(sharding.shape) if spec is None else tuple(spec.shape)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer that this rank holds, by name, without gathering anything."""
+"""Finds the state of a model and its optimizer that this rank holds, by name and without gathering any tensor."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from ..torch_private import (
 from .boxes import BoxMap, box_map_of_dtensor, box_map_of_param, full_box, whole
 
 EXTRA = "_extra_state"
-"""The name that torch gives to the extra state of a module."""
+"""PyTorch's name for the extra state of a module in a state dict."""
 
 
 @dataclass
 class HeldTensor:
-    """The boxes of one tensor that this rank holds, and the memory that the boxes are in."""
+    """The boxes of one tensor that this rank holds, and the local tensor that contains them."""
 
     name: str
     box_map: BoxMap
     dtype: torch.dtype
-    """The dtype in the checkpoint; a local tensor of another dtype is cast."""
+    """The dtype in the checkpoint. A local tensor with a different dtype is cast."""
     local: torch.Tensor
     plain: bool
-    """True if the tensor is not sharded: every rank has its own copy, and the lowest rank's copy is saved."""
+    """True if the tensor is not sharded. Every rank has its own copy, and the lowest rank's copy is saved."""
     added: bool = False
-    """True if a module itself adds the tensor to its state dict. Loading passes the value to the module."""
+    """True if methods or hooks of a module add the tensor to its state dict. The module itself loads the tensor."""
     packed: bool = False
-    """True if the elements are packed, quantized values, whatever the dtype."""
+    """True if the tensor contains packed quantized values, whatever its dtype is."""
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Prepare to load a tensor of shape `shape`. The shape of a tensor that a module adds may have changed."""
+        """Prepare to load a tensor of shape `shape`. If `added` is True, the shape may differ from the current one."""
         if self.added:
             self.box_map, self.local = whole(shape), torch.empty(shape, dtype=self.dtype)
 
@@ -71,7 +71,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class OptimizedParam:
-    """A parameter of the model inside a parameter of an optimizer: all of it, or some elements of a flat parameter."""
+    """Locates a model parameter in the parameter that an optimizer has: the same one, or a flat parameter."""
 
     name: str
     box_map: BoxMap
@@ -79,15 +79,15 @@ class OptimizedParam:
     """True if the parameter is not sharded."""
     start: int | None = None
     count: int = 0
-    """The range of the parameter's elements in this rank's shard of a flat parameter."""
+    """In this rank's shard of a flat parameter, this parameter has `count` elements from index `start` on."""
 
     def local_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of `value`, optimizer state that is sharded like the optimizer's parameter."""
+        """Return this rank's elements of `value`, which is optimizer state sharded like the optimizer's parameter."""
         local = local_part(value)
         return local if self.start is None else local[self.start : self.start + self.count]
 
     def fill(self, value: torch.Tensor, full: torch.Tensor) -> None:
-        """Copy this rank's elements of `full`, the full state of the parameter, to `value`, the optimizer's state."""
+        """Copy this rank's elements of `full`, the unsharded state, to `value`, the optimizer's sharded state."""
         for box, view in zip(self.box_map.boxes, self.box_map.views(self.local_of(value)), strict=True):
             view.copy_(full[box.slices_in(full_box(self.box_map.shape))])
 
@@ -96,11 +96,10 @@ class OptimizedParam:
 class ModelState:
     tensors: list[HeldTensor] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    """Maps further names of tied parameters and shared buffers to the names that these are stored under."""
+    """Maps the other names of tied parameters and shared buffers to the names under which they are stored."""
     optimized: dict[int, list[OptimizedParam]] = field(default_factory=dict)
-    """The model's parameters inside each parameter that an optimizer has, by the id of the optimizer's parameter."""
+    """Maps the id of each parameter that an optimizer may have to the model parameters that it contains."""
     extra: dict[str, nn.Module] = field(default_factory=dict)
-    """Modules with extra state, by name."""
     states: list[FSDPState] = field(default_factory=list)
     added: dict[tuple[str, nn.Module], dict[str, HeldTensor]] = field(default_factory=dict)
     """Tensors that modules add to their state dicts, by module and by name."""
@@ -118,7 +117,7 @@ class ModelState:
 
 @torch.no_grad()
 def model_state(model: nn.Module) -> ModelState:
-    """Return the state of a model. Reshards the model, so that modules hold the sharded parameters."""
+    """Reshard all units of `model`, and return the part of the model's state that this rank holds."""
     found, model = ModelState(), behind_data_parallel(model)
     for module in model.modules():
         state = state_of(module)
@@ -145,7 +144,7 @@ def model_state(model: nn.Module) -> ModelState:
 
 
 def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """Return, by the id of each module, the prefixes of the names of its own parameters and buffers."""
+    """Map the id of each module to the name prefixes of its own parameters and buffers."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = clean_tensor_name(f"{name}." if name else "", ALL_PREFIXES)
@@ -172,7 +171,7 @@ def _add_managed(found: ModelState, group: ParamGroup, param: ManagedParam, path
 
 
 def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[nn.Parameter, OptimizedParam]:
-    """Return the parameter that an optimizer would have for `param`, and the position of `param` in it."""
+    """Return the parameter that an optimizer would have for `param`, and the location of `param` in it."""
     rank, sharding = group.shards.rank, param.sharding
     flat = group.sharded.flat if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals else None
     box_map = box_map_of_param(name, param, rank, in_a_row=flat is not None or sharding.world > 1)
@@ -185,7 +184,7 @@ def optimized_param(name: str, group: ParamGroup, param: ManagedParam) -> tuple[
 
 
 def _add_aliases(found: ModelState, names: list[str]) -> str:
-    """Return the first of `names`, sorted, to store a tensor under; add the others to the aliases."""
+    """Return the alphabetically first of `names`, and add the others to `found.aliases` as aliases of it."""
     first, *others = sorted(set(names))
     found.aliases.update({f"model/{other}": f"model/{first}" for other in others})
     return first
@@ -220,7 +219,6 @@ def _add_others(found: ModelState, model: nn.Module, managed: set[int]) -> None:
 
 
 def _add_added(found: ModelState, model: nn.Module, paths: dict[int, list[str]]) -> None:
-    """Add the tensors that modules add to their state dicts themselves."""
     for module in model.modules():
         prefixes = paths[id(module)]
         for name, value in added_state(prefixes[0].rstrip("."), module).items():
@@ -255,7 +253,7 @@ def _is_dense(value: Any) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
 
 
-# -- what modules add to their state dicts: scales of quantized weights --------------------------------------
+# -- tensors that modules add to their state dicts, such as scales of quantized weights -----------------------
 
 
 def added_state(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -285,7 +283,7 @@ def _named(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def set_added_state(path: str, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Load `values`, saved from `added_state`; raise if the module's state afterwards differs from `values`."""
+    """Load `values`, which `added_state` once returned. Raise if `added_state` does not return them afterwards."""
     for load in (_set_quant_states, _copy_in_place, load_own_state):
         if _has(path, module, values):
             return
@@ -319,8 +317,7 @@ def _set_quant_states(module: nn.Module, values: dict[str, Any]) -> None:
 
 
 def _copy_in_place(module: nn.Module, values: dict[str, Any]) -> None:
-    """Copy `values` to the tensors of the module's state dict, which nearly always share the module's memory."""
-    for name, target in own_state(module).items():
+    for name, target in own_state(module).items():  # nearly always shares the module's memory
         if name in values and target.shape == values[name].shape:
             target.copy_(values[name])
 
@@ -334,7 +331,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type[UnshardError]) -> None:
-    """Raise if the id of a parameter is not in `known`: without a name, its state would be lost silently."""
+    """Raise if the optimizer has parameters that are not in `known`, because their state would be lost silently."""
     unknown = [each for each in optimizer_parameters(optimizer) if id(each) not in known]
     if not unknown:
         return
@@ -350,19 +347,22 @@ def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type
 
 
 def params_of(optimizer: Optimizer, model: ModelState) -> list[list[tuple[Any, list[OptimizedParam]]]]:
-    """Return, for each optimizer group, its parameters and the model's parameters inside each of them."""
+    """Return the parameters of each optimizer group, each with the model parameters that it contains."""
     refuse_unknown_parameters(optimizer, model.optimized, CheckpointError)
     return [[(each, model.optimized[id(each)]) for each in group["params"]] for group in optimizer.param_groups]
 
 
 def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: Any) -> bool:
-    """Return True if `value` has a number per element of the parameter, False if every rank has it all; else raise."""
+    """Return True if `value` has one number per element of the parameter, and False if every rank holds all of `value`.
+
+    Raise if neither is the case.
+    """
     if not isinstance(value, torch.Tensor):
         return False
     if value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor):
         return True
     if not isinstance(value, DTensor) and (value.ndim == 0 or param.plain):
-        return False  # every rank has all of it
+        return False  # every rank holds all of `value`
     raise CheckpointError(
         f"The optimizer's state {key!r} of {param.name!r} is a {type(value).__name__} of shape {tuple(value.shape)}, "
         f"and the parameter has the shape {tuple(parameter.shape)}. State of sharded parameters must be numbers, or "
@@ -371,7 +371,7 @@ def is_sharded(parameter: torch.Tensor, param: OptimizedParam, key: str, value: 
 
 
 def box_map_of_state(value: torch.Tensor, parameter: torch.Tensor, param: OptimizedParam) -> BoxMap:
-    """Return the boxes that this rank holds of `value`, sharded state of an optimizer."""
+    """Return the boxes that this rank holds of `value`, which is sharded optimizer state."""
     if isinstance(value, DTensor) and spec_of(value).placements != spec_of(parameter).placements:
         return box_map_of_dtensor(param.name, value)
     local = local_part(value)

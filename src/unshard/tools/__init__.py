@@ -1,4 +1,4 @@
-"""Reports on a sharded model: the dtypes in which it computes, reduces and updates."""
+"""Reports the dtypes in which a sharded model computes, reduces and updates."""
 
 from .precision_audit import PrecisionAudit, precision_audit
 from .precision_report import PrecisionReport, precision

@@ -40,7 +40,7 @@ DtypeSet = set[torch.dtype]
 
 
 class PrecisionAudit:
-    """A context that records steps. `differences`: dtypes that differ from the plan. `str()` returns a report."""
+    """A context manager that records dtypes. `differences` lists deviations from the plan. `str()` returns a report."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
@@ -65,7 +65,7 @@ class PrecisionAudit:
 
     @property
     def steps(self) -> int:
-        """Number of recorded steps of optimizers that hold parameters of the model."""
+        """The number of recorded steps of optimizers that hold parameters of the model."""
         return self._recorder.steps
 
     @property
@@ -80,7 +80,7 @@ class PrecisionAudit:
 
     @property
     def surprises(self) -> list[str]:
-        """Dtypes that look unintended, in the plan (with the optimizer's current state) and in the recorded steps."""
+        """Descriptions of dtypes that look unintended, in the plan or in the recorded steps."""
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
 
     def _surprises_of_steps(self) -> list[str]:
@@ -116,7 +116,7 @@ class PrecisionAudit:
         return found
 
     def _sums_rounded(self, param: ParamPlan) -> bool:
-        """Return True if the wire dtype rounded sums of several backwards, even if it is exact for one backward."""
+        """Return True if sums of several backwards were rounded to the wire dtype when they were sent."""
         kept, sent = (self._recorder.dtypes(stage, param) for stage in (ParamStage.KEPT, ParamStage.WIRE))
         return bool(kept and sent) and min(d.itemsize for d in sent) < min(d.itemsize for d in kept)
 
@@ -136,9 +136,9 @@ class PrecisionAudit:
 
 
 def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
-    """Return a context that records dtypes in steps of a sharded `model` and compares them with the planned dtypes.
+    """Return a context manager that records dtypes in steps of a sharded `model`, and compares them with the plan.
 
-    The context adds no collective and changes no result. With `optimizer`, it records only steps of this optimizer.
+    The context adds no collective and changes no result. With `optimizer`, it records only this optimizer's steps.
     """
     return PrecisionAudit(model, optimizer)
 
@@ -147,7 +147,7 @@ def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
 
 
 class PrecisionRecorder(TorchFunctionMode):
-    """An observer of the engine and of torch calls, with hooks on modules and optimizers. Keeps no tensors."""
+    """Records dtypes by observing the engine, modules, optimizers and torch calls. It keeps no tensors alive."""
 
     def __init__(self, plan: ModelPlan, optimizer: Any = None):
         super().__init__()
@@ -162,7 +162,7 @@ class PrecisionRecorder(TorchFunctionMode):
         self.casts: defaultdict[ManagedParam, DtypeSet] = defaultdict(set)
         """The dtypes to which the model's own code converted unsharded parameters."""
         self.steps = 0
-        self._stepping: set[int] = set()  # the step of a subclass may call its parent's: that is one step
+        self._stepping: set[int] = set()  # a subclass may call its parent's step, which is not counted again
 
     def __enter__(self) -> PrecisionRecorder:
         self._handles += [
@@ -187,7 +187,7 @@ class PrecisionRecorder(TorchFunctionMode):
             self._handles.pop().remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record conversions of parameters by the model's own code, because inputs and outputs may not show them."""
+        """Record parameter casts in the model's own code, which module inputs and outputs may not reveal."""
         result = func(*args, **(kwargs or {}))
         if func in _CASTS and unsharded_name(args[0]) is not None and result.dtype != args[0].dtype:
             for param, unit in self._owners.items():
@@ -286,7 +286,7 @@ class PrecisionRecorder(TorchFunctionMode):
 
 
 def _cast_modules(unit: UnitPlan) -> list[nn.Module]:
-    """Return the modules whose forward gets the unit's cast inputs. For a wrapper, this is the wrapped module."""
+    """Return modules whose forward receives inputs that the unit casts. For a wrapper, return the wrapped module."""
     wrapped = FSDP_PREFIX.rstrip(".")
     return [dict(top.named_children()).get(wrapped, top) for top in unit.state.modules()]
 
@@ -324,7 +324,7 @@ def _parameter_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Itera
 
 
 def _gathered_as_bytes(unit: UnitPlan, dtypes: DtypeSet, precision: Precision) -> bool:
-    """Return True if the all-gather may send bytes: for several dtypes in one collective, or for 8-bit dtypes."""
+    """Return True if the all-gather may send bytes, because its dtypes differ or have 8 bits."""
     together = {each.dtypes_in(precision).compute for each in unit.params} | dtypes
     return len(together) > 1 or any(dtype.itemsize == 1 for dtype in dtypes)
 
@@ -358,7 +358,7 @@ def _planned_output(unit: UnitPlan, precision: Precision) -> torch.dtype | None:
 
 
 def _module_differences(unit: UnitPlan, recorder: PrecisionRecorder) -> Iterator[str]:
-    """Check modules whose children have no parameters. Their inputs and outputs show in which dtype they compute."""
+    """Check modules whose children have no parameters. Inputs and outputs of such modules show the compute dtype."""
     tops = _cast_modules(unit)
     for module, params in unit.modules_with_params().items():
         if any(True for child in module.children() for _ in child.parameters()):

@@ -1,4 +1,4 @@
-"""The planned dtypes of every parameter, gradient, input, output and buffer of a sharded model, by unit."""
+"""Computes the planned dtypes of each unit's parameters, gradients, inputs, outputs and buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..torch_private import is_replicated, own_buffers, own_parameters
 
 
 class ParamStage(Enum):
-    """A stage at which a parameter, or its gradient, has a dtype."""
+    """A stage of a training step at which a parameter or its gradient has a planned dtype."""
 
     GATHERED = "gathered"
     COMPUTED = "computed"
@@ -49,7 +49,7 @@ _FIELDS = {
     ParamStage.GRAD: "gradient",
     ParamStage.UPDATED: "original",
 }
-"""The field of the engine's `Dtypes` for each stage."""
+"""The field of the engine's `Dtypes` that has the planned dtype of each stage."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class ParamPlan:
 
     param: ManagedParam
     name: str
-    """The name in `named_parameters()` of the model."""
+    """The name in the model's `named_parameters()`."""
     aliases: tuple[str, ...]
-    """All names relative to the unit. The policy's patterns match these names."""
+    """All names of the parameter, relative to the sharded module. The policy's patterns match these names."""
     parameter: Any
     dtypes: Dtypes
     extended: bool
-    """True if the tensor has a gather protocol (`fsdp_pre_all_gather`)."""
+    """True if the parameter implements the gather protocol (`fsdp_pre_all_gather`)."""
     state: tuple[torch.dtype, ...] | None
     """The dtypes of the optimizer's state, or None if there is no state yet."""
 
@@ -76,7 +76,7 @@ class ParamPlan:
         return self.dtypes.stored if precision is Precision.STORED else self.dtypes
 
     def planned(self, stage: ParamStage, precision: Precision = Precision.POLICY) -> set[torch.dtype]:
-        """Return the dtypes expected at a stage. Empty if the parameter has no such stage, or may have any dtype."""
+        """Return the dtypes expected at a stage. The set is empty if the stage does not occur or allows any dtype."""
         dtypes = self.dtypes_in(precision)
         if stage in (ParamStage.GATHERED, ParamStage.COMPUTED):
             return set() if self.extended else {dtypes.compute}  # a gather protocol may use any dtype
@@ -91,7 +91,7 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters of one unit with the same dtypes at every stage. A dtype is None if they do not have that stage."""
+    """Parameters of one unit that have the same dtypes. The dtype of a stage that does not occur is None."""
 
     unit: str
     names: tuple[str, ...]
@@ -103,12 +103,12 @@ class Row:
     wire: torch.dtype | None
     reduced: torch.dtype | None
     kept: torch.dtype | None
-    """Dtype of gradients that are accumulated without synchronization."""
+    """The dtype of gradients that are accumulated without synchronization."""
     grad: torch.dtype | None
-    """Dtype of `.grad`, in which gradients accumulate with synchronization."""
+    """The dtype of `.grad`. Gradients that are accumulated with synchronization have this dtype."""
     updated: torch.dtype | None
     state: tuple[torch.dtype, ...]
-    """The dtypes of the optimizer's state. Before the optimizer's first step, the expected dtypes."""
+    """The dtypes of the optimizer's state. Before the first optimizer step, these are the expected dtypes."""
     state_exists: bool
 
     @property
@@ -120,10 +120,10 @@ class Row:
 class BufferPlan:
     name: str
     alias: str
-    """The name relative to the unit. The policy's patterns match this name."""
+    """The name relative to the sharded module. The policy's patterns match this name."""
     module: nn.Module
     was: torch.dtype | None
-    """The dtype when the module was sharded."""
+    """The dtype that the buffer had when the module was sharded."""
     stored: torch.dtype
     seen: torch.dtype
 
@@ -155,7 +155,7 @@ class UnitPlan:
         return self.policy.casts_inputs(self.outermost, empty=not self.state.unit.used_params)
 
     def modules_with_params(self) -> dict[nn.Module, list[ParamPlan]]:
-        """Return the modules that the unit's parameters are registered on, each with these parameters."""
+        """Map each module that directly holds parameters of the unit to these parameters."""
         found: dict[nn.Module, list[ParamPlan]] = {}
         for each in self.params:
             for location in each.param.locations:
@@ -169,7 +169,7 @@ class UnitPlan:
 class ModelPlan:
     units: tuple[UnitPlan, ...]
     unmanaged: tuple[tuple[str, Any], ...]
-    """Trainable parameters that are in no unit."""
+    """Names and values of trainable parameters that belong to no unit."""
     parameter_ids: frozenset[int]
     """The ids of all parameters that the model's optimizers should hold."""
 
@@ -183,7 +183,7 @@ class ModelPlan:
 
 
 def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
-    """Return the planned dtypes of every unit in `model`. Needs no step, allocation or collective."""
+    """Return the planned dtypes of every unit in `model`. This runs no step or collective and allocates no tensors."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"Expected a sharded model, got {type(model).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -209,9 +209,10 @@ def plan_of(model: nn.Module, optimizer: Any = None) -> ModelPlan:
 
 
 def owned_modules(state: FSDPState) -> Iterator[tuple[int, str, nn.Module]]:
-    """Yield (number, prefix of names, module) for each module whose own parameters and buffers belong to a unit.
+    """Yield (number, prefix, module) for each module whose own parameters and buffers belong to the unit of `state`.
 
-    The number is the index, in the unit, of the sharded module that contains the module.
+    `number` is the index in `state.modules()` of the sharded module that contains `module`. `prefix` is the prefix of
+    names in `module`, relative to this sharded module.
     """
 
     def is_foreign(module: nn.Module) -> bool:
@@ -273,7 +274,7 @@ def _params(state: FSDPState, prefixes: dict[nn.Module, str], optimizer: Any) ->
 
 
 def _sharded_parameter(param: ManagedParam) -> Any:
-    """Return the registered parameter if it is sharded, else the sharded parameter that the engine keeps."""
+    # The module holds another parameter while the unit is unsharded.
     registered = param.locations[0].parameters.get(param.locations[0].name)
     unsharded = registered is param.unsharded or registered is param.sliced
     return registered if isinstance(registered, nn.Parameter) and not unsharded else param.sharded
@@ -335,7 +336,7 @@ def _unmanaged(model: nn.Module, units: tuple[UnitPlan, ...]) -> Iterator[tuple[
 
 
 def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of state tensors with one value per element. This excludes step counters."""
+    """Yield (name, tensor) for floating-point state with one value per parameter element. Skip step counters."""
     for name, value in optimizer.state.get(parameter, {}).items():
         per_element = isinstance(value, torch.Tensor) and (value.ndim or not parameter.ndim) and name != "step"
         if per_element and value.is_floating_point():
@@ -343,7 +344,7 @@ def state_tensors(optimizer: Any, parameter: Any) -> Iterator[tuple[str, torch.T
 
 
 def state_dtypes(optimizer: Any, parameter: Any) -> tuple[torch.dtype, ...] | None:
-    """Return the dtypes of the optimizer's state of a parameter, or None if there is no state yet."""
+    """Return the dtypes of the optimizer's state for a parameter, or None if there is no state yet."""
     if optimizer is None or not optimizer.state.get(parameter):
         return None
     found = {value.dtype for _, value in state_tensors(optimizer, parameter)}

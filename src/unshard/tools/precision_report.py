@@ -24,14 +24,14 @@ _BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "s
 NOTHING = "-"
 NOT_CAST = "not cast"
 _MANY_RANKS = 8
-"""A bf16 number has 8 significant bits, so a sum over more ranks than this rounds nearly every summand."""
+"""Flag 16-bit sums over more ranks than this. bf16 has only 8 significant bits, so long sums lose precision."""
 _POSITION_TABLES = ("*inv_freq*", "*freqs*")
-"""Names of buffers with a value per position. In 16 bits, distant positions have equal values."""
+"""Name patterns of buffers that encode positions. In 16 bits, large neighboring positions round to equal values."""
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The result of `precision`. `rows`: one per unit and set of dtypes. `surprises`: dtypes that look unintended."""
+    """The result of `precision`. `rows` has one row per unit and set of dtypes. `surprises` lists suspicious dtypes."""
 
     plan: ModelPlan
     surprises: list[str]
@@ -63,8 +63,8 @@ class PrecisionReport:
 def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
     """Report the dtypes of a sharded `model` at every stage of a step, and flag dtypes that look unintended.
 
-    Works before the first step and on the meta device. Every rank returns the report, and rank 0 also prints it to
-    `file` (default: standard output). With `optimizer`, the report also covers the optimizer's state.
+    You can call this before the first step and for models on the meta device. Every rank returns the report, and rank 0
+    also prints it to `file` (default: standard output). With `optimizer`, the report includes the optimizer's state.
     """
     plan = plan_of(model, optimizer)
     report = PrecisionReport(plan, surprises_of(plan, optimizer))
@@ -77,11 +77,11 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
 
 
 def short(dtype: torch.dtype | None, otherwise: str = NOTHING) -> str:
-    """Abbreviate a dtype (bf16, fp32, int64, fp8_e4m3fn); return `otherwise` for None."""
+    """Abbreviate a dtype, for example as bf16, fp32, int64 or fp8_e4m3fn. Return `otherwise` for None."""
     if dtype is None:
         return otherwise
     if dtype == torch.uint8:
-        return "bytes"  # several dtypes in one collective
+        return "bytes"  # a collective sends several dtypes as uint8
     name = str(dtype).removeprefix("torch.")
     return name.replace("bfloat", "bf") if name.startswith("bfloat") else name.replace("float", "fp")
 
@@ -91,7 +91,7 @@ def shorts(dtypes: Iterable[torch.dtype], otherwise: str = NOTHING) -> str:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Format the first distinct names, in the given order, and the number of other names."""
+    """Format distinct names in the given order. If there are many, format the first and count the others."""
     return listed(map(repr, dict.fromkeys(names)))
 
 
@@ -100,7 +100,7 @@ def unit_title(name: str) -> str:
 
 
 def shared_title(names: Sequence[str]) -> str:
-    """Return the title of units that share a line in a table, such as "blocks.0 … blocks.15 (16 units)"."""
+    """Return the title of units that share a line of a table, such as "blocks.0 … blocks.15 (16 units)"."""
     shown = [unit_title(name) for name in names]
     if len(shown) <= 2:
         return " and ".join(shown)
@@ -108,7 +108,7 @@ def shared_title(names: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
-    """Return the lines of a table. Columns in `numbers` are aligned to the right."""
+    """Return the lines of a table, in which the columns in `numbers` are right-aligned."""
     lines, right = [list(head), *(list(row) for row in rows)], set(numbers)
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     aligned = [
@@ -122,7 +122,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[
 
 
 def lines_of_units(units: Iterable[UnitPlan], lines_of: Callable[[UnitPlan], list[list[str]]]) -> list[list[str]]:
-    """Return the lines of all units, with a title in the first cell. Units with equal lines share lines and title."""
+    """Return the table lines of all units. Units with equal lines share them, and the first cell names these units."""
     equal: dict[Any, list[str]] = {}
     for unit in units:
         equal.setdefault(tuple(tuple(line) for line in lines_of(unit)), []).append(unit.name)
@@ -156,7 +156,6 @@ def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
 
 
 def _boundary_lines(unit: UnitPlan) -> list[list[str]]:
-    """Return lines with the casts of inputs and outputs of the unit, and of its modules with overridden dtypes."""
     policy, in_eval, modules_in_eval = unit.policy, "the same", "the same"
     if policy.full_precision_in_eval:
         stored = shorts(row.stored for row in unit.rows if row.stored.is_floating_point)
@@ -184,7 +183,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def surprises_of(plan: ModelPlan, optimizer: Any = None) -> list[str]:
-    """Return sentences about dtypes that look unintended, with names and remedies."""
+    """Describe dtypes that look unintended. Each description names the tensors or units, and suggests a remedy."""
     found: list[Iterator[str]] = [_stored_in_16_bits(plan), _stored_in_fp64(plan)]
     if optimizer is not None:
         found += [_narrow_state(plan, optimizer), _parameters_of_others(plan, optimizer)]
@@ -211,8 +210,7 @@ def _names(params: Iterable[ParamPlan]) -> str:
 
 
 def _units(units: Iterable[UnitPlan]) -> str:
-    """Format units for a sentence: unit 'a', units 'a', 'b', 'c' and 4 more."""
-    titles = [unit_title(unit.name) for unit in units]
+    titles = [unit_title(unit.name) for unit in units]  # formatted as: units 'a', 'b', 'c' and 4 more
     return ("unit " if len(set(titles)) == 1 else "units ") + quoted(titles)
 
 
@@ -367,7 +365,7 @@ def _outputs(plan: ModelPlan) -> Iterator[str]:
 
 
 def _unmatched_patterns(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Report patterns that match nothing. Check units with equal patterns together, because they may share a policy."""
+    """Report patterns that match nothing. Check units with equal patterns together: they may share a policy."""
     overriding: dict[tuple[str, ...], list[UnitPlan]] = {}
     keeping: dict[tuple[str, ...], list[UnitPlan]] = {}
     for unit in units:
@@ -398,7 +396,6 @@ def _matching_nothing(
 
 
 def _modules_without_casts(units: tuple[UnitPlan, ...]) -> Iterator[str]:
-    """Report overrides that match only some parameters of a module, whose inputs and outputs are then not cast."""
     found: dict[tuple[str, tuple[str, ...], str], list[UnitPlan]] = {}
     for unit in units:
         inside = {module: prefix for _, prefix, module in owned_modules(unit.state)}

@@ -1,6 +1,6 @@
 """All private torch APIs that this library uses.
 
-Unless a docstring gives another reason, torch has no public API for the purpose. Unless it names versions, all
+If a docstring gives no other reason, torch has no public API for the purpose. If a docstring names no versions, all
 supported versions (2.11 to 2.15) have the private API. This was checked with torch 2.11 (CUDA), 2.13 and 2.15 (CPU).
 """
 

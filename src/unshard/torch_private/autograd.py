@@ -1,4 +1,4 @@
-"""Autograd's backward and hooks, the compiler, the profiler, CUDA graphs, and the functions on the call stack."""
+"""Private APIs of backward, hooks, the compiler, the profiler, CUDA graphs, and the call stack."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None:
-    """Call `hook` when the gradient of `tensor` is computed. The hook cannot be removed.
+    """Call `hook` when the gradient of `tensor` has been computed. The hook cannot be removed.
 
     This is fast if `tensor` has a graph node and no hooks. `register_hook` takes four times as long, because it creates
-    a handle, and every unit registers two hooks per step.
+    a handle. Speed matters here, because every unit registers two hooks per step.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return
-    hooks: OrderedDict[int, Any] = OrderedDict()  # a user's own `register_hook` adds to this dict
+    hooks: OrderedDict[int, Any] = OrderedDict()  # a later `register_hook` of the user adds to this dict
     hooks[0] = hook
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
@@ -52,21 +52,21 @@ def add_gradient_hook(tensor: torch.Tensor, hook: Callable[[Any], None]) -> None
 # Called for every parameter in every step, so not a Python function.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-"""Return the hooks that `register_post_accumulate_grad_hook` has added to a tensor."""
+"""Return the hooks that `register_post_accumulate_grad_hook` has added to a tensor, or None."""
 
 
 def preserve_version_counter(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which writes do not increment the version counter of `tensor`.
+    """Return a context manager in which writes do not increment the version counter of `tensor`.
 
-    Use this for writes that restore the values that autograd saved.
+    Use this only for writes that restore the values that autograd has saved.
     """
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return the sequence number that the next graph node of the calling thread gets.
+"""Return the sequence number that the next graph node of the calling thread will have.
 
-Among the nodes that are ready, backward runs the one with the highest number first.
+Among the nodes that are ready, backward runs the node with the highest number first.
 """
 
 
@@ -80,7 +80,7 @@ def sequence_nr_of(tensor: torch.Tensor) -> int:
 
 
 def traced_by_make_fx() -> bool:
-    """Return True while torch records operations in a graph, as in `torch.func.linearize` and `torch.export`."""
+    """Return True while `make_fx` traces the calling code, as in `torch.func.linearize` and `torch.export`."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -88,12 +88,14 @@ _SKIP, _DEFAULT = torch._C._dynamo.eval_frame._FrameAction.SKIP, torch._C._dynam
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Exclude `function` and everything it calls from `torch.compile`. Return `function` itself.
+    """Exclude `function` and everything that it calls from `torch.compile`. Return `function` itself.
 
-    If `function` is the outermost Python frame, the compiler skips it without a graph break, so a module with such
-    hooks compiles with `fullgraph=True`. If compiled code calls `function`, the graph breaks with the reason below. The
-    decorator `torch.compiler.disable` sets the same attributes. But it adds a frame that is traced and breaks the graph
-    in both cases, and it imports the compiler, which takes seconds.
+    If `function` is the outermost frame that the compiler sees, the compiler skips it without a graph break. So a
+    module whose hook is `function` can be compiled with `fullgraph=True`. If compiled code calls `function`, the graph
+    breaks, and the compiler's message contains `_REASON`.
+
+    `torch.compiler.disable` sets the same attributes, but wraps `function` in another function. The compiler traces
+    this wrapper, so the graph always breaks. The decorator also imports the compiler, which takes seconds.
     """
     _skip(function, recursive=True)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -103,7 +105,7 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def frame_not_compiled(function: _Function) -> _Function:
-    """Exclude the code of `function` from `torch.compile`, but not the functions it calls."""
+    """Exclude the code of `function` from `torch.compile`, but not the functions that it calls. Return `function`."""
     _skip(function, recursive=False)
     return function
 
@@ -120,17 +122,22 @@ _REASON = (
 
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Return True while a profiler records. Check this first: `record_function` costs time even without a profiler."""
+"""Return True while a profiler is recording.
+
+Check this before calling `record_function`, which costs time even if no profiler is recording.
+"""
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------
 
 
 def end_failed_recording(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator and the random number generator that the recording on `stream` into `pool` is over.
+    """End a failed recording on `stream` into the memory pool `pool`.
 
-    `CUDAGraph.capture_end` tells both only if it succeeds. Otherwise, the pool cannot be recorded into again, and the
-    generator raises at its next use. For the generator, a second recording ends the failed one. Tested with torch 2.11.
+    `CUDAGraph.capture_end` tells the allocator and the random number generator that a recording is over, but only if it
+    succeeds. After a failed recording, no other graph could be recorded into the pool, and the generator would raise an
+    error at its next use. So this function tells the allocator directly. It then makes a second recording, which
+    succeeds and resets the generator. Tested with torch 2.11.
     """
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -150,18 +157,21 @@ LIBRARY_FILES = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     pickle.__file__,
 )
-"""Path prefixes of the files of torch and of this package, and the path of `pickle`, which calls both."""
+"""Prefixes of the paths of source files that do not belong to the user's program.
+
+These are the folders of torch and of this package, and the file of `pickle`, which calls both.
+"""
 
 
 def frames(first: FrameType | None) -> Iterator[FrameType]:
-    """Yield `first` and the frames that called it, innermost first."""
+    """Yield the frame `first` and then its callers, from the innermost to the outermost."""
     while first is not None:
         yield first
         first = first.f_back
 
 
 def stack_level_of_program() -> int:
-    """Return the `stacklevel` that makes a warning in the calling function point to the user's program."""
+    """Return a `stacklevel` with which a warning from the calling function points to the user's program."""
     for level, frame in enumerate(frames(sys._getframe())):  # level 0 is this function
         if not frame.f_code.co_filename.startswith(LIBRARY_FILES):
             return level
@@ -179,20 +189,21 @@ def line_of_program(thread: int) -> str:
 # -- the stack: backward, modules and optimizers -----------------------------------------------------------
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""The code object of the function in which every backward runs."""
+"""The code object of the function that runs every backward."""
 _FUNCTIONAL_CALL = nn.utils.stateless._functional_call.__code__
 
 
 def any_thread_in_backward() -> bool:
-    """Return True if any thread is inside a backward that it started."""
+    """Return True if any thread has started a backward that is still running."""
     return any(frame.f_code is RUN_BACKWARD for first in [*sys._current_frames().values()] for frame in frames(first))
 
 
 def runs_split_backward(thread: int) -> bool:
-    """Return True while a pipeline schedule that splits backward in two computes the gradients of the inputs.
+    """Return True during the part of a split backward that computes the gradients of inputs.
 
-    Autograd runs hooks of CUDA tensors in its own threads. So if the calling thread has not started the backward, look
-    at the stack of `thread`.
+    Some pipeline schedules split backward into this part and a part that computes the gradients of weights. Autograd
+    runs hooks of CUDA tensors in its own threads. So if the calling thread has not started the backward, this function
+    inspects the stack of `thread`.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
     if pipelining is None:
@@ -211,18 +222,18 @@ def inside_functional_call() -> bool:
 
 
 def calls_on_stack(modules: list[nn.Module]) -> int:
-    """Return how many calls of `modules` are on the calling thread's stack, except compiled calls.
+    """Return how many calls of `modules` are on the stack of the calling thread. Compiled calls do not count.
 
-    Hooks cannot count the calls, because torch runs no hook when a KeyboardInterrupt leaves a module.
+    Hooks cannot count these calls, because torch runs no hook when a KeyboardInterrupt ends a module's forward.
     """
     call = nn.Module._call_impl.__code__
     return sum(frame.f_code is call and frame.f_locals["self"] in modules for frame in frames(sys._getframe(1)))
 
 
 def stepped_by_plain_scaler() -> bool:
-    """Return True if torch's own `GradScaler` called the current optimizer step. Call this in a hook of the step.
+    """Return True if torch's own `GradScaler` called the current optimizer step. Call this in a step hook.
 
-    Return False for a subclass that unscales in its own way.
+    Return False if the scaler's class overrides how gradients are unscaled.
     """
     plain: Any = torch.amp.GradScaler
     codes = (plain.step.__code__, plain._maybe_opt_step.__code__)
@@ -244,11 +255,13 @@ _AROUND_OPTIMIZERS = ("unshard.", "torch.optim.", "torch._compile", "torch._dyna
 
 
 def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
-    """Return the name of the checkpoint helper that called our code, its optimizers, and True if it wants full state.
+    """Return which function of `torch.distributed.checkpoint.state_dict` called our code, and two of its arguments.
 
-    Return None if no helper did, or if the drop-in has put our wrapper's class into the helpers' module. The helpers
-    recognize PyTorch's FSDP1 by its class, and ask every module for `_fqn_modifiers` before they change anything. Only
-    the arguments on the stack show which helper asks, and for which optimizers.
+    The result contains the function's name, its optimizers, and True if its caller asked for a full state dict. Return
+    None if no function of this torch module called our code, or if the drop-in has put our wrapper's class there.
+
+    These functions call `_fqn_modifiers` of every module, without arguments, before they change anything. So only the
+    stack shows which function is running, and for which optimizers.
     """
     outermost = None
     for frame in _outside(("unshard.",)):
@@ -269,7 +282,8 @@ def helper_call() -> tuple[str, tuple[Any, ...], bool] | None:
 def caller_in_checkpoint() -> str | None:
     """Return the name of the `torch.distributed.checkpoint` function that called the current optimizer method.
 
-    Call this in a hook of the method. Return None for other callers, and for helpers that know our wrapper.
+    Call this in a hook of the method. Return None for any other caller. Also return None if the drop-in has put our
+    wrapper's class into the caller's module.
     """
     frame = next(_outside(_AROUND_OPTIMIZERS), None)
     if frame is None or not f"{_module(frame)}.".startswith(f"{CHECKPOINT}.") or _knows_wrapper(frame):

@@ -1,4 +1,4 @@
-"""Process groups and device meshes: names of collectives, backends, stores, groups, and concatenated meshes."""
+"""Private APIs of process groups, their backends and stores, and device meshes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # -- collectives -------------------------------------------------------------------------------------------
 
-# Methods of a process group that the functions of `torch.distributed` call, after checks in Python. Since 2.13 these
-# functions call the first name; 2.13 keeps the second, and 2.11 and 2.12 have only the second. A group written in
-# Python may have either.
+# Methods of a process group that the functions of `torch.distributed` call, after checks in Python. Since 2.13, these
+# functions call the method with the first name. Torch 2.13 also has the second name. Torch 2.11 and 2.12 have only the
+# second name. A group written in Python may have either.
 ALL_GATHER = ("all_gather_single", "_allgather_base")
 ALL_GATHER_COALESCED = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 REDUCE_SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
@@ -33,9 +33,9 @@ ALL_TO_ALL = ("all_to_all_single", "alltoall_base")
 
 
 def low_precision_of(hook: Any) -> torch.dtype | None:
-    """Return the dtype that `hook` sends if it is one of torch's compressing communication hooks for FSDP, else None.
+    """Return the dtype that a compressing communication hook of torch's FSDP sends. Return None for any other hook.
 
-    The hooks' module is looked up, not imported: if nothing has imported it, `hook` is not one of its hooks.
+    This function does not import these hooks. If their module has not been imported, `hook` is not one of them.
     """
     module: Any = sys.modules.get("torch.distributed.algorithms._comm_hooks.default_hooks")
     if module is None:
@@ -49,7 +49,7 @@ def low_precision_of(hook: Any) -> torch.dtype | None:
 
 
 def backend_allocator(group: Any, device: torch.device) -> Any:
-    """Return the allocator of the backend's own memory, or None if the backend has none."""
+    """Return the memory allocator that the backend of `group` provides for `device`, or None if it provides none."""
     if device.type != "cuda":
         return None
     backend = backend_of(group, device)
@@ -75,7 +75,7 @@ def backend_of(group: Any, device: torch.device) -> Any:
 def backend_name(group: Any, device: torch.device) -> str:
     """Return the name of the backend of `group` for `device`, or the group's own name if there is no backend.
 
-    `dist.get_backend` knows only the backend of the group's default device.
+    The public `dist.get_backend` returns only the backend of the group's default device.
     """
     backend = backend_of(group, device)
     try:
@@ -85,19 +85,23 @@ def backend_name(group: Any, device: torch.device) -> str:
 
 
 def served_device_types(group: Any) -> list[str]:
-    """Return the device types for which `group` has backends. The list is empty if they are unknown."""
+    """Return the device types for which `group` has backends. Return an empty list if they are unknown."""
     return [device.type for device in getattr(group, "_device_types", ())]
 
 
 def job_store() -> dist.Store:
-    """Return the default process group's store, over a separate connection, so that nobody waits for our requests."""
+    """Return a new connection to the store of the default process group.
+
+    On a shared connection, other users of the store would wait for our requests.
+    """
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def call_before_destruction(callback: Callable[[], None]) -> None:
     """Call `callback` once, at the start of `destroy_process_group()`, which ends the job on this rank.
 
-    Torch then finalizes its `torchcomms`, before it destroys the process groups.
+    Torch keeps a list of `torchcomms` and finalizes them before it destroys the process groups. This function adds an
+    object to the list, and the object's `finalize` is `callback`.
     """
     dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=callback))
 
@@ -105,7 +109,8 @@ def call_before_destruction(callback: Callable[[], None]) -> None:
 def number_of_groups() -> int:
     """Return how many process groups this rank is in.
 
-    Up to 2.13, torch uses this number in the name of a group that only its own ranks create.
+    Up to 2.13, torch uses this number in the name of a group that `new_group(use_local_synchronization=True)` creates.
+    Only the group's own ranks make that call.
     """
     return len(dist.distributed_c10d._world.pg_names)
 
@@ -116,12 +121,12 @@ _own_groups: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.
 
 @contextmanager
 def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
-    """Inside this context, give a new process group of `ranks` a name with one of our numbers.
+    """Return a context manager in which the name of a new process group of `ranks` contains a number of our own.
 
-    Torch names groups by a counter that all ranks must agree on. Since 2.14, the counter includes groups that only
-    their own ranks create. Other ranks then have a different count, and the next `new_group` of the whole job waits
-    forever. Our numbers depend only on the ranks of the group, and torch's counter does not change. Torch 2.11 to 2.13
-    use the counter only for groups of the whole job.
+    Normally, the name contains the value of torch's counter, which must be equal on all ranks. Since 2.14, torch also
+    counts groups that only their own ranks create. Such groups would make the counters of the ranks differ, and the
+    next `new_group` of the whole job would wait forever. Our number depends only on `ranks` and on how many groups of
+    these ranks we have named. Torch's counter does not change. Torch 2.11 to 2.13 count only groups of the whole job.
     """
     world, made = dist.distributed_c10d._world, _own_groups.setdefault(dist.group.WORLD, Counter())
     before, world.group_count = world.group_count, _OWN_NUMBERS + made[tuple(ranks)]
@@ -133,13 +138,16 @@ def own_group_name(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def nccl_options(group: Any, device: torch.device) -> Any:
-    """Return a copy of the options of the group's NCCL backend, or None if it is wrapped, as in debug mode."""
+    """Return a copy of the options of the group's NCCL backend.
+
+    Return None if the backend is wrapped, as in torch's debug mode.
+    """
     options = getattr(backend_of(group, device), "options", None)
     return copy.deepcopy(options) if isinstance(options, dist.ProcessGroupNCCL.Options) else None
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """Return the timeout of collectives of `group` on `device`, or PyTorch's default if it is unknown."""
+    """Return the timeout of the group's collectives on `device`, or PyTorch's default timeout if it is unknown."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -148,13 +156,13 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
 
 # -- meshes ------------------------------------------------------------------------------------------------
 
-# Equal meshes are one object while any parameter uses it: comparing equal meshes of all parameters takes milliseconds
-# in every step. The key holds the meshes, and these hold their roots, so no id is reused.
+# Equal meshes are one object while any parameter uses it, because comparing equal meshes of all parameters would take
+# milliseconds in every step. The key keeps the meshes and their root meshes alive, so no id is reused.
 _concatenated: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the dimensions of all `meshes`, which are slices of one mesh."""
+    """Return a mesh with the dimensions of all `meshes`, which must be slices of the same mesh."""
     if len(meshes) == 1:
         return meshes[0]
     key = tuple((id(root_mesh(mesh)), mesh) for mesh in meshes)
@@ -165,9 +173,10 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def dtensor_extensions(device: torch.device) -> Any:
-    """Return an instance of the class that torch's FSDP1 attaches to a module on a slice of a mesh.
+    """Return an object like the one that torch's FSDP1 attaches to a module whose mesh is a slice of another.
 
-    Programs only check the class. It is imported on demand, because its module imports torch's FSDP1.
+    Programs check only the class of this object. The class is imported on demand, because its module imports torch's
+    FSDP1.
     """
     module: Any = importlib.import_module("torch.distributed.tensor.parallel.fsdp")
     return module.DTensorExtensions(getattr(torch, device.type))
@@ -179,5 +188,5 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that `mesh` is a slice of, or `mesh` itself."""
+    """Return the mesh that `mesh` is a slice of, or `mesh` itself if it is not a slice."""
     return mesh._get_root_mesh()

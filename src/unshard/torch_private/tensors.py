@@ -1,4 +1,4 @@
-"""Tensors and storages, DTensors without their dispatcher, `ShardedTensor`, and the dicts of modules."""
+"""Private APIs of tensors, storages, DTensors, `ShardedTensor` and modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ tree_map = _pytree.tree_map
 
 # -- tensors and storages ----------------------------------------------------------------------------------
 
-# One call for many tensors. They are documented and `torch.optim` uses them, but their names have underscores.
+# Each call handles many tensors. These functions are documented, and `torch.optim` uses them, despite the underscores.
 foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_div = torch._foreach_div_
@@ -42,7 +42,10 @@ foreach_zero = torch._foreach_zero_
 foreach_mul = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiply tensors of one dtype, and set a flag if any element is not finite. Torch's scaler uses this function."""
+"""Multiply tensors of one dtype by a factor, and set a flag if any element is not finite.
+
+Torch's gradient scaler uses this function.
+"""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -57,28 +60,32 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return a tensor's version counter, which grows with every in-place write."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""Return the tensor that a tensor is a view of, according to autograd, or None."""
+"""Return the base of a view, or None if autograd does not track the tensor as a view."""
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` has hooks from `register_hook`."""
+    """Return True if `tensor` has hooks that were added with `register_hook`."""
     return bool(tensor._backward_hooks)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects share a storage."""
+    """Return how many tensors and Python objects share `storage`."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 # Called for every unit in every step, so not a Python function.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return a number that identifies a storage, even an empty one: torch may make several Python objects for it."""
+"""Return a number that identifies a storage, even an empty one.
+
+`id()` does not identify a storage, because torch may create several Python objects for it.
+"""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that hold the memory of a subclass such as DTensor, or the tensor that a transform wraps.
+    """Return the tensors that `tensor` wraps, or an empty list if it wraps none.
 
-    Return an empty list for an ordinary tensor.
+    A subclass such as DTensor wraps the tensors that hold its data. A transform such as `torch.func.grad` wraps the
+    tensors that it is applied to.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return [torch._C._functorch.get_unwrapped(tensor)]
@@ -89,10 +96,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) -> None:
-    """Chunk each tensor along dim 0 into `chunks`, pad the chunks with zeros, and concatenate them in `out`.
+    """Split each tensor into `chunks` chunks along dim 0, and write chunk i of every tensor to row i of `out`.
 
-    `out` has the shape (chunks, sum of padded chunk sizes). On CUDA this is one kernel, which casts only bf16 to fp32.
-    Other casts use a buffer in the gradients' dtype. No public operation pads and interleaves in one call.
+    Shorter chunks are padded with zeros. `out` has the shape (chunks, sum of padded chunk sizes). On CUDA, this is one
+    kernel, and the only cast that it supports is from bf16 to fp32. Other casts use a temporary tensor. No public torch
+    operation pads and interleaves in one call.
     """
     dtype = tensors[0].dtype
     if dtype == out.dtype or (dtype == torch.bfloat16 and out.dtype == torch.float32):
@@ -105,15 +113,16 @@ def chunk_cat_into(out: torch.Tensor, tensors: list[torch.Tensor], chunks: int) 
 
 # Called for every parameter in every step, so not Python functions.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""Return a DTensor's own local tensor. `to_local()` may return a new view instead."""
+"""Return a DTensor's own local tensor. The public `to_local()` may return a new view instead."""
 spec_of: Callable[[torch.Tensor], DTensorSpec] = attrgetter("_spec")
-"""Return a DTensor's mesh and placements in one object. The public properties take two lookups."""
+"""Return a DTensor's spec, which contains its mesh and placements. Each public property takes two lookups."""
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor that shares the memory of `tensor`, unless its class has its own `__torch_dispatch__`.
+    """Return a plain tensor that shares the memory of `tensor`.
 
-    Through `__torch_function__`, `detach` would return a tensor of the same class.
+    Return `tensor` itself if it is a plain tensor, or if its class has its own `__torch_dispatch__`.
+    This function disables `__torch_function__`, with which `detach` would return an instance of the subclass.
     """
     if type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return tensor
@@ -122,7 +131,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; return any other tensor itself."""
+    """Return the local tensor of a DTensor. Return any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -132,10 +141,10 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Return a DTensor whose local tensor is `local` itself. Its global strides are contiguous.
+    """Return a DTensor whose local tensor is `local` itself. The DTensor's global strides are contiguous.
 
-    The public `DTensor.from_local` makes a view, so the caller could not check later that the DTensor still holds the
-    same tensor.
+    The public `DTensor.from_local` creates a view, so callers could not check later whether the DTensor still holds
+    `local`.
     """
     meta = TensorMeta(shape, contiguous_stride(shape), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
@@ -145,11 +154,11 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Like `make_dtensor`, but the DTensor has the storage offset of `local`, which is a view of a larger buffer.
+    """Return a DTensor as `make_dtensor` does, but with the storage offset of `local`.
 
-    `torch.compile` makes a fake DTensor of the fake local tensor, and fails if the real DTensor has another offset. But
-    torch can neither copy nor save a DTensor with an offset. So the DTensor gets its own methods for both, which copy
-    only its own bytes. The methods are attributes of the object, so torch's class stays unchanged.
+    `torch.compile` creates a fake DTensor from the fake local tensor, and fails if its offset differs from the offset
+    of the real DTensor. However, torch can neither copy nor save a DTensor with a nonzero offset. So such a DTensor
+    gets its own `__deepcopy__` and `__reduce_ex__`, which copy only the elements of `local`.
     """
 
     def copied() -> DTensor:
@@ -165,17 +174,20 @@ def make_gradient(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 def make_sharded_parameter(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
-    """Like `make_dtensor`, but return a parameter. `nn.Parameter` drops `local`, so it is set again."""
+    """Return a parameter that is a DTensor whose local tensor is `local` itself.
+
+    `nn.Parameter` creates a new local tensor, so this function replaces the new tensor with `local`.
+    """
     parameter = nn.Parameter(make_dtensor(_without_offset(local), mesh, placements, shape), requires_grad)
     set_local_tensor(parameter, local)
     return parameter
 
 
 def _hash_local_shapes() -> None:
-    """Make DTensors with different local shapes have different hashes in inductor's on-disk cache.
+    """Add the local shape to the hash that inductor's on-disk cache uses for a DTensor.
 
-    Torch's hash lacks the local shape. If shards differ in size, a rank would load another rank's compiled graph, which
-    fails. Torch 2.12 to 2.15 have this hash.
+    Without the local shape, a rank could load a graph that another rank has compiled for a shard of a different size.
+    The graph would then fail. Torch 2.12 to 2.15 have this hash.
     """
     torch_hash = DTensor._stable_hash_for_caching
 
@@ -190,10 +202,10 @@ if hasattr(DTensor, "_stable_hash_for_caching"):
 
 
 def _without_offset(local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape and dtype of `local` and storage offset 0, from which to create a DTensor.
+    """Return `local`, or a placeholder of its shape and dtype if `local` is a plain tensor with a storage offset.
 
-    A DTensor has no storage, but keeps the storage offset of the tensor it is created from. If this offset is not 0,
-    torch can neither copy nor save the DTensor.
+    A DTensor takes the storage offset of the tensor that it is created from. If this offset is not 0, torch can neither
+    copy nor save the DTensor.
     """
     if type(local) is not torch.Tensor or local.storage_offset() == 0:
         return local
@@ -201,22 +213,25 @@ def _without_offset(local: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor with the sizes of `spec`, to assign to another DTensor's `.data`."""
+    """Return a DTensor with the spec `spec`, which can be assigned to the `.data` of another DTensor."""
     return DTensor(_without_offset(local), spec, requires_grad=False)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """Return a DTensor whose local tensor is `local`. Return `local` itself if `spec` is None."""
+    """Return a DTensor whose local tensor is `local`, or return `local` itself if `spec` is None."""
     return local if spec is None else DTensor(local, spec, requires_grad=False)
 
 
 def strided_shard(dim: int, factor: int) -> Placement:
-    """Return the placement for a tensor dim that a later mesh dim has already split into `factor` chunks."""
+    """Return a placement that shards `dim`, which later mesh dimensions have already split into `factor` chunks."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Return True for placements from `strided_shard`. In some torch versions, these are also `Shard`s."""
+    """Return True for placements that `strided_shard` has created.
+
+    In some torch versions, these placements are also instances of `Shard`.
+    """
     return isinstance(placement, _StridedShard)
 
 
@@ -229,10 +244,11 @@ def make_sharded_tensor(
     shape: tuple[int, ...],
     group: Any,
 ) -> Any:
-    """Return a `ShardedTensor` in which `local`, which may be empty, is this rank's shard.
+    """Return a `ShardedTensor` in which `local` is this rank's shard. The shard may be empty.
 
-    `pieces`: offsets, sizes and rank of every shard. Each rank knows all of them, so nothing is communicated. FSDP1's
-    sharded state dicts hold such tensors, and `torch.distributed.checkpoint` reads them.
+    `pieces` contains the offsets, the sizes and the rank of every shard. Every rank passes all of them, so the ranks
+    need not communicate. FSDP1's sharded state dicts contain `ShardedTensor`s, and `torch.distributed.checkpoint` reads
+    them.
     """
     device = local.device
     kind = device.type if device.type == "cpu" else f"{device.type}:{device.index}"
@@ -247,7 +263,7 @@ def make_sharded_tensor(
 
 
 def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torch.Tensor | None]:
-    """Return the shape and the dtype of a `ShardedTensor`, and this rank's shard or None."""
+    """Return the shape and the dtype of a `ShardedTensor`, and this rank's shard (None if the rank has none)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         about, shards = tensor.metadata(), tensor.local_shards()
@@ -257,25 +273,28 @@ def read_sharded_tensor(tensor: Any) -> tuple[tuple[int, ...], torch.dtype, torc
 # -- modules -----------------------------------------------------------------------------------------------
 
 own_parameters: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""Return the dict of a module's own parameters. Assigning to it is far cheaper than `setattr`."""
+"""Return the dict of a module's own parameters. Assigning to this dict is far faster than `setattr`."""
 own_buffers: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """Return the dict of a module's own buffers."""
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the dict of a module's children. `named_children` omits a child's second name."""
+"""Return the dict of a module's children. If a child has two names, `named_children` omits the second one."""
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 """Return the names of a module's own buffers that are not in its state dict."""
 hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]]
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Return the dicts of a module's forward and backward hooks, by handle number."""
+"""Return the dicts of a module's forward and backward hooks. The keys are the numbers of the hooks' handles."""
 hooks_of_tensor: Callable[[torch.Tensor], tuple[Any, Any]]
 hooks_of_tensor = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Return the dicts of a tensor's gradient hooks and post-accumulate hooks, or None for each without hooks."""
+"""Return the dict of a tensor's gradient hooks and the dict of its post-accumulate hooks.
+
+Each of them is None if the tensor has no such hooks.
+"""
 
 
 def changes_own_state(module: nn.Module) -> bool:
-    """Return True if a module's own state dict entries may differ from those that `nn.Module` would save.
+    """Return True if a module's own state dict entries may differ from the entries that `nn.Module` would save.
 
-    Hooks of modules with children are ignored, because such hooks change the children's names.
+    This function ignores hooks of modules with children, because such hooks rename the entries of the children.
     """
     kind, has_children = type(module), bool(module._modules)
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
@@ -284,9 +303,9 @@ def changes_own_state(module: nn.Module) -> bool:
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own state dict entries, by names without a prefix.
+    """Return a module's own state dict entries. Their names have no prefix.
 
-    The public `state_dict` also runs hooks that unshard parameters, and includes children.
+    The public `state_dict` also returns the entries of children, and it runs hooks that unshard parameters.
     """
     found: dict[str, Any] = {}
     if not module._modules and type(module).state_dict is not nn.Module.state_dict:
@@ -300,19 +319,23 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_own_state(module: nn.Module, values: dict[str, Any]) -> None:
-    """Load `values`, which come from `own_state`. Missing entries are not an error.
+    """Load `values`, which `own_state` has returned, into `module`. Missing and unexpected entries are ignored.
 
-    The load is strict, because some modules look for their values among the unexpected entries.
+    The load is strict anyway, because some modules look for their values in the list of unexpected keys.
     """
     module._load_from_state_dict(values, "", {}, True, [], [], [])
 
 
 quick_attributes = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes of DTensors are read as quickly as those of plain tensors, because torch does not look
-for `__torch_function__`."""
+"""Context manager in which attributes of DTensors are read as quickly as those of plain tensors.
+
+Inside this context, torch does not look for `__torch_function__`.
+"""
 no_transforms = torch._C._DisableFuncTorch
-"""A context that suspends transforms such as `torch.func.grad`, `jvp` and `vmap`, so that tensors made inside are plain
-tensors."""
+"""Context manager that suspends transforms such as `torch.func.grad`, `jvp` and `vmap`.
+
+Tensors that are created inside this context are plain tensors.
+"""
 
 
 def hooks_of_all() -> list[dict[int, Any]]:
@@ -328,12 +351,15 @@ def hooks_of_all() -> list[dict[int, Any]]:
 
 
 def hooks_made() -> int:
-    """Return a counter that grows whenever a hook of a module, tensor or optimizer is registered."""
+    """Return a counter that grows whenever a hook of a module, a tensor or an optimizer is registered."""
     return RemovableHandle.next_id
 
 
 def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Update the weights that a recurrent layer computes with, as its `__setattr__` does."""
+    """Put `weight` into the list of weights that a recurrent layer computes with, as its `__setattr__` does.
+
+    This is a no-op for other modules.
+    """
     names: Any = getattr(module, "_flat_weights_names", ())
     weights: Any = getattr(module, "_flat_weights", [])
     if name in names:
@@ -341,9 +367,9 @@ def set_rnn_weight(module: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 
 def moves_to_shared_memory(function: Any) -> bool:
-    """Return True if `function`, which a module applies to its tensors, comes from `Module.share_memory`.
+    """Return True if `function` is the lambda that `Module.share_memory` passes to `Module._apply`.
 
-    Only the qualified name of `function` shows this.
+    The qualified name is the only way to recognize this lambda.
     """
     return getattr(function, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}.")
 
@@ -351,23 +377,23 @@ def moves_to_shared_memory(function: Any) -> bool:
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 """The base class of all batch and instance norms."""
 BATCH_NORM_BASE: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The base class of batch norms. FSDP1's mixed precision ignores it by default."""
+"""The base class of batch norms. By default, FSDP1's mixed precision does not apply to batch norms."""
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Return True if torch's composable `replicate` was applied to this module, so its parameters are not sharded.
+    """Return True if torch's composable `replicate` was applied to `module`. `fully_shard` skips such modules.
 
-    `replicate` is looked up, not imported: if nothing has imported it, it was not applied.
+    This function does not import `replicate`. If `replicate` has not been imported, it was not applied to any module.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
 
 def mark_fully_sharded(module: nn.Module) -> None:
-    """Exclude `module` from torch's composable `replicate` if a program applies it to a module around `module`.
+    """Make torch's composable `replicate` skip `module` if a program applies `replicate` to a surrounding module.
 
-    `replicate` would replace DTensors by their local tensors. The attribute that it reads has a different name in each
-    process, so this has an effect only if `replicate` has already been imported.
+    Otherwise, `replicate` would replace DTensors by their local tensors. The mark is an attribute whose name torch
+    generates when `replicate` is imported. So this function is a no-op if `replicate` has not been imported yet.
     """
     contract = sys.modules.get("torch.distributed._composable.contract")
     if contract is not None:

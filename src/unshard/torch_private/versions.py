@@ -1,4 +1,4 @@
-"""The torch versions that unshard supports. Importing this module checks the installed version."""
+"""Defines the supported versions of torch. Importing this module checks the installed version."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import re
 import torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""The first and last tested versions. Patch releases and builds (2.15.1+cu130) do not matter."""
+"""The first and the last tested version.
+
+Only the first two numbers of a version count, so 2.15.1+cu130 is 2.15.
+"""
 
 
 def check(version: str) -> None:
-    """Raise if torch is too old. Log a warning on rank 0 if it is newer than the tested versions.
+    """Raise an error if torch is too old. Log a warning on rank 0 if torch is newer than the tested versions.
 
-    Logs instead of warning, because programs that turn warnings into errors would fail at the import.
+    This function does not use `warnings`, because programs that turn warnings into errors would fail at import.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:  # a custom build

@@ -1,7 +1,7 @@
 """Installs the drop-in in child processes of a program that runs with the drop-in.
 
-Python imports a module of this name at startup, and `unshard.dropin` puts this folder first on PYTHONPATH. Nothing is
-imported before the process imports PyTorch's FSDP, so programs that do not use FSDP pay nothing.
+Python imports a module of this name at startup, and `unshard.dropin` puts this folder first on PYTHONPATH. This
+module imports unshard only when the process imports PyTorch's FSDP, so other programs start as fast as before.
 """
 
 import importlib
@@ -16,7 +16,7 @@ PACKAGES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
 class InstallAtImport:
-    """Import hook that installs the drop-in when PyTorch's FSDP is first imported."""
+    """An import hook that installs the drop-in when PyTorch's FSDP is first imported."""
 
     unshard_dropin = True
     """`install` recognizes the hook by this attribute and removes it."""
@@ -32,7 +32,7 @@ class InstallAtImport:
 
 
 def import_next() -> None:
-    """Remove this folder from `sys.path`, and import the `sitecustomize` that Python would have found otherwise."""
+    """Remove this folder from `sys.path`, and import the `sitecustomize` that Python would have imported without it."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec(__name__, sys.path)
     if spec is not None and spec.loader is not None:

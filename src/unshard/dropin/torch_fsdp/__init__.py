@@ -1,4 +1,7 @@
-"""Our names for `torch.distributed.fsdp` (in `__all__`) and for the modules inside it that have no file here."""
+"""Our names for `torch.distributed.fsdp`, and for the modules inside it that have no file in this folder.
+
+`torch.distributed.fsdp` itself gets only the names in `__all__`.
+"""
 
 from ...errors import UnsupportedError
 from ...fsdp1 import api as wrapper_api
@@ -39,7 +42,7 @@ __all__ += wrapper_api.__all__
 
 
 def _set_fsdp_extensions(flattener: object) -> None:
-    """Accept PyTorch's DTensor extension, which unshard does not need for tensor parallelism, and refuse others."""
+    """Accept PyTorch's DTensor extension, because unshard does not need it. Raise for any other extension."""
     if type(flattener).__name__ not in ("DTensorExtensions", "NoneType"):
         raise UnsupportedError(
             f"unshard shards tensor-parallel parameters without an FSDPExtensions object and would not call this "

@@ -1,6 +1,6 @@
-"""Our names for `torch.distributed.fsdp._fully_shard` (in `__all__`) and for the modules inside it.
+"""Our names for `torch.distributed.fsdp._fully_shard` and for the modules inside it.
 
-These names also serve `torch.distributed._composable.fsdp`, the former location of this package.
+The package itself and its former location, `torch.distributed._composable.fsdp`, get only the names in `__all__`.
 
 This file is separate because PyTorch's FSDP1 and FSDP2 use some names, such as `_get_module_fsdp_state`, for different
 objects.
@@ -45,7 +45,7 @@ def _get_mesh_info(mesh: dist.DeviceMesh, dp_mesh_dims: DataParallelMeshDims | N
 
 
 class _NameOnly(type):
-    """Metaclass of types that exist only for `isinstance` and annotations. unshard has no instances of these types."""
+    """A metaclass of types that exist only for `isinstance` and annotations. unshard creates no instances of them."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
@@ -61,7 +61,7 @@ class _NameOnly(type):
 
 class FSDPParamGroup(metaclass=_NameOnly):
     def use_training_state(self) -> None:
-        """Does nothing. torch.compile compares functions with this method."""
+        """Do nothing. torch.compile accesses this method to compare it with functions that it traces."""
 
 
 FSDPParam = _NameOnly("FSDPParam", (), {})

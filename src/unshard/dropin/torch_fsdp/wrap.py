@@ -1,4 +1,4 @@
-"""Our names for `torch.distributed.fsdp.wrap`. A separate file, because the function `wrap` has the module's name."""
+"""Our names for `torch.distributed.fsdp.wrap`. This file is separate because that module has a function `wrap`."""
 
 from ... import wrap as policies
 from ...fsdp1.auto_wrap import _construct_wrap_fn, _post_order_apply, _recursive_wrap
