@@ -1,1 +1,1 @@
-"""The only folder that issues collectives."""
+"""Process groups, the collectives of forward and backward, and the order check."""

@@ -1,4 +1,4 @@
-"""Equal values on all ranks: compare models, broadcast tensors, reduce single numbers."""
+"""Checks that ranks have equal values, broadcasts tensors, and reduces single numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ArgumentError, StateError, listed
 from .groups import staging_device
-from .interface import Transport
+from .interface import Label, Transport
 from .order.waiting import SharedCall
 from .transports import transport_for
 
@@ -26,24 +26,24 @@ _BUCKET = 64 * 1024 * 1024  # bytes of one broadcast
 
 
 def require_agreement(transport: Transport, device: torch.device, what: str, facts: Sequence[str]) -> None:
-    """Raise on every rank of `transport` if the ranks' lists of facts differ, naming the first difference.
+    """Raise an error on every rank of `transport` if the ranks pass different lists of `facts`.
 
-    Without this check, ranks that were given different models hang or compute garbage. It costs one small all-gather.
-    If the ranks differ, all of them notice, and a second all-gather finds the difference. No-op for an object that only
-    looks like a process group and has no all-gather.
+    `what` describes the facts in the error, which shows the first difference. Without this check, ranks with different
+    models would hang or compute garbage. If all ranks agree, the check costs one small all-gather. Otherwise, a second
+    all-gather finds the difference. If `transport` has no all-gather, this function does nothing.
     """
     if transport.world == 1 or not transport.traits.gathers:
         return
     transport.announce(f"compare {what} with the other ranks")
     text = "\n".join(facts).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    digests = _gather(transport, torch.tensor([digest], device=device)).flatten().tolist()
+    digests = gathered(transport, torch.tensor([digest], device=device)).flatten().tolist()
     if set(digests) == {digest}:
         return
     detail = torch.zeros(_DETAIL, dtype=torch.uint8)
     kept = text[:_DETAIL]
     detail[: len(kept)] = torch.frombuffer(bytearray(kept), dtype=torch.uint8)
-    rows = _gather(transport, detail.to(device)).cpu()
+    rows = gathered(transport, detail.to(device)).cpu()
     others = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n") for row in rows]
     rank = next((r for r, other in enumerate(digests) if other != digests[0]), 0)
     raise ArgumentError(
@@ -52,10 +52,11 @@ def require_agreement(transport: Transport, device: torch.device, what: str, fac
     )
 
 
-def _gather(transport: Transport, mine: torch.Tensor) -> torch.Tensor:
-    # Filled with this rank's own values, so that a simulated group that delivers nothing agrees with itself.
+def gathered(transport: Transport, mine: torch.Tensor, label: Label | None = None) -> torch.Tensor:
+    """All-gather the flat tensor `mine`, and return a matrix. Row `r` contains the values of rank `r`."""
+    # Start with this rank's own values, so all ranks seem to agree if a simulated group delivers nothing.
     output = mine.repeat(transport.world)
-    transport.all_gather([output], [mine]).wait()
+    transport.all_gather([output], [mine], label=label).wait()
     return output.view(transport.world, -1)
 
 
@@ -70,9 +71,10 @@ def _first_difference(first: list[str], other: list[str], rank: int) -> str:
 
 
 def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
-    """Copy the parameters and buffers of `module` from the first rank of the group to its other ranks, in place.
+    """Copy the parameters and buffers of `module` from rank 0 of `process_group` to its other ranks, in place.
 
-    All ranks of the group (by default, all ranks of the job) call this before they shard the module.
+    Call this on all ranks of the process group before you shard the module. By default, the process group contains all
+    ranks of the job.
     """
     group = dist.group.WORLD if process_group is None else process_group
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -96,7 +98,10 @@ def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], groups: Iterable[Any], device: torch.device) -> None:
-    """Copy `tensors` from each group's first rank to its other ranks, many tensors of one dtype at once."""
+    """Copy `tensors` from rank 0 of each process group to the other ranks of that group, in place.
+
+    Tensors of the same dtype are concatenated, so one broadcast sends many of them.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for each in tensors:
         by_dtype.setdefault(each.dtype, []).append(each.detach())
@@ -127,15 +132,15 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def sum_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """Set `number` to its sum over the ranks. `call`: the shared call that needs the sum."""
+    """Replace `number` with its sum over the ranks of `group`, in place. `call` runs the all-reduce."""
     _reduce(group, number, dist.ReduceOp.SUM, call)
 
 
 def largest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """Set `number` to the maximum of the ranks' absolute values; NaN if any is NaN.
+    """Replace `number` with its largest absolute value on any rank, or with NaN if any rank has NaN.
 
-    Backends lose NaN in a maximum of floats, each in its own way. Read as integers, the bits of non-negative floats
-    have the same order, with NaN last.
+    A backend may ignore NaN when it computes the maximum of floats. So this function compares the bits of the absolute
+    values as integers. These integers have the same order as the absolute values, and NaN has the largest integers.
     """
     bits = {4: torch.int32, 8: torch.int64}[number.dtype.itemsize]
     _reduce(group, number.abs_().view(bits), dist.ReduceOp.MAX, call)
@@ -145,9 +150,9 @@ _INFINITY_BITS = 0x7FF0000000000000  # of a float64; the bits of NaN are larger
 
 
 def smallest_over(group: Any, number: torch.Tensor, call: SharedCall) -> None:
-    """Set `number` (float64) to the minimum of the ranks' non-negative numbers; NaN if any is NaN.
+    """Replace `number` (float64) with the smallest number that any rank passes, or with NaN if any rank passes NaN.
 
-    A rank without a number passes -1. The result is -1 if no rank has a number.
+    The numbers must be non-negative. A rank without a number passes -1. The result is -1 if all ranks pass -1.
     """
     bits = number.view(torch.int64)
     distance = torch.where(number < 0, -1, _INFINITY_BITS - bits)

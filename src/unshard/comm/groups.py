@@ -1,4 +1,4 @@
-"""Process groups that this library makes, ranks and devices of meshes and groups, and memory of backends."""
+"""Creates process groups, and finds the ranks, devices and memory pools that collectives use."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from ..torch_private import (
     symmetric_memory_pool,
 )
 
-# Keyed by default group, so that groups of a job that has ended are not found again.
+# Keyed by default process group, so a new job in the same process does not find groups of the previous job.
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
 
 
 def is_group(value: Any) -> bool:
-    """Return True if `value` has the methods of a process group. It need not be of torch's class."""
+    """Return True if `value` has the methods of a process group, even if it is not an instance of torch's class."""
     return callable(getattr(value, "rank", None)) and callable(getattr(value, "size", None))
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> Any:
-    """Return the group of `ranks` for a purpose, made once. Only these ranks may call this, all in the same order."""
+    """Return the process group of `ranks` for `purpose`. The first call creates the group.
+
+    All `ranks`, and no other ranks, must make the first call. If they create several groups, all of them must create
+    the groups in the same order.
+    """
     made = _MADE.setdefault(dist.group.WORLD, {})
     key = purpose, tuple(ranks)
     if key not in made:
@@ -49,15 +53,16 @@ _LIKE: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionar
 
 
 def group_like(group: Any, backend: str, device: torch.device, meet: Callable[[], None]) -> Any:
-    """Return a second group of the same ranks, made once. Its collectives do not wait for those of `group`.
+    """Return a second process group with the ranks of `group`. The two groups' collectives do not wait for each other.
 
-    All ranks make the second group together: `meet` is called first and raises if a rank does not join. The second
-    group has the timeout of `group` and, with NCCL, its options. If torch cannot make one, return `group` itself.
+    The first call runs `meet` and then creates the second group, so all ranks must make that call together. `meet`
+    raises an error if a rank does not join. The second group has the timeout of `group` and, with NCCL, the same
+    options. If torch cannot create a second group, this function returns `group` itself.
     """
     made = _LIKE.setdefault(group, {})
     if backend not in made:
         meet()
-        # None instead of the group: a value that is its own weak key would never be freed.
+        # `_make_group_like` returns None instead of `group`: a value that is its own weak key would never be freed.
         made[backend] = _make_group_like(group, backend, device)
     return made[backend] or group
 
@@ -75,8 +80,8 @@ def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
         if not whole:
             with own_group_name(ranks):
                 return dist.split_group(group, [list(range(group.size()))], timeout, group_desc=description)
-    # Until 2.13, torch names a group of some ranks by how many groups a rank is in. With different names, the ranks
-    # would wait for each other forever.
+    # Until 2.13, torch derives the name of a group of some ranks from the number of groups that the calling rank is in.
+    # If the names differed, the ranks would wait for each other forever.
     if not whole and not _same_on_all_ranks(number_of_groups(), group, device):
         return None
     with own_group_name(ranks):
@@ -87,7 +92,7 @@ def _make_group_like(group: Any, backend: str, device: torch.device) -> Any:
             nccl_options(group, device) if nccl else None,
             use_local_synchronization=not whole,
             group_desc=description,
-            device_id=device if nccl else None,  # makes the communicator at once
+            device_id=device if nccl else None,  # creates the communicator immediately
         )
 
 
@@ -111,37 +116,41 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device on which this rank computes for `mesh`."""
+    """Return the device that this rank uses for the device type of `mesh`."""
     return current_device(mesh.device_type)
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of type `kind`: the host, or the accelerator's current device."""
+    """Return the device that this rank uses for device type `kind`: the CPU or the current accelerator."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def staging_device(group: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Return a device from which `group` can send the values of `tensors`: the device of one of them if possible.
+    """Return a device from which `group` can send the values of `tensors`.
 
-    NCCL does not send from the host. A group that is written in Python may not tell which devices it serves.
+    This is the device of one of the tensors if `group` can send from that device. NCCL, for example, cannot send from
+    the CPU. If a group written in Python lists no devices, this function assumes that the group supports all devices.
     """
     served = served_device_types(group)
     for tensor in tensors:
         if tensor.device.type in served or not served:
             return tensor.device
-    # Gloo names CUDA as well, also on machines without it, so the host comes first.
+    # Gloo lists CUDA even on machines without CUDA, so the CPU comes first.
     return current_device("cpu" if "cpu" in served or not served else served[0])
 
 
 def widest_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh with the most ranks; among equals, one with one dimension, which has a process group."""
+    """Return the mesh with the most ranks.
+
+    Among meshes with equally many ranks, a one-dimensional mesh is preferred, because it has a process group.
+    """
     return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim == 1))
 
 
 def covering_group(meshes: Sequence[DeviceMesh]) -> Any:
-    """Return a process group that contains all ranks of `meshes`, each of which contains this rank.
+    """Return a process group that contains the ranks of all `meshes`. Each mesh must contain this rank.
 
-    All ranks of the group must call this together, because the group may have to be made.
+    All ranks of the group must call this function together, because it may have to create the group.
     """
     widest = widest_of(meshes)
     if len(meshes) == 1 or all(ranks_of(mesh) <= ranks_of(widest) for mesh in meshes):
@@ -167,24 +176,30 @@ def _world_or_group_of(ranks: frozenset[int]) -> Any:
 
 
 class Pool:
-    """CUDA memory from which a transport can send faster. Tensors allocated in the pool stay there when resized."""
+    """A pool of CUDA memory. A transport sends tensors in this pool faster than other tensors.
+
+    A tensor that was allocated in the pool stays in the pool when its storage is resized.
+    """
 
     def __init__(self, pool: Any, device: torch.device):
         self._pool, self._device = pool, device
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Return a context in which allocations come from the pool."""
+        """Return a context manager that makes CUDA allocations use the pool."""
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
 
 def pool_of_group(group: Any, device: torch.device) -> Pool | None:
-    """Return a pool of the backend's own memory, or None. NCCL registers such memory once and copies less."""
+    """Return a pool of memory from the backend's own allocator, or None if the backend has no allocator.
+
+    NCCL registers such memory once, and then needs fewer copies to send it.
+    """
     allocator = backend_allocator(group, device)
     return None if allocator is None else Pool(torch.cuda.MemPool(allocator), device)
 
 
 def symmetric_pool(device: torch.device, backend: str) -> Pool:
-    """Return a pool of torch's symmetric memory."""
+    """Return a pool of torch's symmetric memory on `device`. The memory comes from `backend`, such as NCCL."""
     if device.type != "cuda":
         raise UnsupportedError(f"Symmetric memory needs a CUDA device, but this module is on {device}.")
     return Pool(symmetric_memory_pool(device, backend), device)

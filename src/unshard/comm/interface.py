@@ -21,8 +21,8 @@ Tensors = list[torch.Tensor]
 class Work(Protocol):
     """A collective in flight. Do not read, write or free its tensors before `wait` has returned.
 
-    Works of the transports here also have `wait(timeout)`, which raises RuntimeError after the timeout. Then,
-    `is_completed()` is False; if the collective itself failed instead, it is True.
+    The works of unshard's transports also accept `wait(timeout)`, which raises RuntimeError when the timeout expires.
+    `is_completed()` then returns False. If `wait` raised because the collective failed, `is_completed()` returns True.
     """
 
     def wait(self) -> object: ...
@@ -30,7 +30,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a transport, from which the engine chooses layouts and streams."""
+    """Properties of a transport. The engine uses them to choose layouts and streams."""
 
     gathers_groups: bool
     """`all_gather` takes several tensors in one collective."""
@@ -41,13 +41,13 @@ class Traits:
     in_place_only: bool = False
     """`all_gather` reads this rank's piece from the output and ignores the inputs."""
     reduces_in_place: bool = False
-    """`reduce_scatter` has nothing to add up, so its outputs may be its inputs."""
+    """The outputs of `reduce_scatter` may be its inputs, because the transport has nothing to add up."""
     gathers_on_any_stream: bool = False
     """`all_gather` allocates nothing, so it can be issued on one stream and waited for on another."""
     waits_in_stream: bool = False
     """`wait` of a reduction blocks the current stream, not the host."""
     piece_alignment: int = 1
-    """Bytes to which packed pieces are padded."""
+    """Packed pieces are padded to a multiple of this number of bytes."""
     reduce_scatter_ignores_timeout: bool = False
     """`wait(timeout)` of the backend's own reduce-scatter ignores the timeout."""
     gathers: bool = True
@@ -55,64 +55,69 @@ class Traits:
 
 
 class Transport(ABC):
-    """Moves the pieces of a unit between the ranks that shard it.
+    """Issues the collectives of one process group, which move the pieces of units between ranks.
 
-    Each method issues one collective, or one group of them, on the current stream and returns at once. Ranks compare
-    labels before they issue a collective; collectives without a label are not compared.
+    `all_gather`, `reduce_scatter` and `all_reduce` issue one collective, or one group of collectives, on the current
+    stream. They return without waiting. The order check covers only collectives that have a label.
     """
 
     rank: int
     world: int
     traits: Traits
     pool: Pool | None = None
-    """Allocates the buffers of collectives; None for torch's allocator."""
+    """Allocates the buffers of collectives. None means torch's allocator."""
+    divides: bool = False
+    """True if reductions always divide by the number of ranks, even with `average=False`."""
     order: Order | None = None
-    """None if collectives are not compared."""
+    """Compares the collectives of the ranks, or None if collectives are not compared."""
 
     @abstractmethod
     def all_gather(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None) -> Work:
-        """Fill outputs[i] with inputs[i] of every rank, in the order of ranks. An input may be a view of its output."""
+        """Fill `outputs[i]` with the `inputs[i]` of all ranks in rank order. An input may be a view of its output."""
 
     @abstractmethod
     def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        """Fill outputs[i] with this rank's piece of the sum (or mean) of inputs[i] over the ranks.
+        """Fill `outputs[i]` with this rank's piece of the sum of all ranks' `inputs[i]`, or the mean if `average`.
 
-        If input and output have different dtypes, pieces are sent in the input's and added up in the output's dtype.
+        Pieces are sent in the dtype of `inputs[i]` and added up in the dtype of `outputs[i]`.
         """
 
     @abstractmethod
     def all_reduce(self, tensors: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        """Replace each tensor by its sum (or mean) over the ranks."""
+        """Replace each tensor by its sum over the ranks, or by its mean if `average`."""
 
     def carrier(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which an all-gather sends `dtype`: `dtype` if the backend can, else uint8."""
+        """Return the dtype in which an all-gather sends tensors of `dtype`: uint8 if the backend lacks `dtype`."""
         return dtype
 
     def next_unit_number(self) -> int:
-        """Return the number of the next unit, the same on all ranks; 0 if collectives are not compared."""
+        """Return a new unit number, which is the same on all ranks. Return 0 if collectives are not compared."""
         return 0 if self.order is None else self.order.next_unit_number()
 
     @property
     def compared_ranks(self) -> list[int]:
-        """The global ranks of the process group; empty if collectives are not compared."""
+        """The global ranks of the process group, or an empty list if collectives are not compared."""
         return [] if self.order is None else self.order.ranks
 
     def announce(self, what: str) -> None:
-        """Describe the next collective without a label, for messages about ranks that wait."""
+        """Set the description of the next collective that has no label. Messages about waiting ranks show it."""
         if self.order is not None:
             self.order.progress.next_unlabelled = what
 
-    def raised(self, text: str) -> bool:
-        """Announce an exception to the other ranks; return False if collectives are not compared."""
-        return self.order is not None and self.order.raised(text)
+    def raised(self, text: str, left: bool = False) -> bool:
+        """Announce an exception to the other ranks. Return False if collectives are not compared.
+
+        `left` is True if the exception left a block and the other ranks wait for the end of that block.
+        """
+        return self.order is not None and self.order.raised(text, left)
 
     def wrapped(self, wrap: Callable[[Transport], Transport]) -> Transport:
-        """Return this transport with `wrap` applied to the part that sends. The order check stays outermost."""
+        """Return `wrap(self)`. A transport that compares labels applies `wrap` to its base transport instead."""
         return wrap(self)
 
 
 class Works:
-    """Several works that are waited for as one."""
+    """Combines several works into one."""
 
     def __init__(self, works: list[Any]):
         self.works = works
@@ -126,19 +131,20 @@ class Works:
             del self.works[0]
 
     def is_completed(self) -> bool:
-        """Return True if the first work that `wait` has not waited for yet is complete."""
+        """Return True if the work that `wait` waits for next is complete, or if no works are left."""
         return not self.works or self.works[0].is_completed()
 
 
 def joined(works: list[Any]) -> Work:
-    """Return one work for all `works`, which may contain None: a process group written in Python may return that."""
+    """Combine `works` into one work. Works may be None, because process groups written in Python may return None."""
     return works[0] or Done() if len(works) == 1 else Works([work or Done() for work in works])
 
 
 class WorkThen:
-    """A collective in flight. Its first `wait` also runs `then`, which adds up received pieces or copies the result.
+    """A collective whose first `wait` also runs `then`, which adds up received pieces or copies the result.
 
-    `then` also keeps tensors alive until the wait. Works of a user's class get no timeout, as they may not accept one.
+    Tensors that `then` refers to stay alive until that `wait`. `wait` passes no timeout to a user-defined work, because
+    such a work may not accept one.
     """
 
     def __init__(self, work: Any, then: Callable[[], object] | None = None):
@@ -158,8 +164,6 @@ class WorkThen:
 
 
 class Done:
-    """A work that had nothing to do."""
-
     def wait(self, timeout: timedelta | None = None) -> None:
         pass
 
@@ -168,7 +172,7 @@ class Done:
 
 
 class Comm(ABC):
-    """A user's collective, which also allocates the tensors that it works on."""
+    """Base class of user-defined collectives, which also allocate the tensors that they work on."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -176,10 +180,10 @@ class Comm(ABC):
 
 
 class AllGather(Comm):
-    """A user's all-gather.
+    """Base class of user-defined all-gathers.
 
     A subclass may also define `gather_many(outputs, inputs, group) -> Work | None`, which gathers several tensors of
-    several dtypes at once, directly into the parameters' memory. Then nothing is allocated or copied.
+    different dtypes at once. The outputs are the parameters' memory, so this method needs no allocations or copies.
     """
 
     @abstractmethod
@@ -190,10 +194,10 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A user's reduce-scatter.
+    """Base class of user-defined reduce-scatters.
 
     A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, which reduces several
-    tensors at once, without allocations and copies: the counterpart of `AllGather.gather_many`.
+    tensors at once and needs no allocations or copies.
     """
 
     @abstractmethod

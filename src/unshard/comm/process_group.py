@@ -1,7 +1,7 @@
-"""Collectives of a `torch.distributed` process group.
+"""Issues collectives with a `torch.distributed` process group.
 
-The transport calls the group's own methods instead of the functions of `torch.distributed`, because the methods take
-several tensors at once and skip a layer of Python.
+The transport calls the methods of the group instead of the functions of `torch.distributed`. The methods accept several
+tensors at once and skip a layer of Python.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ProcessGroupTransport(Transport):
         return Works([self._gather_one(*pair, options) or _DONE for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: Tensors, inputs: Tensors, *, label: Label | None = None, average: bool) -> Work:
-        # A program that replaces the function of `torch.distributed` wants to see what is reduced, or to reduce it.
+        # A program may replace the function of `torch.distributed` to observe or change reductions, so call it.
         if dist.reduce_scatter_tensor is not _TENSOR or getattr(dist, "reduce_scatter_single", None) is not _SINGLE:
             return self._reduce_by_function(outputs, inputs, average)
         if self._exchanges or list(map(_dtype_of, outputs)) != list(map(_dtype_of, inputs)):
@@ -123,7 +123,6 @@ class ProcessGroupTransport(Transport):
         return Works([self._reduce_one(*pair, options) or _DONE for pair in zip(outputs, inputs, strict=True)])
 
     def _reduce_each(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
-        """Reduce each tensor by an exchange, unless the backend's own reduce-scatter can reduce the tensor."""
         works, same = [], []
         for output, unreduced in zip(outputs, inputs, strict=True):
             if self._exchanges or output.dtype != unreduced.dtype:
@@ -135,7 +134,6 @@ class ProcessGroupTransport(Transport):
         return joined(works)
 
     def _reduce_by_function(self, outputs: Tensors, inputs: Tensors, average: bool) -> Work:
-        """Call the function with which a program has replaced `torch.distributed`'s reduce-scatter."""
         single = getattr(dist, "reduce_scatter_single", None)
         function: Any = single if single is not _SINGLE else dist.reduce_scatter_tensor
         works: list[Work] = []
@@ -149,7 +147,7 @@ class ProcessGroupTransport(Transport):
         return Works(works)
 
     def _exchange(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """Send each rank its piece in the input's dtype; the receiver adds the pieces up."""
+        """Reduce-scatter by an all-to-all: each rank receives its pieces in the input's dtype and adds them up."""
         if self._all_to_all is None:
             return self._reduce_copy(output, unreduced, average)
         if self.world == 2 and self._exchanges:
@@ -159,17 +157,17 @@ class ProcessGroupTransport(Transport):
         return WorkThen(work, partial(add_up, self._rows(received, output), output, average))
 
     def _rows(self, pieces: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return a row per rank, each as long as `output`, without the extra padding of pieces of a narrow dtype."""
+        # Pieces of a narrow dtype have extra padding at the end. Outputs do not.
         return pieces.view(self.world, -1)[:, : output.numel()]
 
     def _reduce_copy(self, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """Reduce a copy in the dtype of the output, for a group without an all-to-all."""
+        # This group has no all-to-all, so reduce a copy in the dtype of the output.
         copy = self._rows(unreduced, output).to(output.dtype).flatten()
         work = self.reduce_scatter([output], [copy], average=average)
         return WorkThen(work, lambda: copy)  # the copy must live until the wait
 
     def _exchange_pair(self, all_to_all: Any, output: torch.Tensor, unreduced: torch.Tensor, average: bool) -> Work:
-        """`_exchange` for two ranks: send one piece and receive one, straight into the output if dtypes are equal."""
+        """Reduce-scatter between two ranks, which exchange one piece each. Equal dtypes need no extra buffer."""
         other, piece = 1 - self.rank, unreduced.numel() // 2
         sent, own = unreduced.narrow(0, other * piece, piece), unreduced.narrow(0, self.rank * piece, piece)
         received = output if output.dtype == unreduced.dtype else torch.empty_like(own)
@@ -184,7 +182,6 @@ class ProcessGroupTransport(Transport):
 
 
 def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, average: bool) -> None:
-    """Set `output` to the sum or mean of two pieces. `received` may be `output` itself."""
     numel = output.numel()
     if received is not output:
         output.copy_(received[:numel])
@@ -194,11 +191,14 @@ def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, a
 
 
 def add_up(rows: torch.Tensor, output: torch.Tensor, average: bool) -> None:
-    """Set `output` to the sum or mean of `rows`, added in the order of ranks. Narrow dtypes are rounded only once."""
+    """Set `output` to the sum of `rows`, or to their mean if `average`. Rows are added in rank order.
+
+    If the elements of `rows` have fewer than 4 bytes, each result is rounded only once.
+    """
     if rows.dtype != output.dtype or rows.dtype.itemsize < 4:
         (torch.mean if average else torch.sum)(rows, 0, dtype=output.dtype, out=output)
         return
-    # On a CPU, twice as fast as a reduction over so few rows.
+    # On a CPU, this is twice as fast as a reduction over so few rows.
     first, second, *others = rows.unbind()
     torch.add(first, second, out=output)
     for row in others:
@@ -212,31 +212,31 @@ EXIT_DELAY = 0.05  # seconds
 
 @cache
 def delay_exit() -> None:
-    """Let Gloo's threads finish before the interpreter ends. Registers the delay once.
+    """Delay the end of the interpreter a little, to let Gloo's threads finish. Only the first call has an effect.
 
-    A thread that has run a collective frees its tensors a little later, which needs the interpreter. If the interpreter
-    is shutting down by then, Python up to 3.13 ends the thread by force, and C++ aborts the process: "terminate called
-    without an active exception". `destroy_process_group` would wait for the thread, but since torch 2.13 a device mesh
-    keeps its groups alive beyond that. Seen in 7 of 50 runs of a program of 15 lines without this library (a mesh,
-    `all_gather_object`, `destroy_process_group`), and in none of 160 with a delay that releases the interpreter.
+    A thread that has run a collective frees the collective's tensors a little later, and needs the interpreter to free
+    them. If the interpreter is already shutting down, Python up to 3.13 ends the thread by force. C++ then aborts the
+    process with "terminate called without an active exception". `destroy_process_group` waits for the thread only if
+    the call frees the process group. Since torch 2.13, a device mesh keeps its groups alive after that call.
+
+    A program of 15 lines without this library (a mesh, `all_gather_object`, `destroy_process_group`) aborted in 7 of 50
+    runs. With a delay during which other threads can use the interpreter, it aborted in none of 160 runs.
     """
     if sys.version_info < (3, 14):
         atexit.register(time.sleep, EXIT_DELAY)
 
 
 def _exchange_is_faster(backend: str, device: torch.device) -> bool:
-    """Return True if an all-to-all and our own sums are faster than the backend's reduce-scatter.
-
-    Gloo's reduce-scatter is an all-reduce of a copy: twice the bytes, about twice the time (with tensors on the host).
-    """
+    # Gloo's reduce-scatter is an all-reduce of a copy. For tensors on the host, it sends twice the bytes of an
+    # all-to-all and takes about twice the time.
     return backend == "gloo" and device.type == "cpu"
 
 
 def _grouping(backend: str, in_python: bool) -> tuple[bool, bool]:
-    """Return two flags, for all-gathers and for reduce-scatters: True if one collective can send several tensors."""
-    # Gloo's coalesced all-gather corrupts the heap if two are in flight, and numbers if dtypes differ (torch 2.13, seen
-    # without this library). With CUDA tensors it crashes. Its coalesced reduce-scatter works, except for groups written
-    # in Python (see below).
+    """Return two bools: True if one all-gather can send several tensors, and True if one reduce-scatter can."""
+    # Gloo's coalesced all-gather corrupts the heap if two of them are in flight, and corrupts values if dtypes differ
+    # (torch 2.13, seen without this library). With CUDA tensors, it crashes. Gloo's coalesced reduce-scatter works,
+    # except for groups written in Python (see below).
     return backend == "nccl", backend == "nccl" or (backend == "gloo" and not in_python)
 
 
@@ -256,9 +256,10 @@ Method = Callable[..., Any]
 def _methods(
     group: Any, backend: Any, names: tuple[str, ...], coalesced: tuple[str, ...], grouped: bool
 ) -> tuple[Method | None, Method | None, bool]:
-    """Return the methods for one tensor and for several, if they exist, and True if they are written in Python.
+    """Return a method for one tensor, a method for several tensors, and True if the group defines them in Python.
 
-    `backend`: has the inherited method for one tensor. `grouped`: the backend takes several tensors.
+    A method is None if it does not exist. If the group does not define the methods, the method for one tensor comes
+    from `backend`. `grouped` is True if the backend accepts several tensors.
     """
     one, many = _own(group, names), _own(group, coalesced)
     if one is not None or many is not None:
@@ -269,12 +270,11 @@ def _methods(
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Method:
-    """Return the group's method with the first of `names` that the group has."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def _own(group: Any, names: tuple[str, ...]) -> Method | None:
-    """Return the first method of `names` that the group does not inherit from torch's class, or None."""
+    """Return the first method in `names` that the group does not inherit from torch's class, or None."""
     if type(group) is dist.ProcessGroup:
         return None
     for name in names:
@@ -299,7 +299,10 @@ def _reduce_scatter_by_list(method: Method) -> Method:
 
 
 def _missing(group: Any, names: tuple[str, ...]) -> Method:
-    """Return a method that calls the inherited one, which C++ may override unseen, or raises if there is no backend."""
+    """Return a method that calls the inherited method or, if the group has no backend, raises an error.
+
+    The inherited method must be tried, because C++ may override it in a way that Python cannot see.
+    """
     inherited = _method(group, names) if isinstance(group, dist.ProcessGroup) else None
 
     def call(*args: Any) -> Any:

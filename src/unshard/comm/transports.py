@@ -1,4 +1,8 @@
-"""Transports for one rank, a second process group, the order check and plug-ins, and the choice among them."""
+"""Chooses the transport for a process group.
+
+This module also contains transports for one rank, for a second process group for reduce-scatters, for the order check,
+and for user-defined collectives.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,11 @@ from .process_group import ProcessGroupTransport
 def transport_for(
     group: Any, device: torch.device, check_order: bool = True, separate: bool | None = None
 ) -> Transport:
-    """Return a transport for a process group. A group of one rank sends nothing.
+    """Return a transport for a process group. For a group of one rank, the transport sends nothing.
 
-    `check_order`: ranks compare collectives before they issue them, unless the backend only simulates other ranks.
-    `separate`: reduce-scatters get their own process group; if None, only if that is faster.
+    If `check_order` is True and `order_of` supports the group, ranks compare collectives before issuing them. If
+    `separate` is True, reduce-scatters get their own process group. If `separate` is None, they get one only if a
+    separate group is faster.
     """
     if group.size() == 1:
         return SoloTransport()
@@ -45,12 +50,15 @@ def transport_for(
 
 
 def separate_is_faster(group: Any, device: torch.device) -> bool:
-    """Return True if reduce-scatters of `group` have their own process group by default."""
+    """Return True if reduce-scatters of `group` get their own process group by default."""
     return group.size() > 1 and ProcessGroupTransport(group, device).separate_is_faster
 
 
 class SoloTransport(Transport):
-    """The transport of a group of one rank. It sends nothing, so that the engine needs no special case for one rank."""
+    """The transport of a group of one rank, which sends nothing.
+
+    With this class, the engine needs no special case for one rank.
+    """
 
     rank = 0
     world = 1
@@ -76,9 +84,9 @@ class SoloTransport(Transport):
 
 
 class SplitTransport(ProcessGroupTransport):
-    """Reduce-scatters use a second process group of the same ranks, so they do not queue behind all-gathers.
+    """Issues reduce-scatters in a second process group of the same ranks, so they do not queue behind all-gathers.
 
-    All ranks make the second group together, at the first reduce-scatter. A job that only evaluates never makes it.
+    All ranks create the second group together at the first reduce-scatter. A job that only evaluates never creates it.
     """
 
     def __init__(self, group: Any, device: torch.device, make_second_group: Callable[[], Any]):
@@ -92,10 +100,8 @@ class SplitTransport(ProcessGroupTransport):
 
 
 def _checked(name: str) -> Any:
-    """Return a method that compares the label between the ranks, and then calls method `name` of the base transport.
-
-    All collectives share this one function, without helpers, because it runs for every collective of a step.
-    """
+    """Return a method that compares its label with other ranks and then calls method `name` of the base transport."""
+    # All collectives share this one function without helpers, because every collective of a step calls it.
     is_reduce_scatter = name == "reduce_scatter"
 
     def issue(self: OrderCheckedTransport, *tensors: Any, label: Label | None = None, **options: Any) -> Work:
@@ -119,9 +125,9 @@ def _checked(name: str) -> Any:
 
 
 class OrderCheckedTransport(Transport):
-    """Compares labels between the ranks before another transport issues the collective.
+    """Wraps the transport `base`, and compares labels with other ranks before `base` issues a collective.
 
-    If ranks wait on the host, they stop waiting when another rank has an error.
+    If the backend waits on the host, this rank stops waiting when another rank has an error.
     """
 
     order: Order
@@ -129,6 +135,7 @@ class OrderCheckedTransport(Transport):
     def __init__(self, base: Transport, order: Order):
         self.rank, self.world, self.traits, self.pool = base.rank, base.world, base.traits, base.pool
         self._base, self.order, self._polls = base, order, order.waits_on_host
+        self.divides = base.divides
 
     all_gather = _checked("all_gather")
     reduce_scatter = _checked("reduce_scatter")
@@ -144,7 +151,7 @@ class OrderCheckedTransport(Transport):
 
 
 class PluginTransport(Transport):
-    """Replaces the all-gather, the reduce-scatter, or both, of another transport by a user's."""
+    """Replaces the all-gather, the reduce-scatter, or both, of another transport with user-defined collectives."""
 
     def __init__(self, base: Transport, group: Any, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None):
         self.rank, self.world, self.traits = base.rank, base.world, base.traits
@@ -203,5 +210,5 @@ class PluginTransport(Transport):
 
 
 def _copy(output: torch.Tensor, result: torch.Tensor, *kept: torch.Tensor) -> None:
-    """Copy the result of a user's collective to `output`. `kept`: tensors that the collective may read until then."""
+    # A user's collective may read the tensors in `kept` until this call.
     output.copy_(result)

@@ -1,1 +1,1 @@
-"""The check that all ranks issue the same collectives in the same order."""
+"""Checks that all ranks issue the same collectives in the same order."""

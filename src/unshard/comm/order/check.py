@@ -1,8 +1,8 @@
-"""Detects that ranks issue different collectives, before one is issued that would hang, crash or mix up numbers.
+"""Detects when ranks issue different collectives, before a collective can hang, crash or mix up values.
 
-All ranks of a process group must issue the same collectives in the same order. Most steps issue what the step before
-issued, so each rank can predict its next collective by itself, and the ranks exchange nothing. If the prediction is
-wrong, they compare the collective over the job's store before they issue it.
+All ranks of a process group must issue the same collectives in the same order. Most steps repeat the collectives of the
+previous step, so each rank can predict its next collective. If the prediction is right, the rank exchanges nothing. If
+the prediction is wrong, the rank compares its collective with the other ranks over the job's store before issuing it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .peers import RECENT, STEP, Peers, announcer_of_job, named
 from .sequence import OrderStore, Progress, shown
 
 POLL_SECONDS = 5.0  # how long a rank waits before it looks for errors of other ranks
-PEER_SECONDS: float | None = None  # how long to wait for absent ranks; None: half the process group's timeout
+PEER_SECONDS: float | None = None  # how long to wait for absent ranks; None means half the process group's timeout
 WARN_SECONDS = 30.0  # how long to wait before a warning says where the others are; at most PEER_SECONDS
 CHECKS_PER_LABEL = 32  # how often a label may be compared, on average ...
 EXTRA_CHECK_EVERY = 1000  # ... plus one comparison per this many collectives
@@ -36,7 +36,7 @@ _orders: weakref.WeakKeyDictionary[Any, dict[str, Order]] = weakref.WeakKeyDicti
 
 
 class Label:
-    """Names a collective that is issued repeatedly: one object per param group and purpose, made once.
+    """Identifies a collective that is issued repeatedly. A param group has one label per purpose, created once.
 
     The ranks compare labels to find out whether they issue the same collective.
     """
@@ -45,12 +45,17 @@ class Label:
 
     def __init__(self, describe: Callable[[], str], unit: int = 0) -> None:
         self.describe = describe  # completes "rank 0 wants to ...", for errors
-        self.unit = unit  # number of the unit in its process group, by creation: names of units are not unique
-        self.number = -1  # assigned at the first use, when all ranks agree on it, whatever else they have made
+        self.unit = unit  # number of the unit in its process group, in order of creation: unit names are not unique
+        # Assigned at the first use, because ranks agree on the labels that they use, but may create different ones.
+        self.number = -1
 
 
 def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
-    """Return the order of a process group's collectives; None if the group has no real peers, or no store."""
+    """Return the `Order` of a process group. The first call creates the `Order`.
+
+    Return None if collectives cannot be compared: if the group has only one rank, uses MPI (which has no store) or
+    PyTorch's fake backend, or is written in Python.
+    """
     in_python = type(group) is not dist.ProcessGroup  # its own class, without real backends
     if backend in ("fake", "mpi") or in_python or group.size() == 1:
         return None
@@ -68,7 +73,7 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
 
 
 def known_orders(groups: Iterable[Any]) -> list[Order]:
-    """Return the orders of `groups`. A group that no unit is sharded over has no order."""
+    """Return the orders that exist for `groups`. A group has an order only if a unit is sharded over it."""
     real = {group for group in groups if type(group) is dist.ProcessGroup}
     return [order for group in real for order in _orders.get(group, {}).values()]
 
@@ -78,13 +83,16 @@ def _all_orders() -> list[Order]:
 
 
 def largest_order() -> Order | None:
-    """Return the order of the process group with the most ranks, among the groups of the current job."""
+    """Return the order of the current job's largest process group, or None if the job has no orders."""
     orders = [order for order in _all_orders() if order.in_job]
     return max(orders, key=lambda order: len(order.ranks), default=None)
 
 
 def explained(error: RuntimeError) -> str:
-    """Return why a collective of this rank failed, if another rank is the cause; otherwise an empty string."""
+    """Return a text that says how another rank caused a collective of this rank to fail with `error`.
+
+    Return an empty string if no other rank seems to be the cause.
+    """
     if order := largest_order():
         try:
             order.raise_failed(error, None)
@@ -96,12 +104,12 @@ def explained(error: RuntimeError) -> str:
 
 
 class Order:
-    """The sequence of collectives of one process group, as this rank sees it.
+    """The sequence of collectives that this rank issues in one process group.
 
-    Whether a collective is compared depends only on the sequence before it, so ranks that have agreed so far also agree
-    on that. While labels are new, every collective is compared, and each rank knows that the others compare as well.
-    Later, only unexpected collectives are compared. Other ranks may have expected theirs and compare nothing, so a rank
-    that compares waits until all have joined.
+    A rank decides from this sequence alone whether to compare its next collective, so ranks with equal sequences make
+    the same decision. While labels are new, all ranks compare every collective. Later, a rank compares only collectives
+    that it did not predict. Another rank may have predicted its own collective and may not compare it. So a rank that
+    compares a collective waits until all ranks have joined the comparison.
     """
 
     def __init__(self, store: OrderStore, peers: Peers, progress: Progress, waits_on_host: bool, peer_seconds: float):
@@ -120,14 +128,15 @@ class Order:
         self._failure = ""
 
     def next_unit_number(self) -> int:
-        """Return the number of the next unit on this process group. All ranks make units in the same order."""
+        """Return a new unit number. Ranks that create the same units in the same order assign the same numbers."""
         self._units += 1
         return self._units
 
     def check(self, label: Label, meet: bool = False) -> None:
-        """Raise if another rank issues a different collective. Call this before issuing the collective of `label`.
+        """Add a collective to the sequence, and compare it with other ranks if this rank did not predict it.
 
-        `meet`: if the label is new, wait until all ranks have joined.
+        Call this before issuing the collective of `label`. This method raises `OrderError` if another rank issues a
+        different collective. If `meet` is True and the label is new, also wait until all ranks have joined.
         """
         if self.error:
             raise OrderError(self.error)
@@ -142,27 +151,30 @@ class Order:
         self._check_unexpected(label, meet)
 
     def compare_step(self) -> None:
-        """Compare an optimizer step like a collective. Call this before a step of parameters of this process group.
+        """Add an optimizer step to the sequence, and compare it like a collective.
 
-        Consecutive steps count as one, because ranks may divide their parameters among different numbers of optimizers.
+        Call this before an optimizer steps parameters of this process group. Consecutive steps count as one, because
+        ranks may divide their parameters among different numbers of optimizers.
         """
         number = self._step.number
         if number < 0 or self._predictor.latest != number:
             self.check(self._step)
 
     def compare_call(self, what: str) -> Label:
-        """Compare `what`, which all ranks do together outside of forward and backward, like a collective.
+        """Add a call to the sequence, and compare it like a collective.
 
-        `what` must be one of a few constants: after a new text, the ranks compare every collective of an iteration.
+        Use this for calls that all ranks make together outside of forward and backward. `what` describes the call
+        and must be one of a few constants: after a new text, the ranks compare every collective of an iteration.
         """
         label = self._calls.setdefault(what, Label(lambda: what))
         self.check(label)
         return label
 
     def meet(self, what: str) -> Label:
-        """Like `compare_call`, but wait until all ranks have joined, at most as long as a collective would wait.
+        """Call `compare_call`, and wait until all ranks have joined.
 
-        For rare calls whose collectives do not look for errors of other ranks.
+        The wait has the same time limit as a collective. Use this method for rare calls if this rank does not look for
+        errors of other ranks while it waits for the collectives of the call.
         """
         self._patience = 2
         try:
@@ -177,7 +189,7 @@ class Order:
 
     @contextmanager
     def noting(self) -> Iterator[list[Label]]:
-        """Inside this context, collect labels instead of comparing them."""
+        """Collect labels in a list instead of comparing them. The context manager yields this list."""
         noted: list[Label] = []
 
         def reraise(error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
@@ -186,8 +198,8 @@ class Order:
         # Attributes of the object hide the methods. With a flag, every collective of a step would have to read it.
         self.check = lambda label, meet=False: noted.append(label)  # type: ignore[method-assign]
         self.compare_step = lambda: noted.append(self._step)  # type: ignore[method-assign]
-        # Other ranks need not hear of failures of collectives that never run.
-        self.raised = lambda text: True  # type: ignore[method-assign]
+        # Other ranks do not need to know about failures of collectives that never run.
+        self.raised = lambda text, left=False: True  # type: ignore[method-assign]
         self.raise_failed = reraise  # type: ignore[method-assign]
         try:
             yield noted
@@ -196,7 +208,7 @@ class Order:
 
     @property
     def in_job(self) -> bool:
-        """False if this process has left the job that the process group belongs to."""
+        """True until this process leaves the job that the process group belongs to."""
         return not self._peers.announcer.has_left()
 
     def _check_unexpected(self, label: Label, meet: bool) -> None:
@@ -222,7 +234,6 @@ class Order:
             self._wait_for_all(position, texts[number])
 
     def _compare(self, position: int) -> None:
-        """Raise if this rank's collective at `position` differs from that of the rank that published first."""
         mine = self._texts[dict(self._predictor.last(RECENT))[position]]
         rank, theirs = self._store.publish(position, mine)
         self._published = max(self._published, position + 1)
@@ -234,7 +245,6 @@ class Order:
             )
 
     def _wait_for_all(self, position: int, text: str) -> None:
-        """Wait until all ranks have joined at the same position, or one of them is gone."""
         store, began, has_name = self._store, time.monotonic(), False
         next_look, counts = POLL_SECONDS, dict[int, int]()
         self._met, limit = position, self._patience * self._peer_seconds
@@ -256,25 +266,31 @@ class Order:
                 has_name = True
                 store.add_name(position)
                 _log.warning("rank %d waits for other ranks to %s as well", store.rank, shown(text))
+                # Another rank may wait at an earlier position, where this rank expected its collective and published
+                # nothing. Without this comparison, both ranks would wait until their timeouts.
+                for earlier, number in self._predictor.last(RECENT):
+                    if number in self._texts:
+                        self._compare(earlier)
             if waited > POLL_SECONDS and (error := store.error_elsewhere()):
                 self._publish_error(error)
             if waited > next_look and self.waits_on_host:
                 next_look, before = waited + 3 * self._peers.announcer.interval, counts
                 others = self._peers.others()
                 if any(each.ended or before.get(each.rank) == each.count for each in others):
-                    return  # a rank seems gone: then the collective fails at once, else it waits for the rank
+                    return  # a rank seems gone: the collective fails at once if the rank is gone, else it waits
                 counts = {each.rank: each.count for each in others}
-            time.sleep(min(0.25, waited / 4))  # in proportion: loses little time and does not flood the store
+            time.sleep(min(0.25, waited / 4))  # grows with the wait, to lose little time and not to flood the store
         if has_name:
             store.remove_name(position)
 
     # -- errors while a rank waits --------------------------------------------------------------------------
 
     def compare_recent(self) -> None:
-        """Raise if another rank has an error, gave up, or issued other collectives. Call this during a long wait.
+        """Look for errors and differences on other ranks. Call this repeatedly during a long wait.
 
-        Also compare recent collectives that were expected. Otherwise two ranks that each issue what they expect would
-        not notice that they differ.
+        Raise an error if another rank has published an error, has stopped waiting, or has issued different collectives.
+        This method also compares recent collectives that this rank predicted. Without this comparison, two ranks that
+        issue different collectives would not notice the difference if each rank predicted its own collectives.
         """
         self._raise_published_error()
         if error := self._store.error_elsewhere():
@@ -285,17 +301,21 @@ class Order:
         if self._peers.any_gave_up():
             self.raise_failed(RuntimeError("Another rank has stopped waiting."), None)
 
-    def raised(self, text: str) -> bool:
-        """Announce to the other ranks that an exception leaves forward or backward of this rank. Return True."""
+    def raised(self, text: str, left: bool = False) -> bool:
+        """Announce to the other ranks that an exception has left forward or backward on this rank.
+
+        Always return True, because collectives are compared. For `left`, see `Transport.raised`.
+        """
         if not self._peers.failed:  # otherwise the others have better information already
             with suppress(RuntimeError):  # the store may be gone
-                self._peers.announcer.raised(text)
+                self._peers.announcer.raised(text, left=left)
         return True
 
     def raise_failed(self, error: RuntimeError, label: Label | None, patient: bool = True) -> NoReturn:
-        """Raise an error that names the ranks that a failed collective waited for, or `error` if there are none.
+        """Raise an error that names the ranks that a failed collective waited for, or `error` if no ranks are found.
 
-        `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
+        If `patient` is True, this method first waits to find out which ranks are alive. Pass False if other ranks
+        cannot have caused the failure.
         """
         known = self.error
         with suppress(RuntimeError):  # the store may be gone as well
@@ -318,10 +338,10 @@ class Order:
         self._raise(self._store.publish_error(error))
 
     def _raise(self, error: str) -> NoReturn:
-        """Raise `error`, but first give all ranks time to read it, because the store may end with this process."""
         self.error, self._peers.failed = error, True
         with suppress(RuntimeError):
             self._store.acknowledge(error)
+            # Give all ranks time to read the error, because the store may end with this process.
             limit = time.monotonic() + 2 * POLL_SECONDS
             while not self._store.acknowledged_by_all() and time.monotonic() < limit:
                 time.sleep(0.02)
@@ -333,16 +353,20 @@ Recorded = list[tuple[Order, list[Label]]]
 
 @contextmanager
 def recorded_collectives() -> Iterator[Recorded]:
-    """Inside this context, collect the labels of collectives, by process group, instead of comparing them.
+    """Collect labels instead of comparing them. The context manager yields each `Order` with its list of labels.
 
-    A rank that compared collectives while it records a step, and then failed midway, would stay behind the others.
+    A captured step uses this context manager while it records. If a rank compared collectives during the recording and
+    then failed midway, its sequence would be shorter than the sequences of the other ranks.
     """
     with ExitStack() as stack:
         yield [(order, stack.enter_context(order.noting())) for order in _all_orders()]
 
 
 def check_replay(collectives: Recorded) -> None:
-    """Raise if another rank issues other collectives. Call this before a replay, which issues `collectives` again."""
+    """Compare the recorded `collectives` with other ranks. Call this before a replay, which issues them again.
+
+    Raise an error if another rank issues different collectives.
+    """
     for order, labels in collectives:
         for label in labels:
             order.check(label)

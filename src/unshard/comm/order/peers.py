@@ -1,7 +1,8 @@
-"""Tells the other ranks where this one is, outside of collectives, and finds the ranks that a collective waits for.
+"""Tells the other ranks what this rank is doing, and finds the ranks that a collective waits for.
 
-A thread of each process writes one key to the job's store every few seconds. After an exception, and at the end of the
-program, the key is written at once. Steps neither write nor read keys. A rank whose wait fails reads the others' keys.
+A thread in each process writes one key to the job's store every few seconds. The process also writes this key
+immediately after an exception and at the end of the program. A rank whose wait fails reads the keys of the other ranks.
+Training steps neither write nor read keys. No collectives are needed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from ...torch_private import job_store, line_of_program
 from .sequence import OrderStore, Progress
 
 RECENT = 16  # a rank can be this many collectives ahead of another rank that waits
-_RANKS_PER_SECOND = 100  # ranks that write their keys per second, in a large job
+_RANKS_PER_SECOND = 100  # in a large job, at most this many ranks write their keys per second
 
 STEP = "step its optimizer"
 
 REMEDY = (
     "Every rank must run the same forwards and backwards in the same order, and clip, step and save between the same "
     "ones. Look for branches, loops and losses that depend on the rank or its data, for different numbers of "
-    "micro-batches, and for exceptions that only one rank catches. If a rank has no data for a unit, run the unit "
-    "there on a dummy input (one that requires a gradient if the real one does) and add `0 * output.sum()` to the "
-    "loss; or leave the module in a larger unit that every rank runs, and call set_reduce_scatter_unused_params(True) "
-    "on that unit. The process group is no longer usable: end the job."
+    "micro-batches, and for exceptions that only one rank catches. If ranks have different work, put it into "
+    "`with unshard.step(model)`. Or run a unit without data on a dummy input (one that requires a gradient if the real "
+    "one does) and add `0 * output.sum()` to the loss; or leave the module in a larger unit that every rank runs, and "
+    "call set_reduce_scatter_unused_params(True) on that unit. The process group is no longer usable: end the job."
 )
 RAISED_REMEDY = (
     "Training can continue after an exception only if all ranks raise one at the same point. Otherwise some ranks have "
@@ -58,24 +59,29 @@ _jobs: weakref.WeakKeyDictionary[Any, Announcer] = weakref.WeakKeyDictionary()  
 
 @dataclass
 class Announcement:
-    """One rank's report about itself. Counts and positions are those of the process group of the reader."""
+    """One rank's report about itself. `issued`, `last`, `since` and `raised_after` refer to one process group."""
 
     rank: int
     written: float = 0.0
-    """Time of writing, by the clock of the rank. The rank writes every `Announcer.interval` seconds while it lives."""
+    """When the rank wrote this report, by its own clock. A live rank writes one every `Announcer.interval` seconds."""
     count: int = 0
     issued: int = -1
-    """Collectives issued in the process group, including the one about to be issued; -1: nothing is sharded over it."""
+    """How many collectives the rank has announced in the process group, including the one that it is about to issue.
+
+    The value is -1 if the rank has not sharded any module over the process group.
+    """
     last: str = ""
     since: float = 0.0
     place: str = ""
-    """The line of the program that the main thread is at, or was at before the rank ended."""
+    """The line of the user's program that the main thread is running, or was running before the rank ended."""
     raised: str = ""
     raised_after: int = -1
-    """The value of `issued` when the last exception left forward or backward."""
+    """The value of `issued` when the latest exception left forward or backward."""
     raised_at: float = 0.0
     waited_for: list[int] = field(default_factory=list)
-    """The ranks that did not take part in a collective, if that caused the exception."""
+    """The ranks that did not join a collective, if their absence caused the exception."""
+    left: bool = False
+    """True if the exception left a block (such as `unshard.step`) and other ranks wait for the end of that block."""
     ended: str = ""
 
 
@@ -92,23 +98,26 @@ def _parsed(rank: int, value: bytes, group: str) -> Announcement:
 
 
 def announcer_of_job(interval: float) -> Announcer:
-    """Return the announcer of this job, made at the first call. `interval`: seconds between two announcements."""
+    """Return the announcer of this job. The first call creates it, with `interval` seconds between announcements."""
     group = dist.group.WORLD
     if group not in _jobs:
         job = dist.PrefixStore("unshard", job_store())
-        # A program may leave the job and join again, over a store that still has the keys of the first time.
+        # A program may leave the job and join again. The store then still contains the keys of the first time.
         joins = job.add(f"joins of {dist.get_rank()}", 1)
         _jobs[group] = Announcer(dist.PrefixStore(f"{joins}", job), group, dist.get_rank(), interval)
     return _jobs[group]
 
 
 def keys_of_job() -> Any:
-    """Return the part of the job's store with our keys. Call this only if the order of collectives is checked."""
+    """Return the part of the job's store that contains the keys of this library.
+
+    Call this only if this rank compares collectives with other ranks. Otherwise, this part does not exist.
+    """
     return _jobs[dist.group.WORLD].job
 
 
 class Announcer:
-    """Writes what this rank is doing to the job's store. There is one per job, that is, per default process group."""
+    """Writes to the job's store what this rank is doing. There is one announcer per default process group."""
 
     def __init__(self, job: Any, group: Any, rank: int, interval: float):
         self.interval = max(interval, group.size() / _RANKS_PER_SECOND)
@@ -125,7 +134,10 @@ class Announcer:
         self._thread.start()
 
     def add(self, peers: Peers) -> None:
-        """Announce a process group at once, so that a rank that is killed soon does not look as if it never sharded."""
+        """Start announcing the process group of `peers`, and announce it once immediately.
+
+        If this rank is killed before it announces the group, it looks as if it had never sharded a module over it.
+        """
         with self._lock:
             self._peers.add(peers)
         self._wake.set()
@@ -150,13 +162,17 @@ class Announcer:
     def has_left(self) -> bool:
         """Return True if this process has left the job.
 
-        The thread must not hold the process group in a local variable while it waits: the group would outlive the job.
+        Only this method holds the default process group in a local variable. If `_run` held the group while it waits,
+        the group would outlive the job.
         """
         group = self._group()
         return group is None or group is not dist.group.WORLD
 
     def announce(self, ended: str = "") -> None:
-        """Write where this rank is. `ended`: how this rank ended, which makes this the last announcement."""
+        """Write to the store what this rank is doing.
+
+        If `ended` is not empty, it says how this rank ended, and this announcement is the last one.
+        """
         with self._lock:  # the main thread announces exceptions
             if self._stop.is_set():
                 return
@@ -169,27 +185,31 @@ class Announcer:
             place = line_of_program(threading.main_thread().ident or 0)
             self._place = place or self._place  # when the program ends, the main thread has already left its code
             record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
-            # A single request: if the store is gone, torch logs every failed one.
+            # One request for all facts, because torch logs every failed request if the store is gone.
             self.job.set(f"rank {self._rank}", json.dumps({**record, **self.last_raised}))
 
-    def raised(self, text: str, waited_for: Iterable[int] = ()) -> None:
-        """Announce an exception that leaves forward or backward of this rank."""
+    def raised(self, text: str, waited_for: Iterable[int] = (), left: bool = False) -> None:
+        """Announce that an exception has left forward or backward. For `waited_for` and `left`, see `Announcement`."""
         self.last_raised = {
             "raised": text,
             "raised_after": {peers.name: peers.progress.last_announced()[0] for peers in self._all_peers()},
             "raised_at": time.time(),
             "waited_for": list(waited_for),
+            "left": left,
         }
         self.announce()
 
     def end(self, how: str) -> None:
-        """Announce that this rank leaves the job."""
+        """Announce that this rank leaves the job. `how` is a text such as "has ended"."""
         if self._process == os.getpid():  # not in a forked child
             with suppress(RuntimeError):
                 self.announce(ended=how)
 
     def join(self) -> None:
-        """Wait for the thread after `end`. A thread inside the store aborts the process while Python shuts down."""
+        """Wait until the announcer's thread has ended. Call this after `end`.
+
+        If the thread were still using the store while Python shuts down, the process would abort.
+        """
         if self._process == os.getpid():
             self._thread.join(timeout=2)
 
@@ -200,7 +220,7 @@ def _register_at_exit() -> None:
 
 
 def announce_end() -> None:
-    """Announce the end of the program and, if there is one, the exception that ended it."""
+    """Announce that the program has ended. If an exception ended the program, name the exception."""
     how, error = "has ended", getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, (CollectiveError, OrderError)):  # these were announced when raised
         how += f" with {first_line_of(error)}"
@@ -210,7 +230,7 @@ def announce_end() -> None:
 
 
 def first_line_of(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Return the type of `error` and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")
 
@@ -219,34 +239,37 @@ def first_line_of(error: BaseException) -> str:
 
 
 class Peers:
-    """The ranks of one process group: tells them where this rank is, and finds out where they are."""
+    """Tells the other members of a process group what this rank is doing, and reads what they are doing."""
 
     def __init__(self, store: OrderStore, announcer: Announcer, progress: Progress, warn_seconds: float):
-        """`warn_seconds`: how long to wait for a rank before a warning says where that rank is."""
+        """`warn_seconds` is how long this rank waits for other ranks before it logs what they are doing."""
         self.name, self.ranks, self.announcer, self.progress = store.name, store.ranks, announcer, progress
         self.failed = False
-        """True if this rank has raised an error that names the others, so that no warning is needed any more."""
+        """True if this rank has raised an error about other ranks. This rank then logs no more warnings."""
         self._store, self._warn_seconds = store, warn_seconds
         self._next_look = 0.0
         self._position = -1, 0.0
         announcer.add(self)
 
     def position(self, now: float) -> tuple[int, str, float]:
-        """Return the number of announced collectives, the last one, and its time. Only the announcer calls this."""
+        """Return how many collectives this rank has announced, a description of the latest one, and a time.
+
+        The time is the `now` of the first call that returned the current count. Only the announcer calls this method.
+        """
         issued, text = self.progress.last_announced()
         if self._position[0] != issued:
             self._position = issued, now
         return issued, text, self._position[1]
 
     def own(self) -> Announcement:
-        """Return this rank's announcement as of now."""
+        """Return an announcement that describes this rank now."""
         issued, last = self.progress.last_announced()
         raised = dict(self.announcer.last_raised)
         after = raised.pop("raised_after", {}).get(self.name, -1)
         return Announcement(self._store.rank, issued=issued, last=last, raised_after=after, **raised)
 
     def others(self) -> list[Announcement]:
-        """Return the latest announcements of the other members."""
+        """Return the latest announcements of the other members of the process group."""
         job, others = self._store.job, [rank for rank in self.ranks if rank != self._store.rank]
         keys = [f"rank {rank}" for rank in others]
         if job.has_extended_api() and job.check(keys):
@@ -256,24 +279,25 @@ class Peers:
         return [_parsed(rank, value, self.name) for rank, value in zip(others, values, strict=True)]
 
     def doing(self, ranks: Collection[int]) -> list[str]:
-        """Return descriptions of what `ranks`, which are some of the other ranks, do."""
+        """Return one text for each other rank in `ranks`. The text says what that rank is doing."""
         mine, now = self.own(), time.time()
         return [described(each, mine, False, now) for each in self.others() if each.rank in ranks]
 
     def any_gave_up(self) -> bool:
-        """Return True if another rank has raised an error because it waited for ranks that did not join."""
+        """Return True if another rank has raised an error and will not join a collective that this rank waits for."""
         mine = self.own()
-        return any(each.waited_for and raised_alone(each, mine) for each in self.others())
+        return any((each.waited_for or each.left) and raised_alone(each, mine) for each in self.others())
 
     def cause(self) -> str:
-        """Return a text that says why the ranks may differ, and what to do."""
+        """Return a message that says why the ranks may differ and what the user should do."""
         raised = raised_lately([self.own(), *self.others()], time.time())
         return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
 
     def explain_failure(self, what: str, patient: bool) -> str:
-        """Return a text that names the ranks that the failed collective `what` waited for; empty if there are none.
+        """Return a message that names the ranks that the failed collective `what` waited for.
 
-        `patient`: other ranks may be the cause, so it is worth waiting to see which of them are alive.
+        Return an empty string if no such ranks are found. If `patient` is True, this method first waits to find out
+        which ranks are alive.
         """
         rank = self._store.rank
         begin = f"Rank {rank} wanted to {what}, and the backend failed."
@@ -295,11 +319,11 @@ class Peers:
         return f"{begin} In the process group of {named(self.ranks)}, {who}. {remedy}"
 
     def _find_absent(self, patient: bool) -> dict[int, str]:
-        """Return the ranks that a collective waited for, with descriptions. May wait to see which ranks are alive."""
         mine, interval = self.own(), self.announcer.interval
         limit = time.monotonic() + (1.5 * interval if patient else 0.0)
         others = self.others()
         first = {each.rank: each.count for each in others}
+        # A rank that announces something after the failure is alive.
         while True:
             fresh = {each.rank for each in others if each.count > first[each.rank]}
             known = any((each.ended or raised_alone(each, mine)) and not each.waited_for for each in others)
@@ -311,7 +335,7 @@ class Peers:
             others = self.others()
 
     def _wait_for_readers(self, absent: Collection[int]) -> None:
-        """Wait a little, so that ranks with the same failure can read why: this process may host the store."""
+        # Ranks with the same failure also read the cause from the store, which may end with this process.
         limit = time.monotonic() + 2 * self.announcer.interval
         while time.monotonic() < limit:
             others = [each for each in self.others() if each.rank not in absent]
@@ -320,9 +344,10 @@ class Peers:
             time.sleep(self.announcer.interval / 20)
 
     def warn_of_absent(self) -> None:
-        """Log which ranks this rank waits for. The announcer's thread calls this.
+        """Log a warning that says which ranks this rank is waiting for. Only the announcer's thread calls this method.
 
-        Log after `warn_seconds`, or earlier if one of the ranks can no longer join, and again when the wait doubles.
+        This method logs the first warning after `warn_seconds`, or earlier if one of these ranks can no longer join. It
+        logs the next warning each time the duration of the wait has doubled.
         """
         issued, since = self._position
         stalled = time.time() - since if issued == self.progress.last_announced()[0] else 0.0
@@ -347,18 +372,23 @@ class Peers:
 
 
 def raised_alone(each: Announcement, mine: Announcement) -> bool:
-    """Return True if a recent exception left a step of `each`, but none left this rank's step at the same point."""
+    """Return True if another rank has recently raised an exception, and this rank has not raised one at the same point.
+
+    `each` is the announcement of the other rank, and `mine` is the announcement of this rank. Only exceptions that
+    leave forward or backward count.
+    """
     return bool(each.raised) and each.raised_after >= mine.issued - RECENT and each.raised_after != mine.raised_after
 
 
 def absent_ranks(
     others: list[Announcement], mine: Announcement, fresh: set[int], silent: set[int], now: float
 ) -> dict[int, str]:
-    """Return the ranks that a collective of this rank waits for, with descriptions of what they do instead.
+    """Return the ranks that a failed collective of this rank waited for, each with a text about what it did instead.
 
-    `fresh`: ranks that announced something after the collective failed; only these are known to be behind.
-    `silent`: ranks that announced nothing for so long that their processes may have ended. A rank that only gave up
-    waiting for another one is named only if no other rank is.
+    `fresh` contains the ranks that have announced something after the collective failed. The announcements of all other
+    ranks are too old to tell whether these ranks are behind. `silent` contains the ranks that have announced nothing
+    for so long that their processes may have ended. Ranks that raised an error only because they had waited for others
+    are returned only if this function finds no other ranks.
     """
     causes: dict[int, str] = {}
     gave_up: dict[int, str] = {}
@@ -372,7 +402,10 @@ def absent_ranks(
 
 
 def raised_lately(announcements: list[Announcement], now: float) -> str:
-    """Return a text that names ranks with a recent exception; empty if all ranks raised one at the same point."""
+    """Return a message that names the ranks that have raised an exception recently.
+
+    Return an empty string if no rank has raised one, or if all ranks have raised an exception at the same point.
+    """
     position = max(each.issued for each in announcements)
     recent = [each for each in announcements if each.raised and each.raised_after >= position - RECENT]
     if len(recent) == len(announcements) and len({each.raised_after for each in recent}) == 1:
@@ -381,7 +414,10 @@ def raised_lately(announcements: list[Announcement], now: float) -> str:
 
 
 def described(each: Announcement, mine: Announcement, silent: bool, now: float) -> str:
-    """Return a text that says what another rank has announced about itself."""
+    """Return a message that says what another rank has announced about itself.
+
+    `silent` is True if the rank has announced nothing for so long that its process may have ended.
+    """
     facts = []
     if raised_alone(each, mine):
         facts.append(f"raised {each.raised}, {_ago(each.raised_at, now)}")

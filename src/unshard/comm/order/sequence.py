@@ -1,4 +1,4 @@
-"""The sequence of collectives of one process group: its prediction on this rank, and its keys in the job's store."""
+"""Predicts the next collective of a process group, and shares collectives with other ranks over the job's store."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from typing import Any
 import torch.distributed as dist
 
 MEMORY = 1 << 14  # keep at least this many numbers: several iterations of a large model
-CANDIDATES = 32  # earlier occurrences to compare; the one with the longest equal history wins
+CANDIDATES = 32  # how many earlier occurrences to compare
 
 
 class SequencePredictor:
-    """Predicts the next number: the one that followed the longest earlier run equal to the latest numbers.
+    """Predicts the next number of a sequence. Each number stands for a label.
 
-    This predicts a repeating sequence of any period without knowing where a period begins: steps, evaluations between
-    steps, several models in turn. Equal sequences give equal predictions.
+    The predictor finds the longest earlier run of numbers that equals the latest numbers, and predicts the number that
+    followed this run. So it can predict any repeating sequence without knowing where a period begins or how long a
+    period is. For example, a program may alternate between steps and evaluations, or between several models. Equal
+    sequences lead to equal predictions.
     """
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._memory = memory
         self._seen: list[int] = []
-        # Linked indices instead of a list per number, which would leave an object for every label of deleted models.
+        # Indices form linked lists. A list object per number would stay in memory for every label of deleted models.
         self._latest: dict[int, int] = {}
-        """Index of the latest occurrence of each number."""
+        """The index of the latest occurrence of each number."""
         self._before: list[int] = []
-        """For each index, the previous index of the same number, or -1."""
+        """Entry `i` is the index of the previous occurrence of the number at index `i`, or -1 if there is none."""
         self._dropped = 0
         self._next = -1  # index of an earlier occurrence of the expected number; -1 if no number is expected
         self.missed = -1
-        """The number that was expected at the latest miss."""
+        """The latest wrong prediction. It is -1 if no number was predicted for the latest unexpected number."""
 
     @property
     def position(self) -> int:
-        """Number of entries so far."""
+        """The length of the sequence so far."""
         return self._dropped + len(self._seen)
 
     def knows(self, number: int) -> bool:
         return number in self._latest
 
     def last(self, count: int) -> list[tuple[int, int]]:
-        """Positions and numbers of the latest `count` entries."""
+        """Return the latest `count` numbers as pairs of position and number, oldest first."""
         recent = self._seen[-count:]
         return list(enumerate(recent, self.position - len(recent)))
 
@@ -49,7 +51,7 @@ class SequencePredictor:
         return self._seen[-1] if self._seen else -1
 
     def step(self, number: int) -> bool:
-        """Add the next number; return True if it was expected."""
+        """Add the next number of the sequence. Return True if it was predicted."""
         seen, expected = self._seen, self._next
         matches = expected >= 0 and seen[expected] == number
         self._before.append(self._latest.get(number, -1))
@@ -65,7 +67,7 @@ class SequencePredictor:
         return matches
 
     def _most_similar(self) -> int:
-        """Find the earlier occurrence of the latest number with the longest equal history; return the next index."""
+        """Return the index after the longest earlier run that equals the latest numbers, or -1 if there is no run."""
         longest, best, index = 0, -1, self._before[-1]
         for _ in range(CANDIDATES):
             if index < 0:
@@ -77,8 +79,9 @@ class SequencePredictor:
         return best
 
     def _common(self, index: int) -> int:
-        """Count the numbers up to `index` that equal the latest ones. Compares slices: far faster than a loop."""
+        """Return the length of the longest run that ends at `index` and equals the latest numbers."""
         seen, here, now = self._seen, index + 1, len(self._seen)
+        # Comparing slices is far faster than a loop over numbers.
         low, high = 1, 2
         while high <= here and seen[here - high : here - low] == seen[now - high : now - low]:
             low, high = high, 2 * high
@@ -105,26 +108,29 @@ class SequencePredictor:
 
 
 class Progress:
-    """Collectives that this rank has announced in a process group. Another thread may read this object at any time."""
+    """Counts the collectives that this rank has announced in a process group.
+
+    Other threads may read this object at any time.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.predictor = SequencePredictor()
         self.texts: dict[int, str] = {}
-        """Number, unit and description of each label that was compared, by the label's number."""
+        """Maps each compared label's number to a text with the label's number, its unit number and its description."""
         self.next_unlabelled = ""
-        """Describes the next collective without a label."""
+        """A description of the next collective without a label."""
         self._unlabelled = 0
         self._last_unlabelled = 0, ""
 
     def count_unlabelled(self) -> None:
-        """Count a collective without a label, which is not compared. Call this before issuing the collective."""
+        """Count a collective that has no label and is not compared. Call this before issuing the collective."""
         self._unlabelled += 1
         self._last_unlabelled = self.predictor.position + self._unlabelled, self.next_unlabelled
         self.next_unlabelled = ""
 
     def last_announced(self) -> tuple[int, str]:
-        """Return the number of collectives that this rank has announced, and what the last of them does."""
+        """Return how many collectives this rank has announced, and a description of the latest one."""
         issued = self.predictor.position + self._unlabelled
         at, what = self._last_unlabelled
         if at == issued:
@@ -134,22 +140,23 @@ class Progress:
 
 
 def shown(text: str, other: str = "") -> str:
-    """Return the description in a label's text, with its number if `other` has the same description.
+    """Return the description in a label's `text`. Append the label's number if `other` has the same description.
 
-    Descriptions can be equal, because two models may have units of the same name.
+    Two models may have units of the same name, so different labels can have equal descriptions.
     """
     number, _, plain = text.partition(" ")
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
 
 
-# Keys this many positions back are deleted: collectives keep ranks from being that far apart.
+# Keys that are more than this many positions old are deleted. Collectives prevent ranks from being that far apart.
 KEPT = 1024
 
 
 class OrderStore:
-    """The keys of a process group in the job's store: what ranks issue at each position, and the error if they differ.
+    """Reads and writes the keys of one process group in the job's store.
 
-    `job`: the store with the keys of the whole job. `ranks`: the global ranks of the members.
+    For each compared position, a key says which collective the ranks issue. If the ranks differ, another key contains
+    the error. `job` is the store with the keys of the whole job. `ranks` are the global ranks of the members.
     """
 
     def __init__(self, job: Any, name: str, ranks: list[int], rank: int):
@@ -158,7 +165,10 @@ class OrderStore:
         self._own_positions: deque[int] = deque()
 
     def publish(self, position: int, text: str) -> tuple[int, str]:
-        """Write what this rank issues at `position`; return the rank that wrote first, and its text."""
+        """Write that this rank issues the collective `text` at `position`.
+
+        Return the rank that was the first to write at this position, and the text that it wrote.
+        """
         self._delete_old(position)
         first = self._store.compare_set(f"{position}", "", f"{self.rank} {text}").decode()
         rank, _, other = first.partition(" ")
@@ -173,7 +183,7 @@ class OrderStore:
                 self._store.delete_key(key)
 
     def join(self, position: int) -> bool:
-        """Write that this rank has come to `position`; return True if it is the last rank to come."""
+        """Write that this rank has joined at `position`. Return True if all other ranks have already joined."""
         if self._store.add(f"{position}/count", 1) < len(self.ranks):
             return False
         self._store.set(f"{position}/all", "")
@@ -183,7 +193,7 @@ class OrderStore:
         return self._store.check([f"{position}/all"])
 
     def add_name(self, position: int) -> None:
-        """Write this rank's name at `position`, so that `missing` can tell which ranks have not joined."""
+        """Write that this rank is at `position`. `missing` returns the ranks that have not written this."""
         self._store.set(f"{position}/{self.rank}", "")
 
     def remove_name(self, position: int) -> None:
@@ -193,7 +203,7 @@ class OrderStore:
         return [rank for rank in self.ranks if not self._store.check([f"{position}/{rank}"])]
 
     def publish_error(self, error: str) -> str:
-        """Publish an error to the members; return the error that was published first."""
+        """Publish an error to the members of the process group, unless one is published. Return the published error."""
         return self._store.compare_set("error", "", error).decode()
 
     def error(self) -> str:
@@ -201,7 +211,7 @@ class OrderStore:
         return self._store.get("error").decode() if self._store.check(["error"]) else ""
 
     def error_elsewhere(self) -> str:
-        """Return an error that a member raised in any process group, or an empty string."""
+        """Return an error that one of the members has raised in any process group, or an empty string."""
         for rank in self.ranks:
             if self.job.check([f"error of {rank}"]):
                 return self.job.get(f"error of {rank}").decode()

@@ -1,7 +1,7 @@
-"""Waiting for collectives that may never complete, because another rank does not issue them.
+"""Waits for collectives that may never complete because another rank does not issue them.
 
-`SharedCall` is for calls that all ranks make outside of forward and backward: clipping, gradient scaling, state dicts,
-checkpoints. The ranks compare such a call like a collective.
+`SharedCall` is for calls that all ranks make outside of forward and backward, such as clipping, gradient scaling, state
+dicts and checkpoints. The ranks compare such a call like a collective.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..interface import Works
 from .check import Label, Order, known_orders, largest_order
 from .peers import announce_end
 
-_SHORT_TIMEOUT = timedelta(seconds=0.2)  # once the order is broken: most collectives in flight have completed
+_SHORT_TIMEOUT = timedelta(seconds=0.2)  # after an `OrderError`, when most collectives in flight have completed
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective of the whole job, and look for errors of other ranks meanwhile."""
+    """Wait for a collective of the whole job. While waiting, look for errors of other ranks."""
     order = largest_order()
     if order is not None and order.waits_on_host:
         PollingWork(work, order, work, None).wait()
@@ -41,10 +41,11 @@ def wait_for(work: Any) -> None:
 
 
 class SharedCall:
-    """A call that all ranks make, over process groups that units may be sharded over. A context for its collectives.
+    """A call that all ranks make. Use it as a context manager around the collectives of the call.
 
-    `what` is a constant that completes "rank 0 wants to ...". `meet`: wait until all ranks have joined, which is needed
-    if `run` does not issue the collectives.
+    `what` is a constant that completes the sentence "rank 0 wants to ...". Units may be sharded over the process groups
+    in `groups`. If `meet` is True, the constructor waits until all ranks have joined. Pass `meet=True` if you issue the
+    collectives without `run`.
     """
 
     def __init__(self, what: str, groups: Iterable[Any], meet: bool = False):
@@ -56,12 +57,12 @@ class SharedCall:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        """If a collective of the backend failed, raise an error that names the ranks that did not take part."""
+        """If a collective failed in the backend, raise an error that names the ranks that did not join."""
         if self._orders and isinstance(error, RuntimeError) and not isinstance(error, UnshardError):
             self._orders[0].raise_failed(error, self._labels[0])
 
     def run(self, collective: Callable[[bool], Any]) -> None:
-        """Run `collective(async_op)` to its end, and look for errors of other ranks while this rank waits."""
+        """Call `collective(async_op)` and wait until it completes. While waiting, look for errors of other ranks."""
         with self:
             if self._orders and self._orders[0].waits_on_host:
                 PollingWork(collective(True), self._orders[0], collective, self._labels[0]).wait()
@@ -70,12 +71,12 @@ class SharedCall:
 
 
 class PollingWork:
-    """A collective of a backend that waits on the host. If `wait` takes long, it looks for errors of other ranks."""
+    """A collective in flight on a backend that waits on the host. A long `wait` looks for errors of other ranks."""
 
     __slots__ = ("_label", "_order", "_owner", "_work")
 
     def __init__(self, work: Any, order: Order, owner: object, label: Label | None):
-        """`owner`: an object that must stay alive as long as the collective, even if nobody waits any more."""
+        """`owner` stays alive while the collective runs, even if this rank has stopped waiting for the collective."""
         self._work, self._order, self._owner, self._label = work, order, owner, label
 
     def wait(self) -> None:
@@ -87,10 +88,10 @@ class PollingWork:
                 return
             except RuntimeError as error:
                 waited_for = work.works[0] if isinstance(work, Works) and work.works else work
-                if waited_for is ended:  # it had ended before this wait, so the error is its own and no timeout
+                if waited_for is ended:  # the work had ended before this wait, so the error is not a timeout
                     order.raise_failed(error, self._label)
                 if work.is_completed():
-                    ended = waited_for  # perhaps just after the timeout: the next wait tells
+                    ended = waited_for  # perhaps just after the timeout, so wait once more
                 else:
                     self._look_for_errors()
 
@@ -104,15 +105,16 @@ class PollingWork:
             leak(self._work, self._owner)
             raise
         except RuntimeError:
-            pass  # the store cannot be reached: nothing can be found out, and the backend has its own timeout
+            pass  # the store cannot be reached, so rely on the timeout of the backend
 
 
 def leak(*objects: object) -> None:
     """Never free `objects`, not even when the interpreter ends.
 
-    A collective that was given up may still run at any time, so its memory must stay. And a process group waits for
-    its collectives before it is destroyed, so `destroy_process_group` or the end of the program would hang (seen with
-    Gloo, torch 2.11 and 2.13). A list in a module is cleared when the program ends, hence a reference without an owner.
+    A collective may still run after `wait` has raised an error, so its memory must not be freed. Its process group must
+    not be freed either: freeing the group waits for the collective, so `destroy_process_group` or the end of the
+    program would hang. This was seen with Gloo (torch 2.11 and 2.13). Python clears module-level lists when the
+    program ends, so this function increments the reference count instead.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
 
@@ -125,7 +127,7 @@ _given_up: list[ThreadWaitedWork] = []  # a thread may be blocked in each of the
 
 
 def with_timeout(work: Any, order: Order) -> Any:
-    """Return a work whose `wait` has a timeout, for a backend that ignores timeouts. A thread waits for `work`."""
+    """Return a work that waits for `work` in a background thread, because the backend ignores timeouts."""
     if isinstance(work, Works):
         return Works([with_timeout(each, order) for each in work.works])
     if not isinstance(work, dist.Work):
@@ -151,13 +153,12 @@ def _give_up(work: Any) -> None:
 
 
 def _run(works: SimpleQueue[ThreadWaitedWork | None]) -> None:
-    """Wait for the works in the queue, one at a time, until None comes."""
+    # `_run_one` is a separate function, so no variable keeps a work alive during the wait for the next one.
     while _run_one(works):
         pass
 
 
 def _run_one(works: SimpleQueue[ThreadWaitedWork | None]) -> bool:
-    """Run the next work; return False if it is None. A separate function, so that no variable keeps the work alive."""
     work = works.get()
     if work is not None:
         work.run()
@@ -165,7 +166,10 @@ def _run_one(works: SimpleQueue[ThreadWaitedWork | None]) -> bool:
 
 
 class ThreadWaitedWork:
-    """A work whose wait has a timeout, because a thread waits for it. Gloo's own reduce-scatter ignores its timeout."""
+    """A work whose `wait` has a timeout, because a background thread waits for the collective.
+
+    This is needed for Gloo's own reduce-scatter, which ignores its timeout.
+    """
 
     __slots__ = ("_error", "_under_way", "_work")
 
@@ -176,7 +180,7 @@ class ThreadWaitedWork:
         self._under_way.acquire()
 
     def run(self) -> None:
-        """Wait for the collective. Called by the thread, which drops its reference to the work afterwards."""
+        """Wait for the collective and drop the reference to it. The background thread calls this method."""
         try:
             self._work.wait()
         except Exception as error:
@@ -193,7 +197,7 @@ class ThreadWaitedWork:
             raise self._error
 
     def give_up(self) -> None:
-        """Record that nobody waits for this work any more. The collective may block the thread forever."""
+        """Stop waiting for this work. The background thread may stay blocked in its collective forever."""
         if not self.is_completed():
             _given_up.append(self)
 
@@ -209,8 +213,8 @@ def _register_at_exit() -> None:
 def _exit_if_blocked() -> None:
     """End the program with exit code 1 if a thread is blocked in a collective.
 
-    If the other rank ends at the same moment, its connection closes and the thread returns from C++. While the
-    interpreter shuts down, Python ends such a thread by force, which aborts the process (SIGABRT).
+    If another rank ends at the same moment, its connection closes, and the blocked thread returns from C++. If Python
+    is then shutting down, it ends this thread by force, and the process aborts with SIGABRT.
     """
     if _given_up:
         announce_end()
