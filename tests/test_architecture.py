@@ -22,7 +22,7 @@ LAYERS = [
     "optim",
     "state",
     "fsdp2 fsdp1",
-    "tools composable captured_step checkpoint",
+    "tools composable captured_step checkpoint uneven",
     "dropin",
     "cli",
     "__main__",

@@ -1,4 +1,4 @@
-"""The examples go on where they stopped, also with another number of processes."""
+"""The examples train, and go on where they stopped, also with another number of processes."""
 
 from __future__ import annotations
 
@@ -110,3 +110,29 @@ def test_the_trainer_resumes_with_other_numbers_of_processes(tmp_path: Path) -> 
     for step, loss in [*second.items(), *third.items()]:
         assert float(loss) == pytest.approx(float(straight[step]), rel=1e-6), (killed_in, stopped_in, step)
     assert "nothing to do" in train("train_bytes.py", 1, *SMALL, f"--folder={folder}")[1]
+
+
+def test_ranks_with_uneven_work_train_together() -> None:
+    """Ranks have different numbers of micro-batches, some steps have none, and ranks skip the vision tower."""
+    printed, text = train("two_towers.py", 2)
+    assert list(printed) == list(range(1, 41)), text
+    tokens = [int(each) for each in re.findall(r"step .* tokens (\d+)", text)]
+    assert 0 in tokens and max(tokens) > 1000 and len(set(tokens)) > 30, text
+    found = [float(printed[step]) for step in printed]
+    assert sum(found[-5:]) < 0.3 * sum(found[:5]), text
+    evaluated = re.search(r"evaluation loss (\S+)", text)
+    assert evaluated and float(evaluated[1]) < 0.5 * found[0], text
+
+
+def test_the_program_of_the_page_about_uneven_steps(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "uneven_steps.md").read_text()
+    listing, output = re.findall(r"^```(?:python|text)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
+    path = tmp_path / "uneven.py"
+    path.write_text(listing)
+    found, text = train(str(path), 2)
+    expected = losses(output.splitlines())
+    assert list(found) == list(expected) == list(range(5)), text
+    for step, loss in expected.items():
+        assert float(found[step]) == pytest.approx(float(loss), abs=0.01), text
+    rest = r"tokens .*"
+    assert re.findall(rest, text) == re.findall(rest, output)

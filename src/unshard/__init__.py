@@ -1,4 +1,4 @@
-"""Train PyTorch models that do not fit one device: parameters, gradients and optimizer state are sharded over ranks."""
+"""Train models that do not fit on one device. Parameters, gradients and optimizer state are sharded over ranks."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

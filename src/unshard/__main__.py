@@ -1,4 +1,4 @@
-"""`python -m unshard` is the command `unshard`."""
+"""Runs the command `unshard` when Python is called as `python -m unshard`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public names of the package. `unshard/__init__.py` imports this module when a program first uses such a name."""
+"""The public names of the package. `unshard/__init__.py` imports this module on the first use of such a name."""
 
 from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture
@@ -15,6 +15,7 @@ from .fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_
 from .fsdp2.module import FSDPModule, GradientReductionHandle, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from .fsdp2.placements import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, OptimizerOffloadPolicy
+from .uneven import inference, step
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
@@ -48,9 +49,11 @@ __all__ = [
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "inference",
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "step",
     "sync_module_states",
     "tools",
     "wrap",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,9 @@ def python(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subproc
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=cwd)
     assert done.returncode == status, done.stderr
     return done
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

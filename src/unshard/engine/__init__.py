@@ -1,1 +1,1 @@
-"""Unshards units while they compute and reduces their gradients. Does not depend on any front-end."""
+"""The engine unshards units while they compute and reduces their gradients. It does not depend on any front-end."""

@@ -1,4 +1,7 @@
-"""Plans of all-gathers (which tensors are cast, sent and copied out), and slices, from which backward can gather."""
+"""Plans of all-gathers, and slices.
+
+An `AllGatherPlan` creates the tensors that an all-gather casts, sends and copies. Backward can gather from `Slices`.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,12 @@ from .states import Segments, sent_dtype
 
 
 class AllGatherPlan:
-    """Gathers a shard into the unsharded buffer. The constructor creates every tensor that a gather uses.
+    """Gathers a shard into the unsharded buffer. The constructor creates every tensor that an all-gather uses.
 
-    Large parameters are gathered straight into the unsharded buffer. Packed ones are gathered into `staging`, which is
-    freed as soon as they are copied out. If the dtype changes, the cast writes into this rank's piece of the output and
-    the all-gather runs in place, so no second copy of the shard exists.
+    Large parameters are gathered directly into the unsharded buffer. Packed parameters are gathered into the buffer
+    `staging`. This buffer is freed as soon as the parameters are copied to the unsharded buffer. If the compute dtype
+    differs from the stored dtype, the shard is cast directly into this rank's piece of the output. The all-gather then
+    runs in place.
     """
 
     def __init__(
@@ -43,7 +47,11 @@ class AllGatherPlan:
         extensions: Extensions | None = None,
         side_streams: bool = True,
     ):
-        """`extensions` are gathered with the shard. If `side_streams`, recorded steps may gather on side streams."""
+        """Create the tensors of the all-gather.
+
+        `extensions` are gathered together with the shard. If `side_streams` is False, recorded steps run the all-gather
+        on the compute stream.
+        """
         self._transport, self._shard, self.buffer = transport, shard, buffer
         traits, itemsizes = transport.traits, shard.segments.itemsizes("compute")
         packed = [region for region in shard.regions if region.packed]
@@ -54,7 +62,7 @@ class AllGatherPlan:
         self.cast_from: list[torch.Tensor] = []
         self.cast_to: list[torch.Tensor] = []
         self.members = [region.members for region in shard.regions]
-        """The indices of the parameters in each input."""
+        """For each input, the indices of the parameters in it."""
         # An offloaded shard is uploaded into this rank's piece of the output. Some transports read only that piece.
         in_place = upload is not None or traits.in_place_only
         buffer.take()
@@ -71,23 +79,26 @@ class AllGatherPlan:
         self._packed = list(zip(packed, staged.ranges, strict=True))
         self.copies = [self._copy_out(region, at) for region, at in self._packed]
         self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
-        """True if the unsharded buffer gets memory only in `copy_out`. Always False on the host: a backward that reads
-        the buffer too early can be refused later, but reading an empty storage would crash the process at once."""
+        """True if the unsharded buffer is allocated only in `copy_out`.
+
+        This is always False on the CPU, where a backward that reads an unallocated buffer would crash the process
+        before the engine could raise an error.
+        """
         self._copies_without_tables: list[Callable[[], object]] | None = None
         self._copied_out = False
-        """True if a side stream already copies the packed parameters out."""
+        """True if a side stream is already copying the packed parameters out."""
         any_stream = traits.gathers_on_any_stream and extensions is None  # the code of extensions allocates memory
         self._streams = gather_streams(buffer.device) if side_streams and any_stream and self.outputs else None
-        """The streams on which recorded steps cast, gather and copy out; None for the compute stream."""
+        """The streams on which recorded steps cast, gather and copy out, or None to use the compute stream."""
         self._upload, self._upload_issues, self._extensions = upload, any_stream, extensions
         self._special = upload is not None or extensions is not None or not self.outputs
-        """True if an upload or a gather protocol precedes the collective, or if there is nothing to gather."""
+        """True if the all-gather needs an upload or a gather protocol first, or if there is nothing to gather."""
         self._uploaded = [] if upload is None else upload.views(self.cast_from)
         self.staging.release()
         buffer.release()
 
     def start(self, label: Label) -> Work:
-        """Fill the inputs and issue the all-gather. Until `copy_out`, nobody may touch the buffers."""
+        """Fill the inputs and issue the all-gather. Nothing may use the buffers until `copy_out` has been called."""
         # Memory is taken on the compute stream, which also frees it. Side streams wait for the compute stream before
         # they write, because the compute stream may still read earlier contents of the memory.
         if not self._takes_late:
@@ -101,7 +112,7 @@ class AllGatherPlan:
         return self._transport.all_gather(self.outputs, self.inputs, label=label)
 
     def _start_special(self, label: Label) -> Work:
-        """`start` for offloaded shards, gather protocols, recorded steps, and units with nothing to gather."""
+        """Run `start` for offloaded shards, gather protocols, recorded steps, and units with nothing to gather."""
         sender = self._extensions or (self._transport if self.outputs else None)
         issue = Done if sender is None else partial(sender.all_gather, self.outputs, self.inputs, label=label)
         if self._upload is not None:
@@ -115,7 +126,7 @@ class AllGatherPlan:
         return issue()
 
     def _start_recorded(self, gather: SideStream, copy_out: SideStream, issue: Callable[[], Work]) -> Work:
-        """Cast, gather and copy out on side streams, so that a replay does this while the compute stream computes."""
+        """Cast, gather and copy out on side streams, so that replays overlap this work with the compute stream."""
         if self.copies:
             self.buffer.take()  # here, on the compute stream: the copy-out stream only writes
 
@@ -137,7 +148,10 @@ class AllGatherPlan:
         return IssuedOnSideStream(gather, cast_and_issue)
 
     def copy_out(self) -> None:
-        """Copy packed parameters to the unsharded buffer and free `staging`. Call this after waiting for the gather."""
+        """Copy packed parameters to the unsharded buffer and free `staging`.
+
+        Call this method after waiting for the all-gather.
+        """
         if not self._copied_out:
             self.buffer.take()
             for copy in self._recorded_copies() if side_stream.recording else self.copies:
@@ -145,31 +159,39 @@ class AllGatherPlan:
         self.forget()
 
     def forget(self) -> None:
-        """Free the staging memory once parameters are copied out, or if the all-gather failed or was only recorded."""
+        """Free the staging memory.
+
+        Call this method after packed parameters are copied out, or after an all-gather that failed or was only
+        recorded.
+        """
         self._copied_out = False
         self.staging.release()
 
     def _recorded_copies(self) -> list[Callable[[], object]]:
-        """Return the copies that recorded steps use. They avoid `split_with_sizes_copy`, whose kernel reads addresses
-        from host memory: by the time of a replay, that memory may hold something else."""
+        # Recorded steps avoid `split_with_sizes_copy`, because its kernel reads addresses from host memory. By the time
+        # of a replay, that memory may contain something else.
         if self._copies_without_tables is None:
             self._copies_without_tables = [self._copy_out_pieces(region, at) for region, at in self._packed]
         return self._copies_without_tables
 
     def upload_early(self) -> None:
-        """Start to copy an offloaded shard to the device ahead of the next all-gather."""
+        """Start to copy an offloaded shard to the device before the next all-gather is issued."""
         if self._upload is not None:
             self._upload.start_early()
 
     def forget_upload(self) -> None:
-        """Discard the copy that `upload_early` made. Call this when the shard has changed."""
+        """Discard the copy that `upload_early` made. Call this method when the shard has changed."""
         if self._upload is not None:
             self._upload.forget()
 
     # -- construction ---------------------------------------------------------------------------------------
 
     def _add(self, number: int, region: Region, buffer: Buffer, at: RegionRange, in_place: bool) -> None:
-        """Add the input and output of a region, and casts to this rank's piece if the input is not the shard itself."""
+        """Add the input and output of a region.
+
+        The input is part of the shard, or this rank's piece of the output. If it is the piece of the output, this
+        method also adds the casts that copy from the shard into that piece.
+        """
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         carrier = self._transport.carrier(_common_dtype(kind.compute for kind in kinds))
         self.outputs.append(buffer.tensor(carrier, at.offset, (at.piece * at.copies // carrier.itemsize,)))
@@ -186,7 +208,6 @@ class AllGatherPlan:
                 self.cast_from.append(source)
 
     def _copy_out(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Return the function that copies a packed region's columns to their parameters."""
         ends = [
             start + run.numel * self._shard.segments.kinds[run.segment].compute.itemsize
             for run, start in zip(region.runs, at.runs, strict=True)
@@ -202,7 +223,7 @@ class AllGatherPlan:
         return sharding
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Return a function that copies piece by piece, as needed for gaps and for shards along a dim other than 0."""
+        """Return a function that copies one piece at a time. Gaps and shards along dims other than 0 require this."""
         sources, targets = [], []
         for run, start in zip(region.runs, at.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
@@ -221,7 +242,7 @@ class AllGatherPlan:
         return partial(foreach_copy, targets, sources)
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Return a function that copies all columns in one call, as bytes if the region has several dtypes."""
+        """Return a function that copies a whole region in one call. Mixed dtypes are copied as bytes."""
         kinds = [self._shard.segments.kinds[run.segment] for run in region.runs]
         dtype = _common_dtype(kind.compute for kind in kinds)
         sizes, targets = [], []
@@ -242,16 +263,20 @@ def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Slicing:
-    """The smaller process group that keeps slices: its transport, and the mesh (copies, slices) of the DTensors."""
+    """The transport of the ranks that together keep all slices of a unit, and the mesh of the slices' DTensors.
+
+    The mesh has two dimensions: the copies of the unit, and the slices of each copy.
+    """
 
     transport: Transport
     mesh: DeviceMesh
 
 
 class Slices:
-    """Keeps 1/k of the unsharded parameters on each of k ranks after forward; backward gathers from these slices.
+    """Keeps 1/k of the unsharded parameters on each of k ranks after forward. Backward gathers from these slices.
 
-    Modules hold the slices as DTensors. Programs may read but not write them: the next forward gathers from the shard.
+    Modules hold the slices as DTensors. Programs may read the slices but must not write them, because the next forward
+    gathers from the shard.
     """
 
     def __init__(self, params: Sequence[ManagedParam], shard: ShardLayout, buffer: UnshardedBuffer, slicing: Slicing):

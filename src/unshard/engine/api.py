@@ -1,4 +1,4 @@
-"""The engine's surface: all names that other folders may import from it. Other names may change at any time."""
+"""The names of the engine that other packages may import. All other names of the engine may change at any time."""
 
 from . import observer
 from .all_gather import Slicing
@@ -26,6 +26,8 @@ from .params.param import (
 )
 from .params.sharded import ShardedParams
 from .root import Root
+from .rounds import is_trained
+from .scope import Scope, refuse_in_scope
 from .shard_lookup import (
     GradRange,
     Scalable,
@@ -46,4 +48,5 @@ from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlist
 from .sharing import lend, refuse_different_units, share, users_of
 from .side_stream import CopyStreams, StreamEvent, recording_step
 from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
+from .uneven_step import StepPlan, UnevenStep, all_gathered
 from .unit import Unit

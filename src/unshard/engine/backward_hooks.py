@@ -1,6 +1,7 @@
-"""Hooks that autograd calls: when the backward of a unit begins and ends, and at the end of the whole backward.
+"""Hooks that autograd calls during backward.
 
-The backward of a unit begins when a gradient reaches an output, and ends when the gradients of all inputs are computed.
+The backward of a unit begins when a gradient reaches an output of the unit. It ends when the gradients of all inputs of
+the unit are computed. `BackwardEnd` is called at the end of the whole backward.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _watched = WeakTensorKeyDictionary()  # unsharded parameters that have the hook
 def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Hook) -> tuple[Any, Any]:
     """Return the inputs for forward, with hooks that call `done` when the gradients of all inputs are computed.
 
-    Forward gets an alias of each input. The graph node of the alias sees only this unit's share of the gradient, so
-    other modules that use the input do not delay the reduction.
+    Forward receives an alias of each input. The gradient of the alias contains only this unit's contribution.
+    Therefore, the unit's reduction does not wait for other modules that use the same input.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:
@@ -45,8 +46,6 @@ def watch_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], done: Hook) -> t
 
 
 class _InputWatch:
-    """Calls `done` when the gradients of all of several inputs are computed."""
-
     def __init__(self, done: Hook):
         self._done = done
         self._inputs = 0
@@ -71,9 +70,10 @@ class _InputWatch:
 
 
 def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> tuple[Any, bool]:
-    """Call `begin` when a gradient reaches one of `outputs`, the tensors in `output`.
+    """Register hooks that call `begin` when a gradient reaches one of `outputs`, the tensors in `output`.
 
-    Return the output that forward must return instead of `output`, and True if a gradient can reach any tensor in it.
+    Returns the output that forward must return instead of `output`, and a bool. The bool is True if at least one of the
+    tensors can receive a gradient.
     """
     last = -1
     for tensor in outputs:
@@ -100,10 +100,11 @@ def watch_outputs(output: Any, outputs: Sequence[torch.Tensor], begin: Hook) -> 
 
 
 def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
-    """Call `reached(parameter)` when backward has computed a gradient. Return False if no parameter requires one.
+    """Register hooks that call `reached(parameter)` when backward has computed the gradient of a parameter.
 
-    For a unit without outputs to watch: backward may still reach the unit through a tensor that forward stored
-    elsewhere, and no hook runs when that backward begins.
+    Use this function for a unit whose outputs cannot be watched. Backward may still reach such a unit through a tensor
+    that forward stored elsewhere, and then no hook runs at the beginning of the unit's backward. Returns False if none
+    of the parameters requires a gradient.
     """
     trained = [each for each in parameters if each.requires_grad]
     for parameter in trained:
@@ -116,17 +117,21 @@ def watch_parameters(parameters: Iterable[torch.Tensor], reached: Hook) -> bool:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of `tensor` with its own graph node.
 
-    Prefers `tensor[...]`, whose backward passes the gradient through; the backward of `view_as` reshapes it. Not every
-    tensor subclass supports such indexing.
+    Plain tensors use `tensor[...]`, whose backward passes the gradient through unchanged. Tensor subclasses may not
+    support this index, so they use `view_as`, whose backward reshapes the gradient.
     """
     return tensor[...] if type(tensor) is torch.Tensor else tensor.view_as(tensor)
 
 
 class BackwardEnd:
-    """A callback for the end of a backward. If backward raises, autograd drops the callback, which resets the root."""
+    """The callback that autograd calls at the end of a backward.
+
+    If backward raises an exception, autograd deletes the callback without calling it. The deletion then resets the
+    root.
+    """
 
     def __init__(self, root: Any, number: int):
-        """`root`: a `Root`. `number`: the number of this backward, as `root` counts."""
+        """`root` is a `Root` object, and `number` is the number that `root` has given to this backward."""
         self._root, self._number = weakref.ref(root), number
         self._called = False
 

@@ -1,4 +1,4 @@
-"""Errors and warnings about forward, backward and state dicts. Nothing here is on the hot path."""
+"""Errors and warnings about forward, backward and state dicts. None of these functions is on the hot path."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ NamedDtypes = dict[str, torch.dtype]
 
 
 def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
-    """If `error`, which left the forward of `top`, is about mixed dtypes or tensor classes, append a remedy."""
+    """Append a remedy to `error` if the error is about mixed dtypes, or about mixed sharded and plain tensors.
+
+    `error` is an exception that the forward of `top` has raised.
+    """
     if not isinstance(error, RuntimeError | TypeError | ValueError) or _left_a_unit(error.__traceback__):
         return
     text = str(error)
@@ -83,9 +86,9 @@ def explain(error: BaseException | None, top: nn.Module, unit: Unit) -> None:
 
 
 def _left_a_unit(trace: TracebackType | None) -> bool:
-    """Return True if the error has already left the forward of an inner unit, which has explained the error.
+    """Return True if the error was raised in the forward of an inner unit, which has already explained the error.
 
-    By then, the parameters of the inner unit are sharded again. The first frame of `trace` is the outer unit's.
+    By now, the inner unit's parameters are sharded again. The first frame of `trace` belongs to the outer unit.
     """
     while trace is not None and (trace := trace.tb_next) is not None:
         if trace.tb_frame.f_code.co_filename == _CALLS:
@@ -96,13 +99,12 @@ def _left_a_unit(trace: TracebackType | None) -> bool:
 
 
 def _first_argument(frame: FrameType) -> Any:
-    """Return the first argument of the function that `frame` runs: `self` in a method."""
     arguments = frame.f_code.co_varnames
     return frame.f_locals.get(arguments[0]) if arguments else None
 
 
 def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, str, NamedDtypes] | None:
-    """Return the innermost module below `top` in a traceback, its name, and the dtypes of its method's variables."""
+    """Return the innermost module in `trace`, its name in `top`, and the dtypes of its method's local variables."""
     names = {module: name for name, module in top.named_modules()}
     found = None
     while trace is not None:
@@ -115,7 +117,11 @@ def _innermost(trace: TracebackType | None, top: nn.Module) -> tuple[nn.Module, 
 
 
 def _parameters(module: nn.Module) -> NamedDtypes:
-    """Return the dtypes of the module's own parameters, or of all unsharded ones below it if only those are mixed."""
+    """Return the dtypes of the module's own parameters.
+
+    If these have one dtype, but the unsharded parameters of the module and its submodules have several, return the
+    dtypes of those unsharded parameters instead.
+    """
     own = _dtypes(own_parameters(module).items())
     if len(set(own.values())) > 1:
         return own
@@ -185,7 +191,7 @@ _REMEDY = (
 
 
 def refuse_shared_memory(unit: Unit, function: Any) -> None:
-    """Raise if `function` comes from `Module.share_memory`, which would move parameters and crash the next step."""
+    """Raise an error if `function` comes from `Module.share_memory`. Moving parameters would crash the next step."""
     if moves_to_shared_memory(function):
         raise UnsupportedError(
             f"share_memory() of {unit}: its parameters are views of a shard, whose memory cannot be moved to shared "
@@ -195,7 +201,7 @@ def refuse_shared_memory(unit: Unit, function: Any) -> None:
 
 
 def refuse_gradients_of_resharded(unit: Unit) -> None:
-    """Raise if `unit` was sharded while backward computed its gradients, so that these gradients are wrong."""
+    """Raise an error if backward computed gradients of `unit` while the unit was sharded. Such gradients are wrong."""
     if unit.has_untaken_gradients and unit.param_state is not ParamState.UNSHARDED and not unit.unsharded_is_shard:
         raise StateError(
             f"Backward reached {unit} through a tensor that its forward neither returned nor left on its modules, so "
@@ -213,9 +219,10 @@ def refuse_gradients_past_outputs(unit: Unit) -> None:
 
 
 def refuse_split_backward(units: list[Unit]) -> None:
-    """Raise if units do not stay unsharded between a pipeline schedule's backwards for inputs and for parameters.
+    """Raise an error if a unit does not stay unsharded between the two backwards of a pipeline schedule.
 
-    The schedule searches the graph for the modules' parameters. If a unit is sharded by then, the search finds none.
+    Such a schedule runs one backward for inputs and another for parameters. It searches the graph for the parameters of
+    the modules. If a unit is sharded at that time, the search does not find its parameters.
     """
     for unit in units:
         kept = unit.shows_unsharded and not unit.options.reshard_after_backward and not unit.options.synchronize
@@ -230,7 +237,7 @@ def refuse_split_backward(units: list[Unit]) -> None:
 
 
 def refuse_graph_of_emptied(units: list[Unit]) -> None:
-    """Raise if a unit that `make_fx` traces reshards after forward: the traced graph would read freed memory."""
+    """Raise an error if `make_fx` traces a unit that reshards after forward. The graph would read freed memory."""
     for unit in units:
         if unit.options.reshard_after_forward is not False and not unit.unsharded_is_shard:
             raise UnsupportedError(
@@ -249,10 +256,10 @@ def refuse_second_root(name: str) -> None:
 
 
 def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> None:
-    """Raise if `thread` is in the forward of `unit`, which is the root's unit, or in a backward.
+    """Raise an error if `thread` is running a backward, or the forward of `unit`, which is the root's unit.
 
-    Only the stack of `thread` tells a running forward from one that an interrupt left. `forward_only`: do not raise if
-    `thread` is in a backward, because the caller runs in that backward.
+    The stack of `thread` is the only way to distinguish a running forward from an interrupted one. Set `forward_only`
+    if the caller itself runs in a backward. In that case, a backward of `thread` is allowed.
     """
     for frame in frames(sys._current_frames().get(thread)):
         in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")
@@ -303,14 +310,14 @@ class _Metadata(OrderedDict[str, Any]):
 
 
 def warn_when_pickled(state_dict: Any, full: str) -> None:
-    """Warn when `state_dict` is pickled. `full`: the call that returns unsharded parameters instead."""
+    """Warn when `state_dict` is pickled. `full` is the call that the warning recommends to get unsharded parameters."""
     metadata = getattr(state_dict, "_metadata", None)  # a user's own dict has no metadata
     if type(metadata) is OrderedDict and isinstance(state_dict, OrderedDict):
         state_dict._metadata = _Metadata(metadata, state_dict, full)  # type: ignore[attr-defined]
 
 
 def _is_cut(value: Any) -> bool:
-    """Return True if other ranks hold other elements of `value`."""
+    """Return True if `value` contains only this rank's elements of a sharded tensor."""
     if isinstance(value, DTensor):
         sizes = value.device_mesh.mesh.shape
         return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, value.placements, strict=True))
@@ -318,7 +325,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Raise if `state_dict` has plain tensors for sharded parameters. Torch's own errors do not name this reason."""
+    """Raise an error if `state_dict` has plain tensors for sharded parameters. Torch's error would not say so."""
     for name, parameter in module.named_parameters():
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
@@ -333,7 +340,7 @@ def refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: 
 
 
 def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full: str) -> None:
-    """Raise if another rank saved the shards in `state_dict`. Torch would silently copy them to this rank's shards."""
+    """Raise an error if another rank saved the shards in `state_dict`. Torch would load the wrong shards silently."""
     for name, value in state_dict.items():
         other = rank_of_other_shard(value) if name.startswith(prefix) else None
         if other is not None:
@@ -345,7 +352,7 @@ def refuse_shards_of_another_rank(state_dict: dict[str, Any], prefix: str, full:
 
 
 def rank_of_other_shard(value: Any) -> int | None:
-    """Return the rank that saved `value`, or None if `value` is not a DTensor with the rows of another rank."""
+    """Return the rank that saved `value` if `value` is a DTensor with the rows of another rank, and None otherwise."""
     if not isinstance(value, DTensor):
         return None
     ranks, theirs = value.device_mesh.mesh, value.device_mesh.get_coordinate()

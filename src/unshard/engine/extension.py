@@ -1,13 +1,14 @@
-"""Parameters with their own gather protocol: tensor subclasses that say what is gathered and how it is unsharded.
+"""Parameters with their own gather protocol.
 
-A parameter uses the protocol if its shard has both methods:
+A gather protocol consists of two methods of a tensor subclass. They define which tensors are gathered, and how the
+parameter is unsharded from the gathered tensors. A parameter uses the protocol if its shard has both methods:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (unsharded tensor, tensors to free)
 
-`fsdp_pre_all_gather` may also take the mesh alone (the older form). The first call of `fsdp_post_all_gather` returns
-the unsharded tensor; later calls get it as `out` and fill it in place. The unsharded tensor may have extra rows at the
-end, the padding of uneven shards.
+`fsdp_pre_all_gather` may also have `mesh` as its only argument, as in older versions of the protocol. The first call of
+`fsdp_post_all_gather` returns the unsharded tensor. Later calls receive this tensor as `out` and fill it in place. If
+the shards are uneven, the unsharded tensor may have extra rows at the end as padding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(shard: torch.Tensor, name: str) -> bool:
-    """Return True if a parameter's shard has its own gather protocol."""
+    """Return True if `shard`, the shard of the parameter `name`, has its own gather protocol."""
     pre, post = hasattr(shard, PRE), hasattr(shard, POST)
     if pre != post:
         have, lack = (PRE, POST) if pre else (POST, PRE)
@@ -41,7 +42,7 @@ def is_extended(shard: torch.Tensor, name: str) -> bool:
 
 
 def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
-    """Raise if `parameter` is a tensor subclass with inner tensors and without a gather protocol."""
+    """Raise an error if `parameter` is a tensor subclass that has inner tensors but no gather protocol."""
     if hasattr(type(parameter), "__tensor_flatten__") and not is_extended(parameter, name):
         raise UnsupportedError(
             f"Parameter {name!r} is a {type(parameter).__name__}, a tensor subclass with inner tensors and without "
@@ -50,7 +51,7 @@ def refuse_opaque(parameter: torch.Tensor, name: str, remedy: str) -> None:
 
 
 class Extension:
-    """A parameter with its own gather protocol. Its all-gather outputs are created once and refilled."""
+    """A parameter with its own gather protocol. Its all-gather outputs are created once and then refilled."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Extension:
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
 
     def prepare(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Call `fsdp_pre_all_gather`; return the all-gather's outputs and inputs as flat tensors."""
+        """Call `fsdp_pre_all_gather` and return the outputs and inputs of the all-gather as flat tensors."""
         shard = local_of(self.param.sharded)
         pre = getattr(shard, PRE)
         if shard.device != self._device:
@@ -114,7 +115,7 @@ class Extension:
         self._gathered = tuple(gathered)
 
     def finish(self) -> None:
-        """Create the unsharded parameter from the gathered tensors, or refill it if it exists."""
+        """Fill the unsharded parameter from the gathered tensors. The first call creates the parameter."""
         post = getattr(local_of(self.param.sharded), POST)
         if self._unsharded is None:
             padded, inner = post(self._gathered, self._metadata, self._dtype)
@@ -136,7 +137,6 @@ class Extension:
             post(self._gathered, self._metadata, self._dtype, out=out)
 
     def _without_padding(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the parameter, without the padding of uneven shards."""
         shape = torch.Size(self.param.sharding.shape)
         if unsharded.shape == shape:
             return unsharded
@@ -149,7 +149,7 @@ class Extension:
         return unsharded[: shape[0]]
 
     def _own(self, inner: Sequence[torch.Tensor]) -> None:
-        """Let `release` free the memory of `inner`, except all-gather outputs, and `finish` allocate it again."""
+        """Make `release` free the memory of `inner`, and `finish` allocate it again. All-gather outputs are skipped."""
         outputs = {storage_key(buffer.storage) for buffer in self._buffers}
         storages = {storage_key(each.untyped_storage()): each.untyped_storage() for each in inner}
         self._inner = [(each, each.nbytes()) for key, each in storages.items() if key not in outputs]
@@ -163,15 +163,18 @@ class Extension:
 
 
 class Extensions:
-    """Parameters of one param group with gather protocols. If possible, the group's all-gather includes them."""
+    """The parameters of one param group that have gather protocols.
+
+    If the transport allows it, one collective gathers these parameters together with the rest of the param group.
+    """
 
     def __init__(self, members: list[Extension], transport: Transport):
         self._members, self._transport = members, transport
         self._kept: list[torch.Tensor] = []
-        """Inputs of the all-gather in flight. Often, nothing else keeps them alive."""
+        """Inputs of the all-gather in flight. Often, nothing else refers to these tensors."""
 
     def enter(self) -> None:
-        """Set `unsharded` of each param to its unsharded parameter, or to None if `finish` has not created one yet."""
+        """Set `ManagedParam.unsharded` of each parameter. It is None until the first call of `finish`."""
         for member in self._members:
             member.param.unsharded = member.parameter
 
@@ -179,7 +182,7 @@ class Extensions:
         return [(member.param, member.parameter) for member in self._members if member.parameter is not None]
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, label: Label | None) -> Work:
-        """Like `Transport.all_gather`, but also gathers these parameters."""
+        """Issue an all-gather like `Transport.all_gather`, and also gather the parameters with gather protocols."""
         own_outputs: list[torch.Tensor] = []
         own_inputs: list[torch.Tensor] = []
         transport = self._transport

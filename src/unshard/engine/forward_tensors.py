@@ -1,4 +1,7 @@
-"""Tensors that enter and leave forward: arguments, results, and side outputs, which forward stores on its modules."""
+"""Tensors that enter and leave forward: arguments, results, and side outputs.
+
+Side outputs are tensors that forward stores on its modules.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _CONTAINERS = (dict, list, tuple, set)  # `torch.compile` traces casts inside a 
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: int = 0) -> Any:
-    """Return `value` with `fn` applied to every tensor in it. Values of other types pass through."""
+    """Return a copy of `value` in which `fn` is applied to every tensor. Values of other types are not changed."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -53,7 +56,6 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, depth: i
 
 
 def moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on `device`."""
     if tensor.device == device:
         return tensor
     # While a step is recorded, the copy blocks, which ends the recording. A graph with a non-blocking copy would keep
@@ -62,7 +64,7 @@ def moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield every tensor in `value`. The order of tensors in a set differs between ranks."""
+    """Yield every tensor in `value`. The order of the tensors in a set may differ between ranks."""
     if isinstance(value, torch.Tensor):
         yield value
     elif _is_container(value):
@@ -85,7 +87,10 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Like `cast_floats`, for the arguments of forward. Fast if there is only one tensor, as in nearly all forwards."""
+    """Cast the floating-point tensors among the arguments of forward to `dtype`, unless `dtype` is None.
+
+    This function is faster than `cast_floats` if forward receives a single tensor, as most forwards do.
+    """
     if dtype is None:
         return args, kwargs
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
@@ -95,7 +100,7 @@ def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtyp
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in `value` to `dtype`, unless that is None. Gradients flow through the casts."""
+    """Cast floating-point tensors in `value` to `dtype`, unless `dtype` is None. The casts are differentiable."""
     return value if dtype is None else map_tensors(partial(_cast, dtype), value)
 
 
@@ -106,11 +111,14 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
 
 _OWN = frozenset(vars(nn.Module()))
 _MOST = 1000
-"""The search looks at no more than this many items of a container, the last ones."""
+"""The maximum number of items that a search looks at in each container, counted from the end of the container."""
 
 
 def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if any of `tensors` is in memory that `reshard` frees. On the hot path of forward."""
+    """Return True if any of `tensors` is in memory that `reshard` frees.
+
+    This function is on the hot path of forward.
+    """
     try:
         for tensor in tensors:
             if storage_key(tensor.untyped_storage()) in EMPTIED or type(tensor) is not torch.Tensor:
@@ -121,7 +129,7 @@ def shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_own_memory(value: Any) -> Any:
-    """Return `value` with copies of all tensors whose memory `reshard` frees. Gradients flow through the copies."""
+    """Return `value` with copies of all tensors in memory that `reshard` frees. The copies are differentiable."""
     return map_tensors(lambda tensor: tensor.clone() if _is_in_emptied(tensor) else tensor, value)
 
 
@@ -136,26 +144,33 @@ def _is_in_emptied(tensor: torch.Tensor) -> bool:
 
 
 class SideOutputs:
-    """Finds the tensors that forward leaves on its modules. Most forwards leave none.
+    """Finds the side outputs of a unit's modules. Most forwards have none.
 
-    A search through all attributes takes longer than all other work for a unit. So only the 1st, 2nd, 4th, 8th ...
-    forward is followed by a full search; after other forwards, only attributes that had such a tensor before are read.
+    A search through all attributes takes longer than all other work for a unit. Therefore, a full search runs only
+    after the 1st, 2nd, 4th, 8th, ... forward. After the other forwards, only the attributes in `places` are read.
     """
 
     def __init__(self) -> None:
         self._forwards, self._next_search = 0, 1
         self.places: dict[tuple[weakref.ref[nn.Module], str], None] = {}
-        """Attributes that had a tensor of the graph, or one that shares memory with unsharded parameters."""
+        """Attributes in which a search has found a side output or an alias of unsharded parameters."""
         self.aliases: list[_LeftAlias] = []
-        """Tensors that share memory with unsharded parameters. Copies replace them until the next forward."""
+        """Tensors that share memory with unsharded parameters. Copies replace these tensors until the next forward."""
 
     def expected(self) -> bool:
-        """Count a forward; return True if `tensors` may find side outputs. Call this once after every forward."""
+        """Count a forward and return True if `tensors` may find side outputs.
+
+        Call this method once after every forward.
+        """
         self._forwards += 1
         return self._forwards >= self._next_search or bool(self.places)
 
     def tensors(self, modules: Iterable[nn.Module], since: int) -> list[torch.Tensor]:
-        """Copy aliases; return the tensors on `modules` whose graph nodes have sequence numbers from `since` on."""
+        """Replace aliases by copies, and return the side outputs of `modules` that the latest forward computed.
+
+        `since` is the sequence number of the first graph node that this forward could create. Tensors with older graph
+        nodes are not returned.
+        """
         search = self._forwards >= self._next_search
         self.copy_aliases(modules, search)
         if search:
@@ -166,7 +181,11 @@ class SideOutputs:
         return [each for ref, name in self.places for each in _grown(getattr(ref(), name, None), since)]
 
     def copy_aliases(self, modules: Iterable[nn.Module], search: bool) -> None:
-        """Replace aliases of unsharded parameters by copies. `search`: look at all attributes, not only at `places`."""
+        """Replace aliases of unsharded parameters by copies.
+
+        If `search` is True, this method looks at all attributes of `modules`. Otherwise, it looks only at those in
+        `places`.
+        """
         if search:
             for module, name, value in _attributes(modules):
                 if next(_aliases_in(module, name, value), None) is not None:
@@ -178,14 +197,17 @@ class SideOutputs:
             alias.copy()
 
     def restore_aliases(self) -> None:
-        """Undo `copy_aliases`. Call this before a forward, which may read aliases that an earlier forward made."""
+        """Undo `copy_aliases`. Call this method before every forward, which may read aliases of an earlier forward."""
         aliases, self.aliases = self.aliases, []
         for alias in aliases:
             alias.restore()
 
 
 class _LeftAlias:
-    """A tensor or tuple that forward left on a module, in a list or in a dict. A copy replaces it between forwards."""
+    """A tensor or tuple that forward stored on a module, in a list or in a dict.
+
+    It is or contains an alias of unsharded parameters. Between forwards, a copy replaces the tensor or tuple.
+    """
 
     def __init__(self, container: Any, key: Any, value: Any):
         # There are no weak references to lists, but a list does not keep its module alive.
@@ -198,7 +220,7 @@ class _LeftAlias:
             self._put(self._copy)
 
     def restore(self) -> None:
-        """Undo `copy`, unless the program has replaced the copy, or no unit uses the original's memory any more."""
+        """Undo `copy`, unless the program has replaced the copy, or the memory of the original is no longer in use."""
         if self._now() is self._copy and any(map(_is_in_emptied, tensors_in(self._value))):
             self._put(self._value)
 
@@ -219,10 +241,10 @@ class _LeftAlias:
 
 
 def _aliases_in(container: Any, key: Any, value: Any, levels: int = 3) -> Iterator[_LeftAlias]:
-    """Yield aliases of unsharded parameters in `value`, which `container` (a module, list or dict) holds at `key`.
+    """Yield aliases of unsharded parameters in `value`, which `container` (a module, list or dict) stores under `key`.
 
-    Skips unsharded parameters themselves: recurrent layers keep theirs in a list, and modules of flat units keep theirs
-    as attributes.
+    The unsharded parameters themselves are skipped. Recurrent layers store unsharded parameters in a list, and modules
+    of flat units store them as attributes.
     """
     if isinstance(value, torch.Tensor | tuple):
         tensors = [value] if isinstance(value, torch.Tensor) else [each for each in value if torch.is_tensor(each)]
@@ -247,7 +269,7 @@ def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
 
 
 def _grown(value: Any, since: int, levels: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value` whose graph nodes have sequence numbers from `since` on."""
+    """Yield the tensors in `value` whose graph nodes have sequence numbers of at least `since`."""
     if isinstance(value, torch.Tensor):
         with suppress(RuntimeError):  # a view that was overwritten in place: no backward can run through it either
             if value.requires_grad and value.grad_fn is not None and sequence_nr_of(value) >= since:

@@ -1,7 +1,7 @@
 """Snapshots of the gradients that a param group has between two steps.
 
-A replayed step leaves the same gradients as its recording but runs no Python, so `restore` updates the Python objects.
-The gradients must stay at the addresses that they had during the recording.
+A replayed step writes the same gradients as its recording but runs no Python code. `GradientSnapshot.restore` then
+updates the Python objects. The gradients must stay at the addresses that they had during the recording.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from .sharded_grad import ShardedGrad
 from .states import GradState
 
 InMemory = tuple[Any, int, tuple[int, ...]]
-"""Gradients in one buffer: the buffer's key, its address, and the indices of the parameters (`ShardedGrad`: of grads).
+"""Gradients in one buffer: the key of the buffer, the address of the buffer, and the indices of the gradients.
 
-The key: the number of a `ShardedGrad`, the key of a `Reduction`, or None for unreduced gradients.
+The key is the number of a `ShardedGrad`, the key of a `Reduction`, or None for unreduced gradients. In a `ShardedGrad`,
+the indices refer to its gradients. Otherwise, they refer to the params of the group.
 """
 
 
 @dataclass(frozen=True)
 class GradientSnapshot:
-    """The gradients of a param group at rest. Equal snapshots have the same gradients in the same memory."""
+    """The gradients of a param group between two steps.
+
+    Two snapshots are equal if they have the same gradients in the same memory.
+    """
 
     state: GradState = GradState.REDUCED
-    """LOCAL or PARTIAL; REDUCED if there is nothing left to reduce."""
+    """LOCAL or PARTIAL if gradients still have to be reduced, and REDUCED otherwise."""
     unreduced: tuple[InMemory, ...] = ()
-    """Sums that no collective has reduced: one buffer, or none."""
+    """Sums of gradients that no collective has reduced. They are in one buffer, so the tuple has at most one item."""
     partial: tuple[InMemory, ...] = ()
-    """Sums over the shards that wait for their all-reduce over the replicas."""
+    """Gradients that are reduced over the ranks that shard, but not yet over the replicas."""
     attached: tuple[InMemory, ...] = ()
-    """Sharded gradients that are the `.grad` of parameters."""
+    """Sharded gradients that are assigned to the `.grad` of parameters."""
     foreign: tuple[int, ...] = ()
-    """Ids of the parameters whose `.grad` the program has set."""
+    """Ids of the parameters whose `.grad` was assigned by the program."""
     shown: bool = False
-    """True if unreduced sums are visible as `.grad`."""
+    """True if unreduced sums are assigned to the `.grad` of parameters."""
 
     @staticmethod
     def of(group: ParamGroup) -> GradientSnapshot:
-        """Take a snapshot of a param group at rest."""
+        """Take a snapshot of a param group. Call this method outside forward and backward."""
         gradients = group.gradients
         grads = gradients.all_grads()
         attached = [
@@ -68,11 +72,14 @@ class GradientSnapshot:
 
     @property
     def repeatable(self) -> bool:
-        """True if `restore` can bring these gradients back."""
+        """True if `restore` can restore these gradients."""
         return not self.foreign and not self.shown
 
     def fits(self, group: ParamGroup) -> bool:
-        """Return True if a replay may write these gradients: no memory has moved, and no user holds older gradients."""
+        """Return True if a replay may write these gradients.
+
+        This is the case if no memory has moved since the snapshot, and no older gradients in this memory are in use.
+        """
         gradients = group.gradients
         grads = {grad.number: grad for grad in gradients.all_grads()}
         for number, address, _ in self.attached:
@@ -89,7 +96,7 @@ class GradientSnapshot:
         return True
 
     def restore(self, group: ParamGroup) -> None:
-        """Update `group` so that it has exactly these gradients. Call this after a replay has written them."""
+        """Update `group` so that it has exactly these gradients. Call this method after a replay has written them."""
         gradients = group.gradients
         deque(map(setattr, (param.sharded for param in group.sharded.params), repeat("grad"), repeat(None)), maxlen=0)
         grads = {grad.number: grad for grad in gradients.all_grads()}
@@ -107,7 +114,7 @@ NO_GRADIENTS = GradientSnapshot()
 
 
 def keep_gradient_memory(group: ParamGroup) -> None:
-    """Keep the memory of the current gradients forever, because recordings use it at a fixed address."""
+    """Never free the memory of the current gradients, because recorded steps use this memory at a fixed address."""
     gradients = group.gradients
     if gradients.unreduced is not None and gradients.state is GradState.LOCAL:
         gradients.unreduced.buffer.stay()
@@ -119,7 +126,10 @@ def keep_gradient_memory(group: ParamGroup) -> None:
 
 
 def kept_grads(group: ParamGroup) -> list[ShardedGrad]:
-    """Return the sharded gradients whose memory is never freed. A recording may write it and leave no gradients."""
+    """Return the sharded gradients whose memory is never freed.
+
+    A recorded step may write this memory even if no gradients remain at the end of the step.
+    """
     return [grad for grad in group.gradients.all_grads() if grad.buffer.stays]
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a param group: taken from autograd, accumulated or reduced, and given to the parameters."""
+"""The gradients of a param group, from autograd through accumulation and reduction to the parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _is_trained: Callable[[ManagedParam], bool] = attrgetter("sharded.requires_grad"
 
 
 class GroupGradients:
-    """Takes gradients from autograd, decides which are reduced together, and keeps those that are not reduced yet."""
+    """Takes gradients from autograd, decides which to reduce together, and stores those that are not reduced yet."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class GroupGradients:
         self._device = device
         self._number, self._unit_name = number, unit_name
         self.reductions: dict[tuple[tuple[int, ...], bool], Reduction] = {}
-        """By set of parameters. To rebuild all reductions, replace the dict: recorded steps refer to the old one."""
+        """Reductions by set of parameters. To rebuild them, assign a new dict: recorded steps use the old one."""
         # Labels outlive the reductions: a rank may change its layout when others do not.
         self._labels: dict[tuple[tuple[int, ...], bool], tuple[Label, Label]] = {}
         self.unreduced: UnreducedGradients | None = None
@@ -54,13 +54,13 @@ class GroupGradients:
         self._unsharded: list[nn.Parameter] = []
         self._all: tuple[int, ...] = ()
         self._special: list[int] = []
-        """Parameters whose gradients need work before a reduction: tensor-parallel ones, and those without elements."""
+        """Indices of tensor-parallel and empty parameters, whose gradients need extra work before a reduction."""
         self.others: list[tuple[int, nn.Parameter]] = []
-        """Unsharded parameters of the inactive precision, which may get gradients from graphs of earlier forwards."""
+        """Unsharded parameters of inactive precisions. Graphs of earlier forwards may still give them gradients."""
         self.varied = False
-        """True if gradients may have other dtypes than the policy's."""
+        """True if gradients may have dtypes that differ from the policy's."""
         self.as_stored = False
-        """True if gradients are reduced in the stored dtypes, because the unit computes in those."""
+        """True if gradients are reduced in the stored dtypes, because the unit computes in those dtypes."""
 
     def __str__(self) -> str:
         return f"The gradient of unit {self._unit_name()!r} on rank {self._transport.rank}"
@@ -70,7 +70,7 @@ class GroupGradients:
         return self._sharded.params
 
     def watch(self, unsharded: list[nn.Parameter]) -> None:
-        """Take gradients from these unsharded parameters, one for each param, from now on."""
+        """From now on, take gradients from the parameters in `unsharded`, which has one entry per param."""
         self._unsharded, params = unsharded, self._params
         self._all = tuple(range(len(unsharded)))
         self._special = [i for i, param in enumerate(params) if param.tp_spec is not None or not param.sharding.numel]
@@ -80,14 +80,19 @@ class GroupGradients:
         self._labels = {}  # labels are numbered per process group
 
     @property
+    def divided_by_transport(self) -> bool:
+        """True if a user's communication hook divides the gradients."""
+        return self._transport.divides or self._replicas.divides
+
+    @property
     def any_new(self) -> bool:
-        """True if autograd left a gradient that `reduce` has not taken yet."""
+        """True if autograd has produced a gradient that `reduce` has not taken yet."""
         if any(map(is_not, map(gradient_of, self._unsharded), repeat(None))):  # a loop in C: called in every step
             return True
         return self.varied and any(parameter.grad is not None for _, parameter in self.others)
 
     def has_sums_to_reduce(self, options: Options) -> bool:
-        """Return True if earlier backwards left sums that the end of this backward must reduce."""
+        """Return True if the end of this backward must reduce sums of earlier backwards."""
         if self.state is GradState.LOCAL or not options.synchronize:
             return options.synchronize
         if self._replicas.world == 1 or not options.all_reduce:
@@ -95,12 +100,19 @@ class GroupGradients:
         under_way = [each.reduction for each in self._in_flight]
         return any(each.has_partial and each not in under_way for each in self.reductions.values())
 
+    def present(self) -> list[ManagedParam]:
+        """Return the params that have an unreduced gradient from this backward or an earlier one."""
+        found = {index for index, grad in enumerate(map(gradient_of, self._unsharded)) if grad is not None}
+        found |= {index for index, parameter in self.others if parameter.grad is not None}
+        found |= self.unreduced.present if self.unreduced is not None else set()
+        return [self._params[index] for index in sorted(found) if _is_trained(self._params[index])]
+
     # -- taking and reducing --------------------------------------------------------------------------------
 
     def reduce(self, options: Options, last: bool) -> None:
-        """Issue the reduction of the gradients that autograd left. Without synchronization, only add them to the sums.
+        """Issue the reduction of new gradients. Without synchronization, only add them to the sums on this rank.
 
-        `last`: backward is over, so sums of earlier backwards are reduced even if this backward added nothing.
+        `last` is True if backward is over. Sums of earlier backwards are then reduced even without new gradients.
         """
         gradients = list(map(gradient_of, self._unsharded))
         plain = not (self._special or self.varied or self._sharded.extended or self.state is GradState.LOCAL)
@@ -124,21 +136,21 @@ class GroupGradients:
             self._reduce_some(options, last)
 
     def _reduce_some(self, options: Options, last: bool) -> None:
-        """Slow path of `reduce`: gradients are missing, not synchronized, tensor-parallel, or in mixed precision."""
+        """Slow path of `reduce` for gradients that are missing, unsynchronized, tensor-parallel or of mixed dtypes."""
         gradients = self._take()
         if options.reduce_unused and options.synchronize:
             gradients = self._with_unused(gradients)
         if self._sharded.extended and not self.varied:
             self._cast_to_one_dtype(gradients)
-        if not gradients and not (last and self.has_sums_to_reduce(options)):
+        if not gradients and not ((last or options.hold) and self.has_sums_to_reduce(options)):
             return
         with torch.no_grad():  # a backward may build a graph
             if self.state is GradState.LOCAL and self.unreduced is not None:
                 self.unreduced.forget(self._sharded.hide_unreduced())
             if self.state is GradState.LOCAL or (gradients and not options.synchronize):
-                gradients = self._keep(gradients)
+                gradients = self._keep(gradients, options)
             if not options.synchronize:
-                if self.unreduced is not None:
+                if self.unreduced is not None and not options.hold:
                     self._sharded.show_unreduced(self.unreduced)
                 return
             members = self._sharded.members_to_reduce(gradients)
@@ -158,7 +170,7 @@ class GroupGradients:
         self._in_flight += [each.resume(options) for each in others]
 
     def _make_reduction(self, members: tuple[int, ...]) -> Reduction:
-        """Create the reduction of the parameters `members`: usually all, or fewer if some were unused."""
+        """Create the reduction of the parameters `members`. These are all parameters unless some were unused."""
         key = members, self.as_stored
         labels = self._labels.get(key)
         if labels is None:
@@ -178,7 +190,7 @@ class GroupGradients:
         return self._sharded.shard.stored() if self.as_stored else self._sharded.shard
 
     def _take(self) -> dict[int, torch.Tensor]:
-        """Return the gradients by index of the parameter, and clear `.grad` of the unsharded parameters."""
+        """Return the gradients by parameter index, and clear `.grad` of the unsharded parameters."""
         found = enumerate(map(gradient_of, self._unsharded))
         params = self._params  # parameters that were frozen after forward get no gradient
         gradients = {index: grad for index, grad in found if grad is not None and _is_trained(params[index])}
@@ -193,7 +205,7 @@ class GroupGradients:
         return self._with_others(gradients) if self.varied else gradients
 
     def _with_others(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Add the gradients of `others` and cast all gradients to the reduce dtype, because packing needs one dtype."""
+        """Add the gradients of `others`, and cast all gradients to the reduce dtype because packing needs one dtype."""
         for index, parameter in self.others:
             if (grad := parameter.grad) is not None and _is_trained(param := self._params[index]):
                 if param.tp_spec is not None:
@@ -213,7 +225,7 @@ class GroupGradients:
     def _cast_to_one_dtype(self, gradients: dict[int, torch.Tensor]) -> None:
         """Cast the gradients of each segment to one dtype, because they are packed together.
 
-        Use the reduce dtype if the gradient of a parameter with a gather protocol has it, else the compute dtype.
+        Use the reduce dtype if the gradient of any parameter with a gather protocol has it, else the compute dtype.
         """
         segments, extended = self._sharded.shard.segments, self._sharded.extended & gradients.keys()
         precise = {segments.of[i] for i in extended if gradients[i].dtype == segments.dtypes(i).reduce}
@@ -232,11 +244,19 @@ class GroupGradients:
                 gradients[index] = torch.zeros(param.sharding.shape, dtype=dtype, device=self._device)
         return dict(sorted(gradients.items()))
 
+    def resume_held(self, options: Options) -> None:
+        """Finish the reductions that `Options.hold` stopped: all-reduce their partial sums, and deliver the results."""
+        held = [each for each in self.reductions.values() if each.has_partial]
+        if held:
+            state = checked_move(self, self.state, GradState.REDUCING)
+            self._in_flight += [each.resume(options) for each in held]
+            self.state = state
+
     # -- gradients that are not reduced yet -----------------------------------------------------------------
 
-    def _keep(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _keep(self, gradients: dict[int, torch.Tensor], options: Options) -> dict[int, torch.Tensor]:
         if self.unreduced is None:
-            self.unreduced = UnreducedGradients(self._sharded.shard, self._device)
+            self.unreduced = UnreducedGradients(self._sharded.shard, self._device, options.hold)
         self.unreduced.add(gradients)
         self.state = checked_move(self, self.state, GradState.LOCAL)
         sums = self.unreduced.sums()
@@ -249,14 +269,14 @@ class GroupGradients:
             self.unreduced = None  # a user holds the sums, and owns them from now on
 
     def drop_unreduced(self) -> None:
-        """Drop gradients that earlier backwards left unreduced or partially reduced."""
+        """Drop unreduced and partially reduced gradients of earlier backwards."""
         if self.state in (GradState.LOCAL, GradState.PARTIAL):
             self.drop()
 
     # -- reductions in flight -------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Wait for the operations in flight and start the next ones; return True if nothing is in flight any more."""
+        """Wait for the operations in flight and start the next ones. Return True if nothing remains in flight."""
         if self.state is not GradState.REDUCING:
             return True
         if torch.is_grad_enabled():  # only if backward builds a graph: entering `no_grad` takes host time
@@ -276,11 +296,11 @@ class GroupGradients:
         return True
 
     def sharded_grads(self) -> list[ShardedGrad]:
-        """Return the sharded gradients that parameters have as `.grad`."""
+        """Return the sharded gradients that are set as `.grad` of parameters."""
         return [grad for reduction in self.reductions.values() for grad in reduction.grads if grad.attached]
 
     def release_idle(self) -> None:
-        """Free the memory of sharded gradients that nobody uses, for example after `zero_grad`."""
+        """Free the memory of unused sharded gradients, for example after `zero_grad`."""
         if self.state is not GradState.REDUCING:
             for reduction in self.reductions.values():
                 for grad in reduction.grads:
@@ -288,7 +308,7 @@ class GroupGradients:
                         grad.buffer.release()
 
     def drop(self) -> None:
-        """Wait for reductions in flight and drop all gradients that are not the `.grad` of a sharded parameter."""
+        """Wait for reductions in flight, and drop all gradients that are not the `.grad` of a sharded parameter."""
         for each in self._in_flight:
             try:
                 with suppress(CollectiveError):  # the collective has ended, and nobody wants its result
@@ -316,22 +336,22 @@ class GroupGradients:
     # -- recorded steps -------------------------------------------------------------------------------------
 
     def all_grads(self) -> list[ShardedGrad]:
-        """Return all sharded gradients, including those that no parameter has as its `.grad`."""
+        """Return all sharded gradients, including those that are not set as `.grad`."""
         return [grad for reduction in self.reductions.values() for grad in reduction.grads]
 
     def forget_in_flight(self) -> None:
-        """Forget reductions that were recorded and never ran, without waiting for them."""
+        """Forget reductions that were recorded but never ran, without waiting for them."""
         self._in_flight = []
 
     def forget_buffers(self) -> None:
-        """Drop all buffers and unreduced gradients. Call this if the layout changes or gradients were converted."""
+        """Drop all buffers and unreduced gradients. Call this after a layout change or a conversion of gradients."""
         self.drop()
         self.reductions = {}
         self.unreduced = None
 
 
 def _described(unit_name: str, names: list[str], members: list[str]) -> str:
-    """Return a short description of the parameters that are reduced, a different one for each set."""
+    """Describe a set of parameters in a label. Different sets get different descriptions."""
     others = [name for name in names if name not in members]
     unit = f"the gradients of unit {unit_name!r}"
     if not others:
@@ -344,9 +364,9 @@ def _few(names: list[str]) -> str:
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec, summed: frozenset[int]) -> torch.Tensor:
-    """Return the local gradient of a tensor-parallel parameter, distributed as the parameter is.
+    """Return the local gradient of a tensor-parallel parameter, redistributed to the parameter's placements.
 
-    Partial placements over the mesh dimensions in `summed` stay: the reduction that follows sums over those ranks.
+    The gradient stays partial over the mesh dimensions in `summed`, because the reduction later sums over those ranks.
     """
     if not isinstance(gradient, DTensor):
         return gradient

@@ -1,4 +1,4 @@
-"""All hooks of a unit on its modules: forward, backward and state dicts. Start here to see what runs when."""
+"""The hooks of a unit on its modules, for forward, backward and state dicts. Start here to see what runs when."""
 
 from __future__ import annotations
 
@@ -57,19 +57,22 @@ _FINDING_ROOT = threading.RLock()
 
 @frame_not_compiled
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the state that a front-end attached to the module itself, not to a module around it, or None."""
+    """Return the state that a front-end attached to the module itself, or None.
+
+    States of parent modules do not count.
+    """
     return module.__dict__.get(STATE_KEY)
 
 
 class FSDPState:
-    """The hooks of a unit on its module or modules. The modules own this object, which refers to them weakly."""
+    """The hooks of a unit on its modules. The modules own this object, and this object refers to them weakly."""
 
     full_state_dict: ClassVar[str] = "unshard.checkpoint.full_state_dict(model)"
-    """The call that returns unsharded parameters, for messages."""
+    """The call that returns unsharded parameters. Used in error messages."""
     takes_over_units: ClassVar[bool] = False
-    """True if a module, when it runs as the root, takes over units below it that belong to another root."""
+    """True if a new root may take over units that already belong to another root."""
     in_summon_full_params: bool = False
-    """True inside `summon_full_params`, which only wrapped modules have."""
+    """True inside `summon_full_params`, which exists only for wrapped modules."""
 
     def __init__(self, unit: Unit):
         self.unit = unit
@@ -79,23 +82,22 @@ class FSDPState:
         self._root: Callable[[], Root | None] = lambda: None
         self._own_root: Root | None = None  # the root module owns the root, so deleting the model frees everything
         self._handled: list[int] = []
-        """For each active forward, the id of the exception that the program was handling when that forward began."""
+        """For each active forward, the id of the exception that the program was handling when the forward began."""
         self._first_node = 0
         self._ran = False  # look for writes only once: a forward that writes parameters also does so the first time
         self._versions: dict[ManagedParam, tuple[int, bool]] | None = None
         self._side_outputs = SideOutputs()
         self._tensors_before = 0
         self.casts_inputs = unit.policy.cast_forward_inputs
-        """True if inputs of forward are cast. For some policies this depends on which unit is the root."""
+        """True if the inputs of forward are cast. With some policies, this depends on which unit is the root."""
         self.buffers: ModuleBuffers | None = None
-        """Lets forward see the modules' buffers in another dtype."""
+        """Casts the buffers of the modules during forward, or None if forward casts no buffers."""
         self.buffer_dtypes: dict[tuple[int, str], torch.dtype] = {}
         """The dtypes that the modules' buffers had before sharding, by module number and buffer name."""
         self.ignored: list[ParamLocation] = []
-        """Where modules hold parameters that the caller excluded from sharding."""
+        """The locations of parameters that the caller excluded from sharding."""
 
     def attach(self, module: nn.Module) -> None:
-        """Register all hooks on the module."""
         self._own(module)
         mark_fully_sharded(module)
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -108,7 +110,7 @@ class FSDPState:
         module.register_load_state_dict_post_hook(self.post_load)
 
     def attach_wrapper(self, module: nn.Module) -> None:
-        """Like `attach`, for a wrapper whose own forward calls `run`."""
+        """Attach this state to a wrapper. Forward needs no hooks, because the wrapper's own forward calls `run`."""
         self._own(module)
 
     def _own(self, module: nn.Module) -> None:
@@ -125,7 +127,7 @@ class FSDPState:
         module.register_forward_hook(boundary.leave)
 
     def original_buffer_dtypes(self) -> dict[int, torch.dtype]:
-        """Return the dtypes that buffers had before a front-end cast them in place, by the buffer's id."""
+        """Return the dtypes of buffers before a front-end cast the buffers in place, by the id of the buffer."""
         return {}
 
     def adopt(self, modules: list[nn.Module]) -> None:
@@ -186,10 +188,8 @@ class FSDPState:
         return args, kwargs
 
     def _runs_as_list(self, root: Root) -> bool:
-        """Return True if a list of modules is unsharded once and resharded when its last module has run.
-
-        Outside the root's forward (a loss computed in chunks), each call unshards and reshards the unit by itself.
-        """
+        # The first module of the list unshards the unit, and the last one reshards it. Outside the root's forward (a
+        # loss computed in chunks), each call of a module unshards and reshards the unit.
         return root.in_forward and not inside_backward()
 
     @traced("post_forward")
@@ -238,7 +238,6 @@ class FSDPState:
         return output if dtype is None or unit.precision is Precision.STORED else cast_floats(output, dtype)
 
     def _warn_of_writes(self) -> None:
-        """Warn if forward itself wrote unsharded parameters, because these writes are lost."""
         versions, self._versions = self._versions, None
         if versions and self.unit.shows_unsharded:
             now = self.unit.versions()
@@ -260,7 +259,7 @@ class FSDPState:
 
     @frame_not_compiled
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `function` as if it were the module's forward."""
+        """Call `function` between `pre_forward` and `post_forward`, as if `function` were the forward of `module`."""
         try:
             args, kwargs = self.pre_forward(module, args, kwargs)
             output = function(*args, **kwargs)
@@ -275,7 +274,7 @@ class FSDPState:
         return self.pre_backward if self.unit.precision is Precision.POLICY else self.pre_backward_stored
 
     def _watch_side_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Also watch tensors that forward left on its modules, because backward may begin at them."""
+        # Backward may begin at tensors that forward stored on its modules.
         if not inside_backward():
             returned, begin = set(map(id, outputs)), self._pre_backward_hook()
             for tensor in self._side_outputs.tensors(self.modules(), self._first_node):
@@ -290,7 +289,7 @@ class FSDPState:
 
     @traced("pre_backward")
     def pre_backward_stored(self, gradient: Any) -> None:
-        """Like `pre_backward`, for a forward that ran in the stored dtypes."""
+        """Run `pre_backward` for a forward that ran in the stored dtypes."""
         root = self._root()
         if root is not None:
             root.before_backward(self.unit, Precision.STORED)
@@ -304,7 +303,7 @@ class FSDPState:
     # -- state dicts ----------------------------------------------------------------------------------------
 
     def pre_state_dict(self, module: nn.Module, *unused: Any) -> None:
-        """Put the sharded parameters on the modules, because state dicts are read from and loaded into them."""
+        """Put the sharded parameters on the modules. State dicts are read from, and loaded into, sharded parameters."""
         self.wait_for_uploads()
         self.unit.rest()
         self.unit.rebind_params()
@@ -321,7 +320,10 @@ class FSDPState:
         load_quant_states(module, state_dict, prefix)
 
     def wait_for_uploads(self) -> None:
-        """Let the host wait for copies to the device. Call this before writing offloaded parameters."""
+        """Block the host until copies to the device have completed.
+
+        Call this method before writing offloaded parameters.
+        """
         root = self._root()
         if root is not None:
             root.wait_for_uploads()
@@ -337,7 +339,7 @@ class FSDPState:
         return self._root() is not None
 
     def root_options(self) -> Options:
-        """Return the root's options, which apply to the whole model, or the unit's own before the first forward."""
+        """Return the options of the root. Before the first forward, return the unit's own options."""
         root = self._root()
         return self.unit.options if root is None else root.unit.options
 
@@ -351,13 +353,13 @@ class FSDPState:
             root.reset()
 
     def before_listing(self) -> None:
-        """Call this when the program lists parameters: see `Root.before_listing`."""
+        """Tell the root that the program is about to list parameters. See `Root.before_listing`."""
         root = self._root()
         if root is not None:
             root.before_listing()
 
     def find_root(self, module: nn.Module) -> Root:
-        """Return the root. If there is none, `module` becomes the root, because all units below it are known by now."""
+        """Return the root. If there is none, make `module` the root, because all units below `module` exist by now."""
         return self._root() or self._become_root(module)
 
     def _become_root(self, module: nn.Module) -> Root:
@@ -388,7 +390,7 @@ class FSDPState:
         return self._own_root
 
     def _release_roots(self, names: dict[FSDPState, list[str]]) -> None:
-        """Take over units that ran under another root. `fully_shard` refuses that, as in PyTorch; wrappers allow it."""
+        """Take over units that ran under another root. `fully_shard` raises an error instead, as in PyTorch."""
         for state, paths in names.items():
             before = state._root()
             if before is None or before.unit is self.unit:
@@ -409,13 +411,13 @@ class FSDPState:
 
 
 class UnshardHandle:
-    """An all-gather that `unshard(async_op=True)` issued."""
+    """A handle for the all-gather that `unshard(async_op=True)` issued."""
 
     def __init__(self, state: FSDPState):
         self._state: FSDPState | None = state
 
     def wait(self) -> None:
-        """Wait for the all-gather and put the unsharded parameters on the module. A second call is a no-op."""
+        """Wait for the all-gather and put the unsharded parameters on the module. Later calls are no-ops."""
         state, self._state = self._state, None
         if state is not None and state.unit.param_state is not ParamState.SHARDED:
             state.unit.unshard()
@@ -424,7 +426,7 @@ class UnshardHandle:
 
 @never_compiled
 def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
-    """Let the end of backward reduce the gradients. `ref` is weak, so that parameters do not keep the state alive."""
+    # `ref` is weak, so that parameters do not keep the state alive. The end of backward reduces the gradients.
     state = ref()
     root = None if state is None else state._root()
     if root is not None:
@@ -432,5 +434,4 @@ def _on_gradient(ref: weakref.ref[FSDPState], parameter: torch.Tensor) -> None:
 
 
 def _clean(prefix: str) -> str:
-    """Return a module path without the names that `FullyShardedDataParallel` inserts."""
     return clean_tensor_name(prefix, (FSDP_PREFIX,))

@@ -1,6 +1,7 @@
-"""Ways to watch a run: an observer sees collectives (for audits); loggers and profilers see the stages of units.
+"""Ways to watch a run.
 
-While nobody watches, the cost is one comparison per collective and one call per hook.
+An observer sees the collectives and can audit them. Loggers and profilers see the stages of units. If nothing watches
+the run, the cost is one comparison per collective and one call per hook.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from torch.profiler import record_function
 from ..torch_private import never_compiled, profiler_enabled
 
 Members = Sequence[tuple[int, ...]]
-"""For each tensor of a collective, the numbers of the parameters in it."""
+"""The indices of the parameters in each tensor of a collective."""
 
 
 current: Any = None
-"""The observer (`tools/precision_audit.py`). It must change nothing, keep no tensor and issue no collective.
+"""The observer of this process, or None. `tools/precision_audit.py` is an example.
 
-Every unit of the process calls `all_gathering`, `reducing` and `all_reducing` when it issues these collectives;
-`unsharded` and `delivered` when the unsharded parameters and the `.grad`s are complete; `keeping` when a backward
-without synchronization leaves sums. All threads share the observer, because autograd has its own threads.
+Every unit of the process calls these methods of the observer:
+
+- `all_gathering`, `reducing` and `all_reducing` when the unit issues these collectives
+- `unsharded` when the unsharded parameters are complete
+- `delivered` when the `.grad`s are complete
+- `keeping` when a backward without synchronization stores unreduced sums
+
+The observer must change nothing, keep no reference to a tensor and issue no collective. All threads use the same
+observer, because autograd runs backward in its own threads.
 """
 
 log = logging.getLogger("unshard")
@@ -34,13 +41,16 @@ _second_log: logging.Logger | None = None
 
 
 def name_stages(prefix: str = "unshard", logger: logging.Logger | None = None) -> None:
-    """Show stages as `prefix::stage (unit)` in profiles, and also log these names to `logger`, if any."""
+    """Show stages as `prefix::stage (unit)` in profiles. If `logger` is not None, also log these names to it."""
     global _prefix, _second_log
     _prefix, _second_log = prefix, logger
 
 
 def traced(stage: str) -> Callable[[_Method], _Method]:
-    """Decorate a method as a stage, which logs and profiles show and `torch.compile` skips. `self` needs a `unit`."""
+    """Decorate a method as a stage, so that the stage appears in logs and profiles.
+
+    The class of the method must have an attribute `unit`. `torch.compile` does not trace the method.
+    """
 
     def decorate(method: _Method) -> _Method:
         @never_compiled

@@ -1,4 +1,4 @@
-"""Hooks on every optimizer's step, which count steps, prepare roots for a step, and check new or changed optimizers."""
+"""Hooks that run at every optimizer step. They count steps, prepare roots, and check new or changed optimizers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .unmanaged import all_modules
 
 
 class _Checked(NamedTuple):
-    """Facts from an optimizer's last check. A step repeats the check if one of the first three fields has changed."""
+    """Results of an optimizer's last check. A step repeats the check if one of the first three fields has changed."""
 
     parameters: int
     state: int
-    """The id of `optimizer.state`, which loading replaces."""
+    """The id of `optimizer.state`. Loading a state dict replaces that object."""
     replacements: int
-    """The value of `Replacements.seen`: how many parameters of all models were replaced."""
+    """The value of `Replacements.seen`, which counts replaced parameters of all models."""
     groups: weakref.WeakSet[ParamGroup]
     """The param groups of the optimizer's parameters."""
     steps: set[Steps]
     """Step counters of these param groups and of this rank."""
     orders: list[Order]
-    """The order checks of these param groups' process groups, which compare the steps of the ranks."""
+    """Order checks of these param groups' process groups. They compare optimizer steps across ranks."""
 
 
 _shown = attrgetter("shown")
@@ -57,14 +57,14 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_optimizers() -> None:
-    """Register the hooks and invalidate earlier checks. Call this for every new unit."""
+    """Register the hooks and invalidate earlier checks. Call this whenever a unit is created."""
     _register()
     _checked.clear()
 
 
 @cache
 def _register() -> None:
-    """Register the hooks, once per process. They are never compiled: a compiled step would skip them after tracing."""
+    # Never compiled, because a compiled step would skip the hooks after tracing.
     register_optimizer_step_pre_hook(never_compiled(_before_step))
     register_optimizer_step_post_hook(never_compiled(_after_step))
 
@@ -93,6 +93,8 @@ def _before_step(optimizer: Any, *unused: Any) -> None:
 
 
 def _prepare(root: Root, optimizer: Any) -> None:
+    if root.scope is not None:
+        root.scope.refuse(f"{type(optimizer).__name__}.step()", "Kept units would not see the new parameters")
     if any(map(_shown, root.units)):  # a loop in C, because it runs in every step
         for unit in root.units:
             unit.show_sharded()  # the program reads the stepped parameters next
@@ -135,7 +137,7 @@ def note_optimizer_step(optimizer: Any) -> None:
 
 
 def _last_checked(optimizer: Any) -> _Checked:
-    """Return the last check, or a new one if another rank, in another thread, has built a unit, which clears checks."""
+    # Another rank, running in another thread, may have built a unit, which clears all checks.
     return _checked.get(optimizer) or _look_at(optimizer)
 
 
@@ -153,7 +155,7 @@ _LOADERS = {
     False: "optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))",
     True: "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict",
 }
-"""The call that loads full optimizer state. Key: True if the parameters are DTensors."""
+"""The call that loads full optimizer state. The key is True if the parameters are DTensors."""
 
 _EACH_ITS_OWN = (
     "optimizer.state_dict() has the shards of one rank, and each rank can load only what it saved itself. For a file "
@@ -178,7 +180,7 @@ def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def refuse_local_state(optimizer: Any) -> None:
-    """Raise if `torch.distributed.checkpoint` asks for state in plain tensors: it would save only one rank's shards."""
+    """Raise if `torch.distributed.checkpoint` asks for plain-tensor state. DCP would save only one rank's shards."""
     caller = caller_in_checkpoint()
     name = None if caller is None else cut_flat(optimizer_parameters(optimizer))
     if name is not None:
@@ -192,7 +194,6 @@ def refuse_local_state(optimizer: Any) -> None:
 
 
 def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
-    """Warn if the optimizer or its scaler needs whole parameters, but plain tensors have only this rank's elements."""
     over = next((_OVER_WHOLE[each] for each in type(optimizer).__mro__ if each in _OVER_WHOLE), None)
     name = cut_flat(parameters)
     if name is not None and stepped_by_plain_scaler():  # not an error: a rank that skips this step would not raise
@@ -211,9 +212,9 @@ def _warn_of_cut_parameters(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if one rank saved the state and all loaded it, so that this rank has moments of other elements.
+    """Raise if this rank has loaded optimizer state that another rank saved for its own elements.
 
-    DTensors know which rank made them. Plain tensors reveal another rank only if their sizes differ.
+    A DTensor records the rank that created it. For plain tensors, this check can only compare sizes.
     """
     _refuse_state_of_other_size(optimizer, parameters)
     for entry in optimizer.state.values():
@@ -229,7 +230,7 @@ def _refuse_state_of_another_rank(optimizer: Any, parameters: list[Any]) -> None
 
 
 def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if state and its parameter differ in shape. Skips optimizers for which this may be correct."""
+    """Raise if state and its parameter differ in shape. Skip optimizers that may use other shapes for their state."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim.") or kind in _OVER_WHOLE:
         return
@@ -247,7 +248,7 @@ def _refuse_state_of_other_size(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def refuse_stepped_by_another(optimizer: Any) -> None:
-    """Raise if another optimizer has stepped with the same gradients during backward."""
+    """Raise if another optimizer has already stepped with the same gradients during backward."""
     own = vars(optimizer).get("unshard_step_in_backward")
     parameters = optimizer_parameters(optimizer)
     mine = set(map(id, parameters))
@@ -266,7 +267,6 @@ def refuse_stepped_by_another(optimizer: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if modules no longer hold some parameters of the optimizer, because its steps would have no effect."""
     held = set(map(id, parameters))
     by_sharding: dict[int, str] = {}
     by_program: dict[int, str] = {}
@@ -304,7 +304,6 @@ def _refuse_replaced(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _warn_of_dropped(optimizer: Any, parameters: list[Any]) -> None:
-    """Warn if the optimizer was built before parameters were tied, and holds some that the model no longer has."""
     dropped = [names for each in parameters if (names := dropped_name(each)) is not None]
     if dropped:
         pairs = listed(f"{name} is {owner} now" for name, owner in dropped)
@@ -316,7 +315,6 @@ def _warn_of_dropped(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _refuse_unsharded(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if the optimizer was built while parameters were unsharded, because it would step copies."""
     for parameter in parameters:
         if name := unsharded_name(parameter):
             raise StateError(
@@ -347,13 +345,12 @@ def _refuse_unsharded_state(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def _tensors(entry: Any) -> dict[Any, torch.Tensor]:
-    """Return the tensors of a parameter's state, without those that have no dimensions (counters)."""
+    """Return the tensors of a parameter's state, except those without dimensions, such as counters."""
     items = entry.items() if isinstance(entry, Mapping) else ()
     return {key: value for key, value in items if isinstance(value, torch.Tensor) and value.ndim}
 
 
 def _refuse_state_on_the_host(optimizer: Any, parameters: list[Any]) -> None:
-    """Raise if a plain optimizer steps parameters with offloaded state, because it would keep state on the device."""
     wanted = set(map(id, parameters))
     for group in param_groups_of(parameters):
         sharded = group.sharded

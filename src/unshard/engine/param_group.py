@@ -1,4 +1,4 @@
-"""A param group: the parameters of a unit that are sharded over the same ranks. Nearly every unit has one."""
+"""A param group holds the parameters of a unit that are sharded over the same ranks. Most units have only one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class _Member:
-    """An entry of `_members`. An attribute of the parameter would not do: it is copied and pickled with the parameter.
+    """An entry of `_members`, which maps a parameter to its param group.
 
-    The group owns its entries. An entry refers to original and replaced parameters weakly, but to sharded ones
-    strongly, as the group does, because torch does not convert DTensors that have weak references.
+    Attributes of the parameter would be copied and pickled with it. The param group owns its entries. An entry refers
+    weakly to an original or replaced parameter. It refers strongly to a sharded parameter, as the group does, because
+    torch does not convert DTensors that have weak references.
     """
 
     __slots__ = ("__weakref__", "group", "tensor")
@@ -43,23 +44,23 @@ class _Member:
 
 
 _members: weakref.WeakValueDictionary[int, _Member] = weakref.WeakValueDictionary()
-"""The param group of each parameter, by the id of the parameter."""
+"""The entry of each parameter, by the id of the parameter."""
 
 
 def param_group_of(parameter: torch.Tensor) -> ParamGroup | None:
-    """Return the param group of a sharded parameter, or of one that sharding has replaced; None for others."""
+    """Return the param group of a sharded parameter, or of one that sharding has replaced, and None for others."""
     member = _members.get(id(parameter))
     # Compared, because another object may have the id of a deleted parameter.
     return member.group() if member is not None and member.tensor() is parameter else None
 
 
 def param_groups_of(parameters: Iterable[torch.Tensor]) -> list[ParamGroup]:
-    """Return the param groups of several parameters, each once, in the order of the parameters."""
+    """Return the param groups of `parameters` without duplicates, in the order of the parameters."""
     return list(dict.fromkeys(group for each in parameters if (group := param_group_of(each)) is not None))
 
 
 class ParamGroup:
-    """Owns the shard, its all-gather and its gradients. The unit decides when the methods are called."""
+    """Owns the shard, its all-gather and its gradients. The unit decides when to call the methods."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class ParamGroup:
         number: int = 0,
         make_sharded: Callable[[list[ManagedParam], Transport, OffloadPlan], ShardedParams] = ShardedParams,
     ):
-        """`number`: the unit's number in its process group, the same on all ranks."""
+        """`number` is the unit's number in its process group, which is the same on all ranks."""
         self.shards, self.replicas = shards, replicas
-        """Transports over the ranks that shard, and over those that replicate."""
+        """Transports over the ranks that shard the parameters, and over those that replicate them."""
         self.mesh, self.slicing = mesh, slicing
-        """The one-dimensional mesh of the ranks that shard, and the smaller group that keeps slices, if any."""
+        """The one-dimensional mesh of the ranks that shard, and the transport and mesh of slices if slices are used."""
         self.sharded = make_sharded(list(params), shards, offload)
         reference = weakref.ref(self)
 
@@ -88,22 +89,22 @@ class ParamGroup:
         self.gradients = GroupGradients(self.sharded, shards, replicas, device, number, name)
         self.number = number
         self.unit: Callable[[], Unit | None] = lambda: None
-        """The unit that owns this group; a weak reference."""
+        """Returns the unit that owns this group. The group refers to this unit only weakly."""
         self.users: list[weakref.ref[Unit]] = []
-        """All units that use this group, including the owner, if there are several; else empty. See `sharing.py`."""
+        """All units that use this group, including the owner. Empty if only the owner does. See `sharing.py`."""
         self.holders: weakref.WeakSet[Unit] = weakref.WeakSet()
-        """Users that have all-gathered the group and not resharded it since."""
+        """Users that have all-gathered the group and have not resharded it yet."""
         self.viewers: weakref.WeakSet[Unit] = weakref.WeakSet()
-        """Users that want the modules to hold the unsharded parameters."""
+        """Users that need the unsharded parameters on the modules."""
         self._device = device
         self._swap = self.sharded.make_swap()
         self.precision = Precision.POLICY
-        """The precision of the next all-gather, or of the last one; `select` changes it."""
+        """The precision of the last all-gather, and of the next one unless `select` changes it."""
         self._unsharded: UnshardedParams | None = None
         self._by_precision: dict[Precision, UnshardedParams] = {}
         """Unsharded parameters created so far, by precision; `_unsharded` is the active one."""
         self._forgotten_in_graph = False
-        """True if a graph that waits for its backward holds unsharded parameters that are no longer in use."""
+        """True if a graph that waits for its backward refers to unsharded parameters that this group no longer uses."""
         self._in_flight: tuple[AllGatherPlan, Work] | None = None
         self._labels = {
             Precision.POLICY: Label(lambda: f"all-gather unit {name()!r}", number),
@@ -115,7 +116,7 @@ class ParamGroup:
         self._register()
 
     def _register(self) -> None:
-        """Let `param_group_of` find this group for its sharded, original and replaced parameters."""
+        """Make `param_group_of` find this group for its sharded, original and replaced parameters."""
         group, held = weakref.ref(self), {id(each): each for each in self.sharded.parameters()}
         for key, member in list(self._members.items()):
             former = member.tensor()
@@ -139,28 +140,28 @@ class ParamGroup:
 
     @property
     def held(self) -> bool:
-        """True if an unsharded buffer holds memory."""
+        """True if an unsharded buffer is allocated."""
         return any(unsharded.buffer.held for unsharded in self._by_precision.values())
 
     @property
     def unsharded_is_shard(self) -> bool:
-        """True if the shard is the unsharded buffer itself: on one rank, with equal dtypes and a flat layout."""
+        """True if the shard is also the unsharded buffer. This needs one rank, equal dtypes and a flat layout."""
         return self._unsharded is not None and self._unsharded.is_shard
 
     @property
     def tensors_of_memory(self) -> int:
-        """The number of tensors and other objects that share the unsharded buffer."""
+        """Number of tensors and other objects that share the memory of the unsharded buffer."""
         return 0 if self._unsharded is None else storage_use_count(self._unsharded.buffer.storage)
 
     @property
     def in_flight(self) -> bool:
-        """True if an all-gather was issued that nobody has waited for yet."""
+        """True if an all-gather was issued and has not been waited for yet."""
         return self._in_flight is not None
 
     # -- all-gather -----------------------------------------------------------------------------------------
 
     def all_gather(self, from_slices: bool) -> None:
-        """Issue the all-gather, from the shard or, if `from_slices`, the slices. Call this at rest or while sliced."""
+        """Issue the all-gather, from the slices if `from_slices`. The group must be sharded or sliced."""
         sharded = self.sharded
         if from_slices and self._unsharded is not None and self._unsharded.slices is not None:
             plan, label = self._unsharded.slices.plan, self._slices_label
@@ -188,8 +189,19 @@ class ParamGroup:
         if observer.current is not None:
             observer.current.all_gathering(self.params, plan.members, plan.inputs)
 
+    def all_gather_again(self) -> None:
+        """Take part in an all-gather that other ranks need while this rank is already unsharded.
+
+        The collective writes the values that the unsharded buffer already has.
+        """
+        assert self._unsharded is not None
+        plan = self._unsharded.plan
+        plan.start(self._label).wait()
+        if plan.copies:
+            plan.copy_out()
+
     def _make_unsharded(self) -> UnshardedParams:
-        """Return the unsharded parameters of the active precision; create them at its first all-gather."""
+        """Return the unsharded parameters of the active precision. The first all-gather creates them."""
         if self._forgotten_in_graph:
             if current_graph_task() != -1:
                 raise StateError(
@@ -242,7 +254,7 @@ class ParamGroup:
             plan.copy_out()
 
     def forget_in_flight(self) -> None:
-        """Forget collectives that were recorded and never ran, without waiting for them. Call `reshard` next."""
+        """Forget collectives that were recorded but never ran, without waiting for them. Call `reshard` next."""
         if self._in_flight is not None:
             self._in_flight[0].forget()
             self._in_flight = None
@@ -251,13 +263,13 @@ class ParamGroup:
         self.gradients.forget_in_flight()
 
     def release_gathered(self) -> None:
-        """Free the memory of an all-gather that failed, for example for lack of memory. Call this only at rest."""
+        """Free the memory of a failed all-gather, for example if memory ran out. The group must be sharded."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget()
             unsharded.buffer.release()
 
     def upload_early(self) -> None:
-        """Copy an offloaded shard to the device ahead of the next all-gather. Call this only at rest."""
+        """Copy an offloaded shard to the device ahead of the next all-gather. The group must be sharded."""
         if self._unsharded is not None and self.sharded.offload.offloaded and self.sharded.is_bound():
             self._unsharded.plan.upload_early()
 
@@ -275,7 +287,7 @@ class ParamGroup:
                 unsharded.release_special()
 
     def show_unsharded(self) -> None:
-        """Put the unsharded parameters back on the modules. Call this only while the unsharded buffer is kept."""
+        """Put the unsharded parameters back on the modules. The unsharded buffer must still be allocated."""
         in_forward = current_graph_task() == -1
         if in_forward and not self.sharded.is_bound():
             raise ParameterError(
@@ -287,15 +299,15 @@ class ParamGroup:
         self._swap.show_unsharded(follow_requires_grad=in_forward)
 
     def shown(self, sliced: bool) -> ShownParams:
-        """Return the unsharded parameters, or the slices if `sliced`, that the program sees now."""
+        """Return a detector of later changes to the unsharded parameters, or to the slices if `sliced`."""
         return ShownParams(self.sharded, self.unsharded_is_shard, sliced)
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters on the modules and keep the unsharded buffer."""
+        """Put the sharded parameters on the modules without freeing the unsharded buffer."""
         self._swap.show_sharded()
 
     def keep_slice(self) -> None:
-        """Keep a slice, which the modules hold as DTensors, and free the unsharded buffer."""
+        """Keep a slice, put it on the modules as DTensors, and free the unsharded buffer."""
         unsharded = self._unsharded
         assert unsharded is not None and unsharded.slices is not None
         with torch.no_grad():
@@ -304,7 +316,7 @@ class ParamGroup:
         self._swap.show_sliced()
 
     def select(self, precision: Precision) -> None:
-        """All-gather in `precision` from now on. Buffers of another precision stay until `reshard`."""
+        """Use `precision` for later all-gathers. Buffers of other precisions stay allocated until `reshard`."""
         self._swap.show_sharded()
         self.precision, self._label = precision, self._labels[precision]
         self._unsharded = self._by_precision.get(precision)
@@ -323,7 +335,7 @@ class ParamGroup:
         gradients.as_stored = stored and any(kind.reduce != kind.reduce_stored for kind in kinds)
 
     def _refresh_unsharded(self) -> None:
-        """Use the params' current unsharded parameters. Call this after they were created or replaced."""
+        """Switch to the params' current unsharded parameters. Call this after they were created or replaced."""
         self._swap.refresh()
         self.gradients.watch(self._swap.unsharded)
 
@@ -338,7 +350,7 @@ class ParamGroup:
     # -- changes from outside -------------------------------------------------------------------------------
 
     def rebind_params(self) -> None:
-        """Copy parameters that a program replaced, or gave other memory, into the shard. Call this only at rest."""
+        """Copy parameters into the shard if the program replaced them or their memory. The group must be sharded."""
         if LISTENERS:
             finish_steps()
         if self.sharded.is_bound():
@@ -350,7 +362,7 @@ class ParamGroup:
         self.rebind(fewer)
 
     def rebind(self, fewer: bool) -> None:
-        """Copy parameters that are bound to other memory into the shard. `fewer`: some params were dropped."""
+        """Copy parameters with memory outside the shard into the shard. `fewer` is True if params were dropped."""
         for unsharded in self._by_precision.values():
             unsharded.plan.forget_upload()
         shard, same_layout = self.sharded.shard, False
@@ -374,14 +386,14 @@ class ParamGroup:
         return next((each for each in self.params if self.sharded.shows(each, parameter)), None)
 
     def drop(self, params: list[ManagedParam], started: bool) -> None:
-        """Forget `params`. Call `rebind` next. `started`: the unit has run a forward."""
+        """Forget `params`. Call `rebind` next. `started` is True if the unit has run a forward."""
         self.sharded.drop(params, self.unit_name, started)
         for param in params:
             self._members.pop(id(param.sharded), None)
             self._members.pop(id(param.origin()), None)
 
     def add_locations(self, param: ManagedParam, locations: list[ParamLocation]) -> None:
-        """Let modules of another unit hold `param` too."""
+        """Also register `param` on modules of another unit, at `locations`."""
         param.locations.extend(locations)
         self.sharded.bind_locations()
         self._swap = self.sharded.make_swap()
@@ -392,7 +404,7 @@ class ParamGroup:
             self._swap.show_sharded()
 
     def change_transport(self, transport: Transport) -> None:
-        """Send through another transport, which may need another layout, from now on. Call this only at rest."""
+        """Use `transport` from now on. It may need another layout, so the group must be sharded."""
         self.rebind_params()
         self.gradients.forget_buffers()
         self.shards = transport
@@ -401,7 +413,7 @@ class ParamGroup:
         self._forget_unsharded()
 
     def wrap_reduce_transport(self, change: Callable[[Transport], Transport]) -> None:
-        """Let `change` replace the transport of reductions over the shards or, without shards, over the replicas."""
+        """Let `change` replace the transport that reduces over the shards, or over the replicas without sharding."""
         self.gradients.forget_buffers()
         if self.shards.world > 1 or self.replicas.world == 1:
             self.gradients.change_transports(self.shards.wrapped(change))

@@ -1,4 +1,4 @@
-"""Reduces gradients: pack, cast, reduce-scatter, all-reduce over replicas, divide, cast to the sharded gradient."""
+"""Reduction of gradients, which are packed, reduce-scattered, all-reduced over replicas, divided and delivered."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .side_stream import SideStream, StreamEvent, reduce_stream
 from .states import Division, Options, division, sent_dtype
 
 Gradients = dict[int, torch.Tensor] | list[torch.Tensor]
-"""Gradients by index of the parameter; a list if every parameter has a gradient."""
+"""Gradients by parameter index, or a list if every parameter has a gradient."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A packed region of the reduce-scatter input: a table with one row per rank; `filler` zeroes its last columns."""
+    """A packed region of the reduce-scatter input. `table` has one row per rank. `filler` zeroes the last columns."""
 
     table: torch.Tensor
     members: tuple[int, ...]
     filler: dict[torch.dtype, list[torch.Tensor]]
     dims: list[int]
-    """The dim along which each member is sharded; empty if all members are real and sharded along dim 0."""
+    """The dim along which each member is sharded. The list is empty if all members are real and sharded along dim 0."""
 
     def fill(self, gradients: Gradients) -> None:
         columns = [gradients[index] for index in self.members]
@@ -45,13 +45,13 @@ class Pack:
             chunk_cat_into(self.table, columns, self.table.shape[0])
 
     def _turned(self, gradient: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the gradient with the chunks of all ranks along dim 0, and complex numbers as pairs of reals."""
+        """Return `gradient` with its chunks concatenated along dim 0 and complex numbers viewed as pairs of reals."""
         turned = torch.cat(gradient.chunk(self.table.shape[0], dim)) if dim else gradient
         # Neither the table nor its kernel has complex numbers.
         return torch.view_as_real(turned.resolve_conj()) if turned.is_complex() else turned
 
     def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
-        """Like `chunk_cat_into`, without a kernel that reads addresses from host memory, which a replay must not do."""
+        """Fill the table without `chunk_cat_into`. In a replay, its kernel would read stale addresses from the host."""
         world, start = self.table.shape[0], 0
         targets, sources, pads = [], [], []
         for column in columns:
@@ -74,7 +74,7 @@ class Pack:
 
 
 class Packing:
-    """Copies gradients to their places in `tensors`, one per region, which must have memory at construction."""
+    """Copies gradients to their places in `tensors`, one tensor per region. Create it while the tensors have memory."""
 
     def __init__(self, tensors: list[torch.Tensor], regions: Sequence[Region], shard: Shard, world: int):
         self.tensors = tensors
@@ -87,7 +87,6 @@ class Packing:
             self._add_packed(region.runs[0], tensor) if region.packed else self._add_row(region.runs[0], tensor)
 
     def _add_row(self, run: DtypeRun, tensor: torch.Tensor) -> None:
-        """Add the parameters of a region that is not packed, one after the other."""
         end = 0
         if self._shard.segments.kinds[run.segment].original.is_complex:
             tensor = torch.view_as_complex(tensor.view(-1, 2))
@@ -116,7 +115,7 @@ class Packing:
         self._packs.append(Pack(table, run.members, filler, dims if is_complex or any(dims) else []))
 
     def fill(self, gradients: Gradients) -> list[int]:
-        """Copy and cast `gradients` to their places; zero the places of other parameters and return their indices."""
+        """Copy and cast `gradients` to their places. Zero all other places. Return the indices of missing gradients."""
         rows, members, absent = self._rows, self._members, []
         if self._pads:
             foreach_zero(self._pads)
@@ -133,7 +132,7 @@ class Packing:
 
 
 class Stage(Enum):
-    """The operation that a reduction in flight waits for, or the way in which the reduction ended."""
+    """The operation that a reduction in flight waits for, or how the reduction ended."""
 
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -144,7 +143,7 @@ class Stage(Enum):
 
 @dataclass
 class ReductionInFlight:
-    """A reduction, from the issue of its reduce-scatter until its gradients are delivered or kept as partial sums."""
+    """One reduction, from its reduce-scatter until its gradients are delivered or stored as partial sums."""
 
     reduction: Reduction
     grad: ShardedGrad
@@ -154,23 +153,23 @@ class ReductionInFlight:
     work: Work
     stage: Stage = Stage.REDUCE_SCATTER
     absent: Collection[ManagedParam] = ()
-    """Parameters of a flat unit that had no gradient and were reduced as zeros. See `ShardedGrad.deliver`."""
+    """Parameters without a gradient, which are reduced as zeros. See `ShardedGrad.deliver`."""
     copied: StreamEvent | None = None
-    """The end of the copy to the host."""
+    """Marks the end of the copy to the host."""
     packed_gradients: Gradients | None = None
-    """In a recorded step: keeps gradients alive that a side stream may still read."""
+    """Keeps gradients alive that a side stream may still read. Used only while a step is recorded."""
 
 
 class Reduction:
-    """Reduces the gradients of one set of parameters. One exists for each set that ever had gradients.
+    """Reduces the gradients of one set of parameters. Each set that has ever had gradients has its own `Reduction`.
 
-    The reduce-scatter writes straight into the sharded gradient if dtype and device allow it, otherwise into
-    `_reduced`, from which one call casts or copies. `partial` holds sums over the shards that still need their
+    If dtype and device allow it, the reduce-scatter writes directly into the sharded gradient. Otherwise it writes into
+    `_reduced`, and one call casts or copies the result. `partial` holds sums over the shards that still need an
     all-reduce over the replicas.
 
-    On a device, a side stream owns the reduce-scatter input. The host frees it as soon as the reduce-scatter is queued:
-    only work of the same stream can reuse the memory, and is queued behind the collective. Memory of the compute stream
-    would stay allocated until that stream has waited, on top of the next unit's gradients.
+    On a device, a side stream owns the reduce-scatter input. The host frees the input as soon as the reduce-scatter is
+    queued, because only later work on the same stream can reuse the memory. If the compute stream owned the input, the
+    input would stay allocated until that stream has waited, at the same time as the next unit's gradients.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Reduction:
         device: torch.device,
         labels: tuple[Label, Label],
     ):
-        """`labels`: the labels of the reduce-scatter and of the all-reduce."""
+        """`labels` name the reduce-scatter and the all-reduce, in this order."""
         segments, traits = shard.segments, shards.traits
         # If wire and reduce dtype differ, an all-to-all, which takes one tensor, replaces the reduce-scatter.
         exchanged = any(kind.wire != kind.reduce for kind in segments.kinds)
@@ -211,9 +210,8 @@ class Reduction:
         self._reduced = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device, shards.pool)
         self.partial = ShardBuffer(self._regions, segments, "reduce", traits.piece_alignment, device)
         self.has_partial = False
-        """True if there are partial sums."""
         self.grads: list[ShardedGrad] = []
-        """Usually one; `_idle_grad` adds more if users hold gradients."""
+        """Usually one sharded gradient. `_idle_grad` adds more while users hold older gradients."""
         self._side_stream = reduce_stream(device) if traits.waits_in_stream and not self._in_place else None
         if self._side_stream is not None:
             # Recorded again in every step: at most one reduction of these parameters is in flight.
@@ -222,7 +220,7 @@ class Reduction:
         self._division = Division(True, True, 1.0, 1.0)
 
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
-        """Pack `gradients`, drop them and issue the reduce-scatter. `last`: no other unit's backward follows."""
+        """Pack and clear `gradients`, then issue the reduce-scatter. `last` is True if backward is over."""
         flight, watcher = self._new_flight(options), observer.current
         # At the end nothing overlaps, so the compute stream is as good. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
@@ -248,7 +246,6 @@ class Reduction:
         return flight
 
     def _start_on_side_stream(self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream) -> None:
-        """Pack and reduce on `stream`, while the compute stream goes on with the next unit's backward."""
         packing = self._packing
         assert packing is not None
         # 1. The side stream packs after the compute stream has computed the gradients.
@@ -294,7 +291,7 @@ class Reduction:
         return Packing(tensors, self._regions, self._shard, self._transport.world)
 
     def _packing_in(self, flight: ReductionInFlight) -> Packing:
-        """Return the packing that writes straight into the output. Used if one rank has the whole shard."""
+        """Return the packing that writes directly into the output, for reductions on a single rank."""
         if not self._direct:
             self._packing = self._make_packing(self._reduced.pieces)
             return self._packing
@@ -305,16 +302,17 @@ class Reduction:
         return packing
 
     def _copies_at_once(self, flight: ReductionInFlight) -> bool:
-        """Return True if the copy to the host can be queued right behind the reduce-scatter.
+        """Return True if the copy to the host can be queued directly after the reduce-scatter.
 
-        Otherwise `advance` queues the copy, after the next unit's backward. This is so if an all-reduce or a hook comes
-        first, or if the host memory is not pinned, because then this thread would wait for the copy.
+        Otherwise, `advance` queues the copy after the next unit's backward. This happens if an all-reduce or a hook
+        comes first. It also happens if the host memory is not pinned, because this thread would then wait for the copy.
         """
-        alone = self._replicas.world == 1 and flight.options.all_reduce_hook is None
+        options = flight.options
+        alone = self._replicas.world == 1 and options.all_reduce_hook is None and not options.hold
         return alone and self._to_host is not None and flight.grad.pinned
 
     def resume(self, options: Options) -> ReductionInFlight:
-        """Reduce the partial sums without new gradients: the outputs are zero, and `advance` adds the sums."""
+        """All-reduce the partial sums without new gradients. `advance` adds the partial sums to outputs of zeros."""
         flight = self._new_flight(options)
         flight.outputs.take()
         for flat in flight.outputs.flats:
@@ -328,10 +326,10 @@ class Reduction:
             self._division = division(self._transport.world, self._replicas.world, self._dtypes, *divisors)
         grad = self._idle_grad()
         outputs = grad.buffer if self._direct else self._reduced
-        return ReductionInFlight(self, grad, outputs, self._division, options, Done())
+        return ReductionInFlight(self, grad, outputs, self._division, options, Done(), absent=options.absent)
 
     def advance(self, flight: ReductionInFlight) -> Stage:
-        """Wait for the operation in flight and start the next one; return the next operation, or the result."""
+        """Wait for the operation in flight and start the next one. Return the new stage of the reduction."""
         flight.work.wait()  # on a device only the compute stream waits
         flight.packed_gradients = None
         outputs, options = flight.outputs, flight.options
@@ -344,7 +342,7 @@ class Reduction:
             return Stage.DELIVERED
         if flight.stage is Stage.REDUCE_SCATTER:
             self._input.release()
-            if self._replicas.world > 1:
+            if self._replicas.world > 1 or options.hold or self.has_partial:
                 return self._reduce_over_replicas(flight)
         if options.all_reduce_hook is not None:
             for flat in outputs.flats:
@@ -352,7 +350,7 @@ class Reduction:
         return self._finish(flight)
 
     def _finish(self, flight: ReductionInFlight) -> Stage:
-        """Divide the sum and copy it to the sharded gradient."""
+        """Divide the sum and cast or copy it to the sharded gradient."""
         outputs, grad = flight.outputs, flight.grad
         if flight.division.after != 1.0:
             foreach_div(outputs.flats, flight.division.after)
@@ -366,9 +364,9 @@ class Reduction:
         return Stage.DELIVERED
 
     def _copy_to_host(self, flight: ReductionInFlight, stream: SideStream) -> Stage:
-        """Queue the copy on the side stream for copies to the host; the next unit's backward overlaps with it.
+        """Queue the copy on a side stream, where it overlaps with the next unit's backward.
 
-        `flight.outputs` may be freed only after the compute stream has waited for the copy: see `advance`.
+        `flight.outputs` may be freed only after the compute stream has waited for the copy. `advance` does both.
         """
         host, device = flight.grad.buffer, flight.outputs
         if self._cast:
@@ -381,7 +379,7 @@ class Reduction:
 
     def _reduce_over_replicas(self, flight: ReductionInFlight) -> Stage:
         outputs, partial = flight.outputs, self.partial
-        if not flight.options.all_reduce:
+        if not flight.options.all_reduce or flight.options.hold:
             if self.has_partial:
                 foreach_add(partial.flats, outputs.flats)
             else:
@@ -403,13 +401,13 @@ class Reduction:
         return flight.stage
 
     def release(self) -> None:
-        """Free all memory except the sharded gradients. The caller makes sure that nothing is in flight."""
+        """Free all memory except the sharded gradients. Call this only if nothing is in flight."""
         for buffer in (self._input, self._reduced, self.partial):
             buffer.release()
         self.has_partial = False
 
     def _idle_grad(self) -> ShardedGrad:
-        """Return a sharded gradient that is nobody's `.grad` and that no user holds; create one if there is none."""
+        """Return an idle sharded gradient. Create one if all are set as `.grad` or held by a user."""
         for grad in self.grads:
             if grad.idle:
                 return grad

@@ -1,4 +1,4 @@
-"""The root decides when the units of a model are all-gathered, resharded and reduced."""
+"""The root decides when units are all-gathered and resharded, and when their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Set
 from operator import attrgetter
 from threading import RLock, get_ident
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ from .unmanaged import Unmanaged, warn_of_untied
 
 
 class Root:
-    """Keeps the order of units, prefetches units, and ends backward."""
+    """Records the order in which units run, prefetches units, and ends backward."""
 
     def __init__(self, units: list[Unit]):
         self.units = units
@@ -58,11 +59,11 @@ class Root:
         self._prefetched: set[Unit] = set()
         self._in_this_backward: set[Unit] = set()
         """Units whose pre-backward hooks have run in this backward."""
-        self._reductions = Reductions(units)
+        self.reductions = Reductions(units)
         self._makes_graph = False
-        """True if this backward makes a graph (create_graph=True)."""
+        """True if the current backward runs with create_graph=True."""
         self._made_graph = False
-        """True if the last backward made a graph. A backward through that graph may need units in any order."""
+        """True if the last backward used create_graph=True. Backward through its graph may need units in any order."""
         streams = {group.sharded.offload.copy_streams for group in self.param_groups}
         self._copy_streams = [each for each in streams if each is not None]
         self.unmanaged = Unmanaged()
@@ -71,14 +72,16 @@ class Root:
         self.gave_up_units = False
         """True if another root has taken over units. The next forward rebuilds this root and reclaims its units."""
         self._thread = 0
-        """The thread that ran the last forward. Backward may run in autograd's threads."""
+        """Id of the thread that ran the last forward. Backward may run in threads of autograd."""
         self._forwards = self._backwards = 0
         self.open_graphs = 0
-        """Forwards with a graph minus backwards, since the last step of an optimizer."""
+        """Number of forwards with a graph minus number of backwards, since the last optimizer step."""
         self._evaluated = False
-        """True if the last forward or backward was a forward without a graph."""
+        """True if the last forward built no graph and no backward has run since."""
         self._recovering = RLock()  # autograd's thread may drop a failed backward while a forward recovers
         self._failed: tuple[int, Unit] = 0, self.unit
+        self.scope: Any = None
+        """The active `unshard.step` or `unshard.inference` block, if any."""
         warn_of_untied(units)
 
     @property
@@ -88,7 +91,7 @@ class Root:
     # -- forward --------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`. Issue the all-gather of the next unit before waiting for the all-gather of `unit`."""
+        """Unshard `unit` before its forward or recomputation. Prefetch the next unit before waiting for this one."""
         recomputing = current_graph_task() != -1
         if recomputing:
             if not self.in_backward:
@@ -110,7 +113,7 @@ class Root:
         elif expected is not None and self._claim_prefetch(other := self.units[expected], recomputing):
             other.all_gather()
         if recomputing:
-            self._reductions.finish_unit(unit)
+            self.reductions.finish_unit(unit)
         unit.unshard()
         self._prefetched.discard(unit)
         unit.phase = Phase.FORWARD
@@ -119,7 +122,7 @@ class Root:
             self._prefetched.add(unit)
 
     def recover(self) -> None:
-        """Reset after an exception left a backward, or a forward of the root, that is still marked as active."""
+        """Reset after a failed forward or backward that is still marked as active. No-op inside backward."""
         if not inside_backward():
             if self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread)
@@ -127,10 +130,9 @@ class Root:
                 self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
-        """Switch `unit`. If it is the root's, switch all units that follow `eval()`, because they may be prefetched."""
         unit.select(precision)
         if unit is self.unit:
-            for other in self.units:
+            for other in self.units:  # those that follow `eval()` may be prefetched before their own forward
                 if other.param_state is ParamState.SHARDED and other.policy.full_precision_in_eval:
                     other.select(precision)
 
@@ -159,11 +161,11 @@ class Root:
         self.units[self._last_checked].refuse_assigned_data()
 
     def after_forward(self, unit: Unit, graph: bool, returns: bool = True, unwatched: bool = False) -> None:
-        """Reshard `unit`, unless it is kept, or was recomputed for the backward that follows at once.
+        """Reshard `unit` after its forward, unless its options keep it unsharded or backward is recomputing it.
 
-        `graph`: grad mode was on, so a backward may follow. `returns`: backward may reach this unit through its
-        outputs, which is impossible if everything up to here is frozen. `unwatched`: backward may reach this unit, but
-        no hook tells when.
+        `graph` is True if grad mode was on, so a backward may follow. `returns` is False if everything up to this unit
+        is frozen, so backward cannot reach the unit through its outputs. An `unwatched` unit stays unsharded, because
+        backward may reach it without running a hook first.
         """
         unit.phase = Phase.IDLE
         if current_graph_task() != -1:
@@ -172,7 +174,7 @@ class Root:
             graph = any(param.sharded.requires_grad for each in self.units for param in each.params)
         if returns and (graph or self.in_forward):
             if LISTENERS and self._number[unit] in self.backward_order:
-                self._reductions.repeated.add(unit)
+                self.reductions.repeated.add(unit)
             self.backward_order.append(self._number[unit])
         options = unit.options
         unit.kept_for_forward = not graph
@@ -218,33 +220,33 @@ class Root:
             self.wait_for_uploads()  # the program may write parameters next (with a graph: after backward)
 
     def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
-        """Clean up after `error` left the forward of `unit`. No-op in backward: a recomputation may end early."""
+        """Clean up after `error` ended forward of `unit`. No-op in backward, where a recomputation may stop early."""
         if inside_backward() or isinstance(error, ThreadError):
             return
         if self._failed[0] != id(error):
             self._failed = id(error), unit  # the innermost unit
         if unit is self.unit or not self.in_forward:
-            self._announce(error, f"in forward, unit {self._failed[1].name!r}")
+            self.announce(error, f"in forward, unit {self._failed[1].name!r}")
         if unit is self.unit:
             self.reset()
         else:
             unit.reshard()
             unit.phase = Phase.IDLE
 
-    def _announce(self, error: BaseException | None, where: str) -> None:
-        """Tell the other ranks about an exception, because they would wait for this rank's next collective."""
+    def announce(self, error: BaseException | None, where: str, left: bool = False) -> None:
+        """Tell the other ranks about an exception. They would otherwise wait for this rank's next collective."""
         if isinstance(error, (OrderError, CollectiveError)):
             return  # raised on all ranks
         what = "an exception" if error is None else first_line_of(error)
         for group in self.param_groups:
             for transport in (group.shards, group.replicas):
-                if transport.raised(f"{what} ({where}; forward number {self._forwards})"):
+                if transport.raised(f"{what} ({where}; forward number {self._forwards})", left):
                     return
 
     # -- backward -------------------------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit, precision: Precision) -> None:
-        """Unshard `unit`. Call this when a gradient has reached one of its outputs. Its forward ran in `precision`."""
+        """Unshard `unit` when a gradient reaches one of its outputs. `precision` is the precision of its forward."""
         if not self.in_backward:
             self.queue_end_of_backward()
         if torch.is_grad_enabled():
@@ -263,14 +265,14 @@ class Root:
         elif expected is not None and self._claim_prefetch(other := self.units[expected], backward=True):
             other.all_gather()
         if gathers:
-            self._reductions.finish_unit(unit)
+            self.reductions.finish_unit(unit)
             unit.unshard()
             self._prefetched.discard(unit)
         unit.phase = Phase.BACKWARD
         self._in_this_backward.add(unit)
 
     def after_backward(self, unit: Unit, at_end: bool = False) -> None:
-        """Reshard `unit` and issue the reduction of its gradients. `at_end`: the whole backward is over."""
+        """Reshard `unit` and issue the reduction of its gradients. `at_end` is True if the whole backward is over."""
         if not at_end:
             if unit.phase is not Phase.BACKWARD:
                 self.queue_end_of_backward()  # no pre-backward hook ran: reduce at the end
@@ -278,7 +280,7 @@ class Root:
             if self._made_graph:
                 return  # reduce at the end: the graph of the last backward may use the unit again
         unit.phase = Phase.IDLE
-        self._reductions.make_room(unit)
+        self.reductions.make_room(unit)
         options = unit.options
         if options.reshard_after_backward and not self._makes_graph:
             unit.reshard()  # first, so that the reduce-scatter input can reuse the memory
@@ -291,13 +293,15 @@ class Root:
             return  # reduce at the end: units that use its parameters may come later in this backward
         for group in unit.param_groups:
             group.gradients.reduce(options, at_end)
-        self._reductions.scattering.append(unit)
+        self.reductions.scattering.append(unit)
 
     def queue_end_of_backward(self) -> None:
-        """Let autograd call `end_backward`, once, when the whole backward is over."""
+        """Make autograd call `end_backward` once, when the whole backward is over."""
         if not self.in_backward:
             if self.in_forward and self._thread != get_ident():
                 refuse_two_threads(self.unit, self._thread, forward_only=True)
+            if self.scope is not None:
+                self.scope.before_backward()
             self.in_backward = True
             self._backwards += 1
             queue_backward_callback(BackwardEnd(self, self._backwards))
@@ -316,41 +320,35 @@ class Root:
                 if not self._came_to(unit):
                     refuse_gradients_of_resharded(unit)
                 self.after_backward(unit, at_end=True)
-        self._reductions.finish()
+        self.reductions.finish()
         if self.unit.options.last_backward:
             self._reshard_prefetched()
             if not self.in_forward:
                 self._reshard_unused()
             self.backward_order.clear()
-            self._reductions.repeated.clear()
+            self.reductions.repeated.clear()
         self._in_this_backward.clear()
-        self._wait_for_copies()
+        self.wait_for_copies()
         self._made_graph, self._makes_graph = self._makes_graph, False
         self.open_graphs -= 1
         self._evaluated = self.in_backward = False
 
     def fail_backward(self, error: BaseException | None) -> None:
-        """Clean up after an exception left backward. `error` is None if autograd does not reveal the exception."""
+        """Clean up after an exception ended backward. `error` is None if autograd does not reveal the exception."""
         units = [repr(unit.name) for unit in self.units if unit.phase is Phase.BACKWARD]
-        self._announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
+        self.announce(error, "in backward" + (f", units {listed(units)}" if units else ""))
         self.reset()
 
     def drop_backward(self, number: int) -> None:
-        """Clean up after an exception left backward `number`. No-op if that backward has ended or another has begun.
-
-        After a backward on a GPU, autograd's thread may call this so late that the program's next forward has already
-        reset the root.
-        """
+        """Clean up after backward `number` failed. No-op if that backward has ended or another one has begun."""
+        # On a GPU, autograd's thread may call this after the program's next forward has reset the root.
         with self._recovering:
             if self.in_backward and self._backwards == number:
                 self.fail_backward(None)
 
     def before_listing(self) -> None:
-        """Call this when the program lists parameters.
-
-        After an evaluation, put the sharded parameters, which have the gradients, on the modules of kept units. After a
-        failed backward, reset if autograd's thread has not done so yet.
-        """
+        """Put the sharded parameters, which have the gradients, on the modules before the program lists parameters."""
+        # After a failed backward on a GPU, autograd's thread may not have reset the root yet.
         if self.in_backward and self._thread == get_ident() and not inside_backward() and not any_thread_in_backward():
             self.drop_backward(self._backwards)
         if self._evaluated and not self.in_backward and not self.in_forward:
@@ -363,32 +361,32 @@ class Root:
         return not self._in_this_backward.isdisjoint([unit, *unit.sharers] if unit.lends else [unit])
 
     def _reshard_unused(self) -> None:
-        """Reshard units that this backward did not reach: frozen ones, and units prefetched in vain."""
+        """Reshard units that this backward did not reach, for example frozen units and needless prefetches."""
         for unit in self.units:
             if unit.param_state is ParamState.SHARDED or unit.phase is not Phase.IDLE:
                 continue
             reshards = unit.options.reshard_after_backward and not self._makes_graph
-            if reshards or unit.param_state is ParamState.GATHERING:
+            if reshards or (unit.param_state is ParamState.GATHERING and not unit.options.hold):
                 unit.reshard()
 
     def awaits_backward(self, unit: Unit) -> bool:
-        """Return True if, as far as is known, a forward of `unit` waits for its backward."""
+        """Return True if a forward of `unit` is still waiting for its backward, according to the recorded order."""
         return self._number[unit] in self.backward_order
 
     def wait_for_uploads(self) -> None:
-        """Let the host wait for copies to the device. Call this before writing offloaded parameters."""
+        """Make the host wait for copies to the device. Call this before writing offloaded parameters."""
         for streams in self._copy_streams:
             streams.up.synchronize()
 
-    def _wait_for_copies(self) -> None:
-        """Let the host wait for copies in both directions, because it may read gradients and write parameters next."""
+    def wait_for_copies(self) -> None:
+        """Make the host wait for copies in both directions, before gradients are read or parameters written."""
         for streams in self._copy_streams:
             streams.synchronize()
 
     # -- prefetch and recovery ------------------------------------------------------------------------------
 
     def _claim_prefetch(self, unit: Unit, backward: bool) -> bool:
-        """If `unit` is sharded or sliced and will need an all-gather, note that it is prefetched and return True."""
+        """Mark `unit` as prefetched and return True if it is sharded or sliced and will need an all-gather."""
         if unit.param_state is ParamState.SLICED:
             if not backward and unit.stale:
                 unit.reshard()
@@ -400,7 +398,6 @@ class Root:
         return True
 
     def _prefetch_chosen(self, chosen: list[weakref.ref[Unit]], backward: bool) -> None:
-        """All-gather the units that the user chose, instead of the one that the recorded order expects next."""
         for ref in chosen:
             unit = ref()
             if unit is not None and self._claim_prefetch(unit, backward):
@@ -409,8 +406,9 @@ class Root:
     def upload_first_units(self, stepped: Set[int], news: Set[int] | None = None) -> None:
         """Copy the offloaded shards of the first two units of the next forward to the device, ahead of time.
 
-        The copy of the third unit overlaps with the first one's computation. `stepped`: ids of all parameters stepped
-        so far. `news`: the ids added since the last call. Skips units that still have unstepped trainable parameters.
+        The copy for the third unit overlaps with the computation of the first. Units with trainable parameters that are
+        not stepped yet are skipped. `stepped` has the ids of all parameters stepped so far. `news` has the ids added
+        since the last call.
         """
         if self._copy_streams and not self.in_forward and not self.in_backward:
             for number in self._forward_order.first(2):
@@ -425,23 +423,25 @@ class Root:
         self._prefetched.clear()
 
     def give_up_units(self) -> None:
-        """Let another root take over units. Call this only at rest. Graphs that wait for a backward stay valid."""
+        """Prepare for another root to take over units, outside forward and backward. Existing graphs stay valid."""
         self._reshard_prefetched()
         self.gave_up_units = True
 
     def abandon(self) -> None:
-        """Reset after a failed recording, without waiting for the recorded collectives, none of which has run."""
+        """Reset after a failed recording, without waiting for the recorded collectives. None of them has run."""
         for group in self.param_groups:
             group.forget_in_flight()
         self.reset()
 
     def reset(self) -> None:
-        """Reshard every unit and drop gradients that are not reduced, after waiting for collectives in flight."""
+        """Wait for collectives in flight, reshard every unit, and drop gradients that are not reduced."""
+        if self.scope is not None:
+            self.scope.fail()
         for unit in self.units:
             unit.reset()
-        self._reductions.clear()
+        self.reductions.clear()
         self._prefetched.clear()
         self.backward_order.clear()
         self._in_this_backward.clear()
-        self._wait_for_copies()
+        self.wait_for_copies()
         self.in_forward = self.in_backward = self._makes_graph = self._made_graph = False

@@ -1,4 +1,4 @@
-"""The order in which the units of a root run, and their reductions in flight."""
+"""The order in which the units of a root run, and the reductions that are in flight."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .unit import Unit
 
 
 class ForwardOrder:
-    """Records the order in which units, given as numbers, run in a forward, and expects this order in the next forward.
+    """Records the order in which units run in a forward, and predicts that the next forward has the same order.
 
-    Once a forward deviates from the record, nothing is expected until its end. Every forward replaces the record.
+    Units are given as numbers. If a forward deviates from the recorded order, no unit is predicted for the rest of this
+    forward. Every forward replaces the record.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class ForwardOrder:
         self._on_track = True
 
     def visit(self, unit: int) -> int | None:
-        """Record that `unit` runs now; return the unit expected next, or None."""
+        """Record that `unit` runs now. Return the unit that is predicted to run next, or None."""
         position = len(self._seen)
         self._seen.append(unit)
         self._on_track = self._on_track and position < len(self._learned) and self._learned[position] == unit
@@ -33,7 +34,7 @@ class ForwardOrder:
         return None
 
     def first(self, count: int) -> list[int]:
-        """Return the first `count` units that the next forward is expected to run."""
+        """Return the first `count` units that are predicted to run in the next forward."""
         return self._learned[:count]
 
     def end(self) -> None:
@@ -41,14 +42,17 @@ class ForwardOrder:
 
 
 class BackwardOrder(deque[int]):
-    """Numbers of the units whose forwards wait for a backward. Bounded by `maxlen`: some backwards never come."""
+    """The numbers of the units that have run forward and are waiting for backward, in the order of their forwards.
+
+    Set `maxlen` to bound the queue, because some units never get a backward.
+    """
 
     def drop_to(self, length: int) -> None:
         while len(self) > length:
             self.pop()
 
     def visit(self, unit: int) -> int | None:
-        """Record that the backward of `unit` begins; return the unit expected next, or None."""
+        """Record that the backward of `unit` begins. Return the unit whose backward is expected next, or None."""
         if unit not in self:
             return None
         while self.pop() != unit:
@@ -57,19 +61,22 @@ class BackwardOrder(deque[int]):
 
 
 class Reductions:
-    """The units whose gradients are being reduced: over the ranks that shard, then over the replicas."""
+    """The units whose gradients are being reduced, first over the ranks that shard and then over the replicas."""
 
     def __init__(self, units: list[Unit]):
         self._root_unit = units[0]
         self._most = max(unit.options.reduce_buffers for unit in units)
-        """The number of reduce-scatter inputs that may be alive at once."""
+        """The maximum number of reduce-scatter inputs that may be in memory at the same time."""
         self.scattering: deque[Unit] = deque()
         self._all_reducing: deque[Unit] = deque()
         self.repeated: set[Unit] = set()
-        """Units that ran more than once since the last backward, so their gradients may come in several parts."""
+        """Units that have run more than once since the last backward. Their gradients may arrive in several parts."""
 
     def make_room(self, unit: Unit) -> None:
-        """Finish earlier reductions, which overlapped with this backward, until the reduction of `unit` can start."""
+        """Finish earlier reductions until the reduction of `unit` can start.
+
+        The earlier reductions have run in parallel with the backward of `unit`.
+        """
         if self._all_reducing:
             self._finish(self._all_reducing)
         while len(self.scattering) >= self._most or unit in self.scattering:
@@ -85,7 +92,7 @@ class Reductions:
             self._finish(self._all_reducing)
 
     def finish_unit(self, unit: Unit) -> None:
-        """Wait for the reduction of `unit`, if any. Call this before its modules hold unsharded parameters again."""
+        """Wait for the reduction of `unit`, if one is in flight. Call this method before unsharding the unit again."""
         for units in (self.scattering, self._all_reducing):
             if unit in units:
                 units.remove(unit)
@@ -107,7 +114,7 @@ class Reductions:
                 self._tell_listeners(unit)
 
     def _tell_listeners(self, unit: Unit) -> None:
-        """Tell listeners if the gradients of `unit` are complete: it ran once, and no other unit uses its params."""
+        # Gradients are complete only if the unit ran once, and if no other unit uses its parameters.
         if self._root_unit.options.last_backward and unit not in self.repeated and not unit.lends:
             ready = [each for group in unit.param_groups for each in group.gradients.sharded_grads()]
             for listener in listeners():

@@ -1,8 +1,8 @@
-"""Finds the shards, gradients, roots and order checks of parameters, for optimizers, clipping and scalers.
+"""Finds the shards, gradients, roots and order checks of parameters. Optimizers, clipping and scalers use this module.
 
-An elementwise operation on a range of a shard is the same operation on each parameter in it, as long as padding and
-gaps are zero and stay zero. The same range of the sharded gradient holds the gradients if these have the same order and
-distances.
+An elementwise operation on a range of a shard has the same result as the operation on each parameter in the range, if
+padding and gaps are zero and stay zero. A range of the sharded gradient corresponds to a range of the shard if the
+gradients have the same order and the same gaps as the parameters.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .sharded_grad import FlatGradient, FlatShardedGrad, ShardedGrad
 
 @dataclass(frozen=True)
 class ShardRange:
-    """A parameter's place in a shard: its number in the order of memory (`order`), and its bytes."""
+    """The bytes of a parameter in a shard, and `order`, the parameter's position in the memory order of the shard."""
 
     shard: Shard
     order: int
     begin: int
     end: int
     states: OffloadPlan | None
-    """Set if the optimizer state of the parameter is on the host and has to be uploaded for a step."""
+    """Set if the optimizer state of the parameter is on the host and must be uploaded for a step. Otherwise None."""
 
     def precedes(self, other: ShardRange) -> bool:
-        """Return True if `other` comes next in the shard, with at most padding in between."""
+        """Return True if `other` comes next in the same shard, with at most padding in between."""
         return self.shard is other.shard and self.order + 1 == other.order
 
 
 @dataclass(frozen=True)
 class GradRange:
-    """A gradient's place in a sharded gradient: its number in the order of memory (`order`), and its first byte."""
+    """The location of a gradient in a sharded gradient: `order` is its position in memory, `begin` its first byte."""
 
     shard: ShardedGrad
     order: int
@@ -53,7 +53,10 @@ class GradRange:
 
 
 def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]:
-    """Return the ranges of parameters, by id. Skips parameters that are in no shard now, or in a flat unit."""
+    """Return the ranges of parameters, by the id of the parameter.
+
+    Parameters that are currently in no shard, and parameters of flat units, are skipped.
+    """
     parameters = list(parameters)
     wanted, found = set(map(id, parameters)), {}
     for group in param_groups_of(parameters):
@@ -70,7 +73,7 @@ def shard_ranges_of(parameters: Iterable[torch.Tensor]) -> dict[int, ShardRange]
 
 
 def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """Return the names, by id, of those `parameters` that sharding has replaced on their modules."""
+    """Return the names of those `parameters` that sharding has replaced on their modules, by id."""
     names = {}
     for each in parameters:
         group = param_group_of(each)
@@ -82,12 +85,12 @@ def replaced_by_shards(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
 
 
 def built_too_early(replaced: Iterable[str]) -> str:
-    """Return the text of errors about an optimizer that holds parameters which sharding has replaced."""
+    """Return the error text for an optimizer with parameters that sharding has replaced. `replaced` are their names."""
     return f"was built before the model was sharded, which has replaced {listed(replaced, 8)}"
 
 
 def roots_of(parameters: Iterable[torch.Tensor]) -> list[Root]:
-    """Return the roots of the models that the parameters belong to. A model that never ran has no root."""
+    """Return the roots of the models with these parameters. A model that has never run has no root."""
     return roots_of_groups(param_groups_of(parameters))
 
 
@@ -97,7 +100,7 @@ def roots_of_groups(groups: Iterable[ParamGroup]) -> list[Root]:
 
 
 def orders_of(parameters: Iterable[torch.Tensor]) -> list[Order]:
-    """Return the order checks of the process groups that the parameters are sharded or replicated over."""
+    """Return the order checks of the process groups over which the parameters are sharded or replicated."""
     return orders_of_groups(param_groups_of(parameters))
 
 
@@ -107,13 +110,13 @@ def orders_of_groups(groups: Iterable[ParamGroup]) -> list[Order]:
 
 
 def sharded_grads_of(parameters: Iterable[torch.Tensor]) -> list[ShardedGrad]:
-    """Return the sharded gradients of the parameters' param groups, oldest first."""
+    """Return the sharded gradients of the parameters' param groups, from the oldest to the newest."""
     found = [grad for group in param_groups_of(parameters) for grad in group.gradients.sharded_grads()]
     return sorted(found, key=attrgetter("number"))
 
 
 def grad_ranges(parameters: Iterable[torch.Tensor]) -> dict[int, GradRange]:
-    """Return the ranges of all gradients that the engine gave the parameters, by the id of the `.grad` object."""
+    """Return the ranges of all gradients that the engine assigned to `.grad`, by the id of the `.grad` object."""
     found = {}
     for grad in sharded_grads_of(parameters):
         for order, (each, local, begin) in enumerate(zip(grad.grads, grad.locals, grad.begins, strict=True)):
@@ -139,7 +142,7 @@ def cut_flat(parameters: Iterable[torch.Tensor]) -> str | None:
 
 
 def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if any parameter is offloaded to the host while a device computes. Ignores flat units."""
+    """Return True if any parameter is offloaded to the host while a device computes. Flat units are ignored."""
     return any(
         group.sharded.offload.offloaded and not isinstance(group.sharded, FlatShardedParams)
         for group in param_groups_of(parameters)
@@ -148,14 +151,17 @@ def rest_on_the_host(parameters: Iterable[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Scalable:
-    """Gradients as a few flat tensors that can be multiplied as a whole, and the parameters that are not in them."""
+    """Gradients as a few flat tensors that can be multiplied as a whole.
+
+    `others` are the parameters whose gradients are not in the flat tensors.
+    """
 
     flat_gradients: list[FlatGradient]
     others: list[torch.Tensor]
     gaps: list[torch.Tensor]
 
     def clean(self) -> None:
-        """Zero the gaps after a multiplication: zero times NaN is NaN, which every later norm would include."""
+        """Set the gaps to zero after a multiplication. Zero times NaN is NaN, which would make every later norm NaN."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gap in self.gaps:
             by_device.setdefault(gap.device, []).append(gap)
@@ -164,7 +170,11 @@ class Scalable:
 
 
 def scalable_gradients(parameters: Sequence[torch.Tensor]) -> Scalable:
-    """Return the gradients of `parameters`, flat if all gradients of a sharded gradient belong to `parameters`."""
+    """Return the gradients of `parameters`.
+
+    A sharded gradient is returned as flat tensors if all its gradients belong to `parameters`. The parameters of all
+    other gradients are returned one by one.
+    """
     given, found = set(map(id, parameters)), Scalable([], [], [])
     for shard in sharded_grads_of(parameters):
         if isinstance(shard, FlatShardedGrad):

@@ -1,4 +1,4 @@
-"""Gradients of a rank: reduced ones (`.grad`) and unreduced sums. Also: optimizers that step during backward."""
+"""This rank's reduced gradients and unreduced sums, and the list of optimizers that step during backward."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 @dataclass(frozen=True)
 class FlatGradient:
-    """Adjacent gradients with the same distribution, as one flat tensor; gaps between them are zero."""
+    """Adjacent gradients with the same distribution, as one flat tensor with zeros in the gaps between gradients."""
 
     tensor: torch.Tensor
     spec: DTensorSpec
 
 
 class ShardedGrad:
-    """This rank's reduced gradients: a flat buffer, and one `.grad` object per parameter, made once.
+    """Holds this rank's reduced gradients in one flat buffer, with one `.grad` object per parameter.
 
-    The local tensors are at offsets of one storage, which can be emptied. Torch neither copies nor saves DTensors with
-    an offset, so `make_gradient` returns DTensors that do both themselves.
+    The `.grad` objects are created once. Their local tensors are at offsets of one storage, which can be emptied. Torch
+    can neither copy nor save DTensors with an offset, so `make_gradient` returns DTensors that support both.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class ShardedGrad:
     ):
         segments = shard.segments
         self.number = next(_made)
-        """Order of creation: sums over several sharded gradients are added in this order, the same in every run."""
+        """Order of creation. Several sharded gradients are summed in this order, so every run gives the same sum."""
         self.offloaded = offload.offloaded
-        """True if the buffer is on the host while a device computes."""
+        """True if the buffer is on the host and the unit computes on a device."""
         self.wait_for_copy: Callable[[], None] = lambda: None
-        """Makes the host wait for the copy from the device, if one is in flight."""
+        """Makes the host wait for a copy from the device that is in flight, if any."""
         self.stepper: weakref.ref[object] | None = None
-        """The optimizer that has used these gradients before its `step`, if any."""
+        """The optimizer that stepped with these gradients during backward, if any."""
         # Host memory is never freed: fresh pages would fault one by one, and pinning them is slow.
         memory = offload.memory if offload.offloaded else None
         self.buffer = ShardBuffer(
             regions, segments, "gradient", transport.traits.piece_alignment, offload.device, memory=memory
         )
         self.pinned = offload.offloaded and self.buffer.all_bytes.is_pinned()
-        """True if copies from the device are asynchronous."""
+        """True if the host memory is pinned, so copies from the device are asynchronous."""
         self._params: list[ManagedParam] = []
         self.grads: list[DTensor] = []
         self.locals: list[torch.Tensor] = []
         self.begins: list[int] = []
-        """The first byte of each gradient, in ascending order."""
+        """Offset of each gradient in bytes, in ascending order."""
         self._flats: dict[tuple[torch.dtype, int, tuple[int, ...]], torch.Tensor] = {}
         self.buffer.take()
         for region, at in zip(regions, self.buffer.buffer_layout.ranges, strict=True):
@@ -122,46 +122,46 @@ class ShardedGrad:
 
     @property
     def attached(self) -> bool:
-        """True if at least one of the grads is the `.grad` of its parameter."""
+        """True if at least one gradient is set as the `.grad` of its parameter."""
         return any(map(is_, map(gradient_of, self.parameters), self.grads))  # a loop in C: called in every step
 
     def attached_members(self) -> tuple[int, ...]:
-        """Return the indices of the grads that are the `.grad` of their parameters."""
+        """Return the indices of the gradients that are set as `.grad` of their parameters."""
         pairs = enumerate(zip(self.parameters, self.grads, strict=True))
         return tuple(number for number, (parameter, grad) in pairs if parameter.grad is grad)
 
     def attach(self, members: Sequence[int]) -> None:
-        """Set `.grad` of the parameters with the indices `members`, which must not have a `.grad`."""
+        """Set `.grad` of the parameters with the indices `members`. These parameters must not have a `.grad`."""
         self._known_idle = False
         for number in members:
             self.parameters[number].grad = self.grads[number]
 
     @property
     def idle(self) -> bool:
-        """True if the buffer can be overwritten or freed: no grad is attached, and no user holds an older grad.
+        """True if the buffer can be overwritten or freed: no gradient is set as `.grad`, and no user holds one.
 
-        Once True, this stays True until `deliver` or `attach`, because nobody can get a reference before.
+        Once True, this stays True until `deliver` or `attach`, because users cannot get a reference before then.
         """
         if not self._known_idle:
             self._known_idle = not self.attached and self._uses() == self._idle_uses
         return self._known_idle
 
     def belongs_to(self, parameters: Set[int]) -> bool:
-        """Return True if every grad is the `.grad` of its parameter, and that parameter's id is in `parameters`."""
+        """Return True if every gradient is set as `.grad` and the ids of all parameters are in `parameters`."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad or id(parameter) not in parameters:
                 return False
         return bool(self.grads)
 
     def flat(self, dtype: torch.dtype, begin: int, *shape: int) -> torch.Tensor:
-        """Return a view of the buffer; the same arguments return the same tensor. The buffer must hold memory."""
+        """Return a view of the allocated buffer. Calls with the same arguments return the same tensor."""
         key = dtype, begin, shape
         if key not in self._flats:
             self._flats[key] = self.viewing(lambda: self.buffer.tensor(dtype, begin, shape))
         return self._flats[key]
 
     def viewing(self, make: Callable[[], _Views]) -> _Views:
-        """Return `make()`. The views that `make` creates of this gradient are the engine's and do not count as uses."""
+        """Return the result of `make`. The views that it creates belong to the engine and do not count as uses."""
         before = self._uses()
         views = make()
         self._idle_uses += self._uses() - before
@@ -169,7 +169,7 @@ class ShardedGrad:
 
     @cached_property
     def gaps(self) -> list[torch.Tensor]:
-        """Views of all bytes that belong to no gradient. The first read must happen while the buffer holds memory."""
+        """Views of all bytes that belong to no gradient. The first read must happen while the buffer is allocated."""
         return self.viewing(self._find_gaps)
 
     def _find_gaps(self) -> list[torch.Tensor]:
@@ -182,7 +182,7 @@ class ShardedGrad:
 
     @cached_property
     def flat_gradients(self) -> list[FlatGradient]:
-        """All gradients, in as few tensors as possible. The first read must happen while the buffer holds memory."""
+        """All gradients in as few tensors as possible. The first read must happen while the buffer is allocated."""
 
         def kind(each: tuple[int, torch.Tensor, ManagedParam]) -> tuple[torch.dtype, int, object]:
             spec = spec_of(each[2].sharded)
@@ -200,23 +200,24 @@ class ShardedGrad:
 
     @property
     def stepped(self) -> bool:
-        """True if an optimizer that still exists has already used the gradients."""
+        """True if an optimizer has already stepped with these gradients and still exists."""
         return self.stepper is not None and self.stepper() is not None
 
     def writes(self) -> int:
-        """Return a number that grows when the gradients are written, as far as torch counts writes."""
+        """Return a counter that grows with every write that torch notices."""
         return sum(map(version_of, self.grads)) + sum(map(version_of, self.locals))
 
     def names(self) -> str:
-        """Return the names of the parameters, shortened for messages."""
+        """Return the names of the parameters, shortened for use in messages."""
         return listed(param.name for param in self._params)
 
     def deliver(self, absent: Collection[ManagedParam] = ()) -> None:
-        """Set each parameter's `.grad`, or add to an existing one; then call the post-accumulate hooks.
+        """Set each parameter's `.grad`, or add to an existing one. Then call the post-accumulate hooks.
 
-        `absent`: parameters of a flat unit without a gradient on this rank. They get one only if the sum is not zero,
-        because then another rank had one. With offload, `.grad` is set while its copy to the host is still in flight.
-        The end of backward waits for the copy, and so does this method if anything reads the values here.
+        `absent` contains parameters without a gradient on this rank. They get a `.grad` only if the sum is not zero,
+        because then another rank had a gradient. With offload, `.grad` is set while the copy to the host is in flight.
+        The end of backward waits for the copy. This method waits earlier if it reads the values or a hook may read
+        them.
         """
         self._known_idle = False
         parameters, grads, locals_ = self.parameters, self.grads, self.locals
@@ -246,10 +247,10 @@ class ShardedGrad:
 
 
 class FlatShardedGrad(ShardedGrad):
-    """Gradients as plain tensors: one for the flat parameter, or one per parameter if there is no flat parameter."""
+    """Sharded gradients as plain tensors. There is one per parameter, or a single one for a flat parameter."""
 
     def __init__(self, *arguments: Any, flat: Any):
-        """`flat`: the flat parameter, if the unit has one."""
+        """`flat` is the flat parameter, if the unit has one."""
         self._one = flat
         super().__init__(*arguments)
 
@@ -270,7 +271,6 @@ def _add(
     grads: list[DTensor],
     locals_: list[torch.Tensor],
 ) -> None:
-    """Add `locals_` to existing `gradients`, and set `.grad` of the parameters that have none."""
     existing, new = [], []
     for parameter, gradient, grad, local in zip(parameters, gradients, grads, locals_, strict=True):
         if gradient is None:
@@ -282,10 +282,12 @@ def _add(
 
 
 class UnreducedGradients:
-    """Sums of gradients of backwards without synchronization, in one flat buffer; nearly always in the reduce dtype."""
+    """Sums the gradients of backwards without synchronization in one flat buffer, usually in the reduce dtype."""
 
-    def __init__(self, shard: Shard, device: torch.device):
-        itemsizes = shard.segments.itemsizes("kept")
+    def __init__(self, shard: Shard, device: torch.device, reduce: bool = False):
+        """If `reduce` is True, sum in the reduce dtype, even if the policy accumulates in another dtype."""
+        role = "reduce" if reduce else "kept"
+        itemsizes = shard.segments.itemsizes(role)
         items = [
             replace(item, sharding=item.sharding.unsharded, itemsize=itemsizes[item.segment]) for item in shard.items
         ]
@@ -296,7 +298,7 @@ class UnreducedGradients:
         for region, at in zip(regions, buffer_layout.ranges, strict=True):
             run = region.runs[0]
             for index, start in zip(run.members, run.starts, strict=True):
-                dtype, sharding = shard.segments.dtypes(index).kept, shard.shardings[index]
+                dtype, sharding = getattr(shard.segments.dtypes(index), role), shard.shardings[index]
                 self._views[index] = self.buffer.tensor(
                     dtype, at.offset + start * dtype.itemsize, sharding.shape, sharding.stride
                 )
@@ -304,7 +306,7 @@ class UnreducedGradients:
         self._uses = storage_use_count(self.buffer.storage)
         self.buffer.release()
         self.present: set[int] = set()
-        """Indices of the parameters that have sums."""
+        """Indices of the parameters that have a sum."""
 
     def add(self, gradients: dict[int, torch.Tensor]) -> None:
         self.buffer.take()
@@ -336,7 +338,7 @@ class UnreducedGradients:
         self.present.difference_update(indices)
 
     def clear(self) -> bool:
-        """Drop all sums and free the memory; return False, without freeing it, if a user holds the memory."""
+        """Drop all sums and free the memory. Return False and keep the memory if a user holds a view of it."""
         self.present.clear()
         if self.buffer.held and storage_use_count(self.buffer.storage) > self._uses:
             return False
@@ -345,16 +347,16 @@ class UnreducedGradients:
 
 
 LISTENERS: dict[int, weakref.ref[Any]] = {}
-"""Optimizers that step units during backward. Usually empty; every unit checks that in every step.
+"""Optimizers that step units during backward. The dict is usually empty, and every unit checks it in every step.
 
-`gradients_ready(sharded_grads)` is called in the thread of backward when gradients are complete. Their copy to the
-host may be in flight: call `ShardedGrad.wait_for_copy` before reading them. `finish_steps()` is called before a program
+`gradients_ready(sharded_grads)` is called in the thread of backward when gradients are complete. Their copy to the host
+may be in flight, so call `ShardedGrad.wait_for_copy` before reading them. `finish_steps()` is called before a program
 reads parameters.
 """
 
 
 def listen(listener: Any) -> None:
-    """Call the methods of `listener` (see `LISTENERS`) from now on, as long as it exists."""
+    """Call the methods of `listener` from now on, as long as it exists. `LISTENERS` describes the methods."""
     key = id(listener)
     LISTENERS[key] = weakref.ref(listener, lambda _: LISTENERS.pop(key, None))
 
@@ -368,6 +370,6 @@ def listeners() -> list[Any]:
 
 
 def finish_steps() -> None:
-    """Let all listeners finish their steps. Call this before parameters are read outside backward."""
+    """Make all listeners finish their steps. Call this before parameters are read outside backward."""
     for listener in listeners():
         listener.finish_steps()

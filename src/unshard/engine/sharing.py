@@ -1,8 +1,9 @@
 """Param groups that several units use, because their modules share parameters.
 
-The unit that sharded the parameters owns the group and reduces its gradients, at the end of backward. The first unit
-that needs the group all-gathers it, and the last unit that reshards frees it: `ParamGroup.holders` tracks both.
-`ParamGroup.users` lists all units that use the group; it stays empty for a group that only its owner uses.
+The unit that sharded the parameters owns the group. The owner reduces the gradients of the group at the end of
+backward. The first unit that needs the group issues the all-gather, and the last unit that reshards frees the group's
+memory. `ParamGroup.holders` contains the units that have all-gathered the group and have not resharded it yet.
+`ParamGroup.users` lists all units that use the group, and is empty if only the owner uses the group.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def users_of(group: ParamGroup) -> list[Unit]:
 
 
 class SharedGroup:
-    """A shared group from the view of one unit that uses it, with the methods of `ParamGroup` that a unit calls."""
+    """A shared group as seen by one of its units. It has the methods of `ParamGroup` that a unit calls."""
 
     def __init__(self, group: ParamGroup, unit: Unit):
         self.group, self.sharded = group, group.sharded
@@ -43,7 +44,7 @@ class SharedGroup:
 
     @property
     def in_flight(self) -> bool:
-        """True if the unit has issued the all-gather or joined another unit's, and has not resharded since."""
+        """True if the unit has issued the all-gather, or joined another unit's, and has not resharded since."""
         return self._me in self.group.holders
 
     @property
@@ -55,7 +56,7 @@ class SharedGroup:
         return [each for each in users_of(self.group) if each is not me and each in self.group.holders]
 
     def all_gather(self, from_slices: bool) -> None:
-        """Issue the all-gather, unless another unit has done so. Shared groups never gather from slices."""
+        """Issue the all-gather, unless another unit already has. Shared groups are never gathered from slices."""
         group, unit = self.group, self._me
         if not inside_backward():
             for other in self._other_holders():
@@ -75,7 +76,10 @@ class SharedGroup:
         group.holders.add(unit)
 
     def wait_for_all_gather(self) -> None:
-        """Wait, unless another unit has waited, and put the unsharded parameters on the modules of all users."""
+        """Wait for the all-gather and put the unsharded parameters on the modules of all users.
+
+        If another unit has already waited, this method does not wait.
+        """
         if self.group.in_flight:
             self.group.viewers.add(self._me)
             self.group.wait_for_all_gather()
@@ -83,7 +87,7 @@ class SharedGroup:
             self.show_unsharded()
 
     def reshard(self) -> None:
-        """Release this unit's hold; free the unsharded buffer if no other unit holds the group."""
+        """Reshard for this unit. The unsharded buffer is freed if no other unit needs the group unsharded."""
         self.group.holders.discard(self._me)
         if self.group.holders:
             self.show_sharded()
@@ -104,12 +108,19 @@ class SharedGroup:
             self.group.show_sharded()
 
     def upload_early(self) -> None:
-        """No-op unless this unit owns the group: only the owner knows if all parameters were stepped."""
+        """Upload the shard early if this unit owns the group. For other units, this method is a no-op.
+
+        Only the owner knows if all parameters have been stepped.
+        """
         if self.group.unit() is self._me and not self._other_holders():
             self.group.upload_early()
 
     def select(self, precision: Precision) -> None:
-        """Select the precision of all-gathers. No-op while another unit holds the group: `all_gather` then selects."""
+        """Select the precision of the next all-gathers.
+
+        While another unit needs the group unsharded, this method is a no-op, and `all_gather` selects the precision
+        later.
+        """
         if self.group.precision is not precision and not self._other_holders():
             self.group.holders.discard(self._me)
             self.group.select(precision)
@@ -119,7 +130,10 @@ class SharedGroup:
 
 
 def share(group: ParamGroup, unit: Unit) -> None:
-    """Make `unit` a user of `group`: from now on, `group` is all-gathered with `unit`. No-op if `unit` is a user."""
+    """Make `unit` a user of `group`, so that `group` is all-gathered together with `unit`.
+
+    No-op if `unit` is already a user.
+    """
     if unit in users_of(group):
         return
     group.users.append(weakref.ref(unit))
@@ -136,7 +150,7 @@ def share(group: ParamGroup, unit: Unit) -> None:
 
 
 def lend(group: ParamGroup, param: ManagedParam, locations: list[ParamLocation], reader: Unit) -> None:
-    """Let the modules of the unit `reader` hold `param`, which belongs to `group`, at `locations` too."""
+    """Let modules of the unit `reader` hold `param` at `locations`. `param` belongs to `group`."""
     owner = group.unit()
     assert owner is not None
     share(group, owner)
@@ -146,9 +160,10 @@ def lend(group: ParamGroup, param: ManagedParam, locations: list[ParamLocation],
 
 
 def give_up_tied(group: ParamGroup, reader: Unit) -> bool:
-    """Drop params of `group` that a program has replaced by sharded parameters of another unit (`tie_weights()`).
+    """Drop params of `group` that the program has replaced by params of other units, for example in `tie_weights()`.
 
-    The other unit keeps the parameter, and `reader`, the unit of `group`, uses it. Return True if any was dropped.
+    The other units still own these parameters. `reader`, the unit of `group`, becomes a user of them. Returns True if
+    any param was dropped.
     """
     found = []
     for param, current in group.sharded.replaced():
@@ -181,9 +196,9 @@ def refuse_different_units(
     kind: str,
     mesh: Any = None,
 ) -> None:
-    """Raise if `reader` cannot use `param` of another unit instead of its own parameter `name`.
+    """Raise an error if `reader` cannot use `param` of another unit instead of its own parameter `name`.
 
-    `policy`, `kind` and `mesh` (None if there is none) say how `reader` would shard its own parameter.
+    `policy`, `kind` and `mesh` describe how `reader` would shard its own parameter. `mesh` is None if there is no mesh.
     """
     owner = group.unit()
     differences = []
@@ -207,7 +222,10 @@ def refuse_different_units(
 
 
 def refuse_shared_with_others(units: list[Unit]) -> None:
-    """Raise if `units`, all below one root, share parameters with a unit of another root, which runs separately."""
+    """Raise an error if `units` share parameters with a unit of another root, because roots run separately.
+
+    All of `units` must belong to one root.
+    """
     for unit in units:
         for other in unit.sharers:
             if other not in units:

@@ -1,7 +1,7 @@
-"""Side streams: streams other than the compute stream, for copies from and to the host and for reductions.
+"""Side streams run copies from and to the host, and reductions, in parallel with the compute stream.
 
-No other file of the engine creates streams. This one also knows whether a step is being recorded as a CUDA graph,
-because recorded steps use more streams.
+No other module of the engine creates streams. This module also knows if a step is being recorded as a CUDA graph,
+because recorded steps use more streams than other steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..torch_private import foreach_copy
 recording = False
 """True while a step is being recorded as a CUDA graph.
 
-Host time does not matter then. Kernels must not read host memory: a replay would read it again, after torch's allocator
-may have reused it.
+During a recording, host time does not matter, and kernels must not read host memory. A replay would read the same host
+memory again, although torch's allocator may have reused it.
 """
 
 
 @contextmanager
 def recording_step() -> Iterator[None]:
-    """Set `recording` for all units of this process, because a device records one step at a time."""
+    """Set `recording` inside the context, for all units of this process. A device records only one step at a time."""
     global recording
     before, recording = recording, True
     try:
@@ -37,34 +37,33 @@ def recording_step() -> Iterator[None]:
 
 
 class StreamEvent:
-    """A point in a stream that other streams, or the host, wait for. It can be recorded again."""
+    """A point in a stream that other streams, or the host, can wait for. An event can be recorded repeatedly."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self.event = torch.Event(device)
 
     def record(self) -> StreamEvent:
-        """Mark the end of what this thread has queued so far on its current stream (compute or side stream)."""
+        """Move the event to the end of the work that is queued on this thread's current stream. Return the event."""
         self.event.record(self._stream())
         return self
 
     def wait(self) -> None:
-        """Let the current stream of this thread wait for the event. The host does not wait."""
+        """Make this thread's current stream wait for the event. This method does not block the host."""
         self.event.wait(self._stream())
 
     def _stream(self) -> torch.Stream | None:
-        """Return this thread's current stream on the device, or None, which means the same and costs less."""
         if current_device_index() == self._device.index:
-            return None
+            return None  # means the current stream, too, and costs less
         return torch.accelerator.current_stream(self._device)
 
     def synchronize(self) -> None:
-        """Let the host wait for the event."""
+        """Block the host until the event has completed."""
         self.event.synchronize()
 
 
 class SideStream:
-    """A stream of the device. Work runs in the order in which it is queued; the host does not wait."""
+    """A stream of the device that runs work in the order in which the work was queued, without blocking the host."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -72,16 +71,16 @@ class SideStream:
         self._contexts = threading.local()
 
     def after(self, event: StreamEvent) -> torch.Stream:
-        """Return a context whose work is queued on this stream, after `event`.
+        """Return a context manager that queues the work inside the context on this stream, after `event`.
 
-        Memory that is allocated inside belongs to this stream. It can be freed as soon as its last use is queued: the
-        next owner of the memory is queued on the same stream, so after that use.
+        Memory that is allocated inside the context belongs to this stream. The memory can be freed as soon as its last
+        use is queued, because work that reuses the memory is queued on the same stream after that use.
         """
         self._stream.wait_event(event.event)
         return self._context()
 
     def _context(self) -> torch.Stream:
-        """Return the stream as a context manager. Each thread has its own, which remembers the stream to return to."""
+        # Each thread has its own context manager, because the object stores the stream to return to.
         try:
             return self._contexts.mine
         except AttributeError:
@@ -92,10 +91,10 @@ class SideStream:
             return self._contexts.mine
 
     def queue(self, do: Callable[[], object], first: Callable[[], object] | None = None) -> StreamEvent:
-        """Queue `do` here, after everything on the compute stream so far; return an event at the end of `do`.
+        """Queue `do` on this stream, after the work queued on the compute stream. Return an event at the end of `do`.
 
-        `first` is queued before `do` and does not wait for the compute stream. Memory that either of them allocates
-        belongs to this stream.
+        If `first` is given, it is queued before `do` and does not wait for the compute stream. Memory that `first` or
+        `do` allocates belongs to this stream.
         """
         computed = StreamEvent(self._device).record()
         with self._context():
@@ -106,22 +105,25 @@ class SideStream:
             return StreamEvent(self._device).record()
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> StreamEvent:
-        """Copy `sources` to `targets` on this stream, after the compute stream; return an event at the end."""
+        """Copy `sources` to `targets` on this stream, after the work queued on the compute stream.
+
+        Returns an event at the end of the copy.
+        """
         return self.queue(lambda: foreach_copy(targets, sources, True))
 
     def synchronize(self) -> None:
-        """Let the host wait for everything on this stream."""
+        """Block the host until all work on this stream has completed."""
         self._stream.synchronize()
 
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """Two streams, one per direction, because a device can copy in both directions at once."""
+    """Two streams for copies, one for each direction. A device can copy in both directions at the same time."""
 
     up: SideStream
-    """From the host."""
+    """Copies from the host to the device."""
     down: SideStream
-    """To the host."""
+    """Copies from the device to the host."""
 
     def synchronize(self) -> None:
         self.up.synchronize()
@@ -138,11 +140,14 @@ def copy_streams_of(device: torch.device) -> CopyStreams | None:
 
 @cache
 def reduce_stream(device: torch.device) -> SideStream | None:
-    """Return the stream on which gradients are packed and reduced."""
+    """Return the stream that packs and reduces gradients."""
     return None if device.type == "cpu" else SideStream(device)
 
 
 @cache
 def gather_streams(device: torch.device) -> tuple[SideStream, SideStream] | None:
-    """Return two streams for recorded steps: one for casts and all-gathers, one to copy packed parameters out."""
+    """Return two streams for recorded steps.
+
+    The first stream runs casts and all-gathers. The second stream copies packed parameters into the unsharded buffer.
+    """
     return None if device.type == "cpu" else (SideStream(device), SideStream(device))

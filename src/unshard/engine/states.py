@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -17,7 +17,7 @@ from ..policies import MixedPrecisionPolicy
 
 
 class State(Enum):
-    """Hashes by identity, because states are looked up often and `Enum.__hash__` is a Python function."""
+    """Base class of states. It hashes by identity, because states are looked up often and `Enum.__hash__` is slow."""
 
     __hash__ = object.__hash__
 
@@ -38,7 +38,7 @@ class GradState(State):
 
 
 class Phase(State):
-    """The activity of the unit's module. Distinguishes a recomputation in backward from an ordinary forward."""
+    """The activity of a unit's module. This distinguishes a recomputation in backward from an ordinary forward."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -63,7 +63,10 @@ _State = TypeVar("_State", ParamState, GradState)
 
 
 def checked_move(owner: object, now: _State, to: _State) -> _State:
-    """Return `to`; raise if it may not follow `now`. So a wrong order of hooks fails here, not as a wrong gradient."""
+    """Return `to`, or raise if it may not follow `now`.
+
+    The moves are checked so that hooks called in the wrong order fail here instead of producing wrong gradients.
+    """
     moves: Any = PARAM_MOVES if isinstance(now, ParamState) else GRAD_MOVES
     if to not in moves[now]:
         raise StateError(
@@ -75,41 +78,46 @@ def checked_move(owner: object, now: _State, to: _State) -> _State:
 
 @dataclass
 class Options:
-    """Settings that users may change while the model trains. All but `reduce_buffers` take effect at once."""
+    """Settings of a unit that users may change during training. All except `reduce_buffers` take effect at once."""
 
     reshard_after_forward: bool | None = None
-    """`None` keeps the root's own unit unsharded for its backward and reshards the others."""
+    """Free the unsharded parameters after forward. None means True, except for the root's own unit."""
     slice_after_forward: bool = False
-    """Keep a slice between forward and backward, as an integer `reshard_after_forward` asks."""
+    """Keep a slice between forward and backward. An integer `reshard_after_forward` sets this."""
     reshard_after_backward: bool = True
+    """Free the unsharded parameters after backward."""
     show_sharded_after_forward: bool = False
-    """Put the sharded parameters on the modules even if the unit stays unsharded for its backward."""
+    """Put the sharded parameters on the modules after forward, even if the unit stays unsharded for backward."""
     show_sharded_after_backward: bool = False
-    """The same for a unit that stays unsharded after backward."""
+    """Put the sharded parameters on the modules after backward, even if the unit stays unsharded."""
     unshard_in_backward: bool = True
-    """False if no gradient depends on the parameters' values, as in an embedding."""
+    """Unshard the unit for backward. Set this to False if no gradient depends on parameter values, as in embeddings."""
     synchronize: bool = True
-    """False: backward does not reduce gradients, and keeps them unsharded on this rank."""
+    """Reduce gradients in backward. If False, backward accumulates unsharded gradients on this rank."""
     all_reduce: bool = True
-    """False: gradients are not reduced over replicas, and kept as partial sums."""
+    """Reduce gradients over the replicas. If False, they are stored as partial sums over the shards."""
     reduce_unused: bool = False
     """Reduce zeros for trainable parameters without a gradient, so that ranks may use different parameters."""
+    hold: bool = False
+    """Keep reduced gradients as partial sums. Sum unreduced gradients in the reduce dtype. `unshard.step` sets this."""
+    absent: Collection[Any] = ()
+    """Parameters for which no rank has a gradient. Zeros are reduced for them, and they get no `.grad`."""
     reduce_buffers: int = 1
-    """Reduce-scatter inputs that may be alive at once. A new root reads the largest value of its units."""
+    """How many reduce-scatter inputs may be alive at once. A new root uses the largest value of its units."""
     divide_factor: float | None = None
     """Divide the sum of gradients by this number instead of the number of ranks."""
     force_sum: bool = False
-    """Sum in the collectives and divide afterwards, instead of averaging in them."""
+    """Sum in the collectives and divide afterwards, instead of averaging in the collectives."""
     divide_in_halves: bool = False
-    """Divide before and after the collectives for every dtype, even if averaging in them is safe."""
+    """Divide both before and after the collectives, even for dtypes that collectives can average safely."""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    """Called with the reduced gradients of the unit before they are divided and cast."""
+    """Called with each flat tensor of the unit's reduced gradients, before the gradients are divided and cast."""
     last_backward: bool = True
-    """Root only: the end of the next backward ends the iteration."""
+    """Root only. Set this to False if the iteration continues with other backwards after the next one."""
     post_optim_event: Any = None
-    """Root only: an event that the next forward waits for, because the optimizer stepped on another stream."""
+    """Root only. The next forward waits for this event, because the optimizer stepped on another stream."""
     forward_prefetch: list[weakref.ref[Any]] | None = None
-    """Units to all-gather with this unit, instead of the next unit in the recorded order."""
+    """Units to all-gather during this unit's forward, instead of the next unit in the recorded order."""
     backward_prefetch: list[weakref.ref[Any]] | None = None
 
 
@@ -119,7 +127,7 @@ AVERAGED = frozenset((torch.float32, torch.bfloat16))
 
 @dataclass(frozen=True)
 class Division:
-    """How the sum over the ranks becomes a mean: in the collectives, or by dividing before or after them."""
+    """Where the sum over the ranks is divided to get a mean: in the collectives, before them, or after them."""
 
     scatter_average: bool
     all_reduce_average: bool
@@ -136,11 +144,11 @@ def division(
     force_sum: bool,
     in_halves: bool = False,
 ) -> Division:
-    """Return the division for gradients that are reduced over `shards` x `replicas` ranks.
+    """Return how to divide gradients that are reduced over `shards` x `replicas` ranks.
 
-    `factor` replaces the number of ranks. Dtypes that collectives do not average (with `in_halves`, all dtypes) are
-    divided before and after the sum, by two factors near the square root of the divisor, so that neither the summands
-    vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
+    `factor` replaces the number of ranks as the divisor. Dtypes that collectives do not average are divided both before
+    and after the sum. With `in_halves`, this applies to all dtypes. The two factors are near the square root of the
+    divisor, so that neither the summands vanish nor the sum overflows: 2 -> 2, 1; 3 -> 2, 1.5; 6 -> 4, 1.5; 8 -> 4, 2.
     """
     total = factor or shards * replicas
     if reduce_dtypes <= AVERAGED and not in_halves:
@@ -160,8 +168,6 @@ def division(
 
 
 class Precision(Enum):
-    """The dtypes that a unit computes in."""
-
     POLICY = "the dtypes of the policy"
     STORED = "the dtypes that the parameters are stored in"
 
@@ -174,23 +180,23 @@ class Dtypes:
     compute: torch.dtype
     reduce: torch.dtype
     wire: torch.dtype
-    """Gradients are sent in this dtype, nearly always `reduce`."""
+    """The dtype in which gradients are sent, nearly always equal to `reduce`."""
     gradient: torch.dtype
-    """The dtype of `.grad` at rest, nearly always `original`."""
+    """The dtype of `.grad` of the sharded parameter, nearly always equal to `original`."""
     kept: torch.dtype
-    """The dtype in which gradients are accumulated without synchronization."""
+    """The dtype in which gradients are summed while synchronization is off."""
     reduce_stored: torch.dtype
-    """The dtype in which gradients are reduced if the unit computes in the original dtype, not the policy's."""
+    """The dtype in which gradients are reduced if the unit computes in the original dtype instead of the policy's."""
 
     @property
     def stored(self) -> Dtypes:
-        """The dtypes if the unit computes in the original dtype (`Precision.STORED`)."""
+        """The dtypes for a unit that computes in the original dtype (`Precision.STORED`)."""
         wire = self.wire if self.reduce == self.reduce_stored else self.reduce_stored
         return replace(self, compute=self.original, reduce=self.reduce_stored, wire=wire)
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `dtype` is sent. Complex numbers, which backends lack, become pairs of reals."""
+    """Return the dtype in which `dtype` is sent. Complex numbers, which backends lack, are sent as pairs of reals."""
     return dtype.to_real()
 
 
@@ -209,7 +215,7 @@ def dtypes_for(original: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
 
 
 class Segments:
-    """The segments of a param group: the dtypes of each segment (`kinds`), and each parameter's segment (`of`)."""
+    """The segments of a param group. `kinds` has the dtypes of each segment, and `of` the segment of each parameter."""
 
     def __init__(self, originals: list[torch.dtype], policies: Sequence[MixedPrecisionPolicy]):
         each = [dtypes_for(original, policy) for original, policy in zip(originals, policies, strict=True)]
@@ -221,11 +227,10 @@ class Segments:
         return self.kinds[self.of[index]]
 
     def itemsizes(self, role: str) -> list[int]:
-        """Return each segment's bytes per element in the dtype of `role`, a field of `Dtypes` such as "compute"."""
+        """Return each segment's bytes per element in the dtype `role`, a field of `Dtypes` such as "compute"."""
         return [getattr(kind, role).itemsize for kind in self.kinds]
 
     def stored(self) -> Segments:
-        """Return the same segments with the dtypes for a unit that computes in the stored dtypes."""
         same = copy.copy(self)
         same.kinds = [kind.stored for kind in self.kinds]
         return same

@@ -1,4 +1,4 @@
-"""Settings of a unit's transports: a user's collectives, a process group for reductions, a memory pool."""
+"""Settings of a unit's transports: custom collectives, the process group for reduce-scatters, and a memory pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MakePool = Callable[[Any, torch.device], Pool | None]
 
 
 class TransportSettings:
-    """The user's settings for a unit's transports. Each change gives every param group of the unit a new transport."""
+    """The transport settings that a user chose for a unit.
+
+    Each change of a setting gives every param group of the unit a new transport.
+    """
 
     def __init__(self, unit: Unit):
         self._unit = unit
@@ -27,11 +30,11 @@ class TransportSettings:
         self._make_pool: MakePool | None = None
 
     def like(self, other: TransportSettings) -> None:
-        """Copy the settings of another unit. Call this for a copy of that unit, which already has its transports."""
+        """Copy the settings of the unit that this unit is a deep copy of. The transports are already copied."""
         self.plugins, self._separate, self._make_pool = other.plugins, other._separate, other._make_pool
 
     def install(self, gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use a user's all-gather or reduce-scatter. None keeps the current one."""
+        """Use a custom all-gather, reduce-scatter, or both. None leaves the current collective unchanged."""
         if self._make_pool is not None:
             raise ConflictError(
                 f"{self._unit} takes the memory of its collectives from a pool, but custom collectives allocate their "
@@ -47,7 +50,7 @@ class TransportSettings:
         self._change()
 
     def separate(self, separate: bool) -> None:
-        """Give reduce-scatters their own process group if `separate`, else let them share that of the all-gathers."""
+        """Give reduce-scatters their own process group if `separate`. Otherwise, use the group of all-gathers."""
         changes = separate != self._separates()
         if changes:
             self._refuse_pending_gradients()
@@ -56,7 +59,7 @@ class TransportSettings:
             self._change()
 
     def allocate_from(self, make_pool: MakePool | None) -> None:
-        """Take the memory of collectives from the pool that `make_pool` returns or, if None, from torch's allocator."""
+        """Allocate the memory of collectives from the pool that `make_pool` returns. None selects torch's allocator."""
         if make_pool is not None and self.plugins != (None, None):
             raise ConflictError(f"{self._unit} has custom collectives, which allocate their own memory.")
         self._refuse_pending_gradients()
@@ -64,7 +67,7 @@ class TransportSettings:
         self._change()
 
     def _refuse_pending_gradients(self) -> None:
-        """Raise if unreduced gradients remain from earlier backwards: their buffers belong to the current transport."""
+        # Unreduced gradients are in buffers of the current transport.
         if any(group.gradients.state in (GradState.LOCAL, GradState.PARTIAL) for group in self._unit.param_groups):
             raise StateError(
                 f"The collectives of {self._unit} cannot be changed now: it has gradients of backwards that did not "
@@ -78,7 +81,6 @@ class TransportSettings:
             group.change_transport(self._transport(group))
 
     def _separates(self) -> bool:
-        """Return True if reduce-scatters have their own process group: if the user chose that, else if it is faster."""
         if self._separate is not None or self._make_pool is not None:
             # The backend registers the memory of a pool for one process group only.
             return bool(self._separate)

@@ -1,4 +1,4 @@
-"""A unit: the parameters that are all-gathered and reduced together."""
+"""A unit consists of the parameters that are all-gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from .root import Root
 
 ROOT = "(root)"
-"""The name of the root's unit, whose path is empty."""
+"""The name of the root's unit, whose module path is empty."""
 STATE_KEY = "_unshard_state"
-"""The key of a unit's hooks (`FSDPState`) in the `__dict__` of its modules."""
+"""The key under which the `__dict__` of a unit's modules stores the hooks of the unit (`FSDPState`)."""
 
 
 class Unit:
-    """Parameters, their buffers and their state. The root decides when the methods are called.
+    """Parameters that are all-gathered and reduced together, with their buffers and states.
 
-    A unit has one param group for each set of ranks that its parameters are sharded over: one, unless a user chooses
-    other meshes for some parameters. It asks its root only for the list of units, for errors that concern all units.
+    The root decides when the methods are called. A unit usually has one param group. It has several if a user shards
+    some of its parameters over other meshes. A unit uses its root only to list all units, for errors that concern all
+    of them.
     """
 
     built = 0
-    """Units that this process has built, for the last line of `unshard run`."""
+    """The number of units that this process has built. `unshard run` prints this number at the end."""
 
     def __init__(
         self, param_groups: list[ParamGroup], device: torch.device, policy: MixedPrecisionPolicy, options: Options
@@ -44,23 +45,23 @@ class Unit:
         self.name = ""
         self.param_groups = param_groups
         self.gathers: list[ParamGroup | SharedGroup] = list(param_groups)
-        """The param groups that are all-gathered with the unit: its own, and those that it uses of other units."""
+        """The param groups that are all-gathered with this unit: its own groups, and groups of other units."""
         self.borrowed: list[tuple[ManagedParam, ParamLocation]] = []
-        """Params of other units that this unit's modules hold, with their locations on these modules."""
+        """Params of other units that modules of this unit hold, each with its location on these modules."""
         self.lends = False
-        """True if other units use this unit's parameters, whose gradients are then reduced at the end of backward."""
+        """True if other units use parameters of this unit. Their gradients are then reduced at the end of backward."""
         self.device, self.policy, self.options = device, policy, options
         self.phase = Phase.IDLE
         self.param_state = ParamState.SHARDED
         self.precision = Precision.POLICY
         self.root: weakref.ref[Root] | None = None
-        """Set by the first forward."""
+        """The root of this unit. The first forward sets this attribute."""
         self._writes_before: list[tuple[int, int]] | None = None
         self.kept_for_forward = False
-        """True if an unsharded unit is kept for the next forward, not for a backward."""
+        """True if the unit stays unsharded for the next forward, and not for a backward."""
         self._shows_sharded = False
         self.shown: list[ShownParams] | None = None
-        """Per param group, the tensors that the program can change while the unit is kept or sliced; else None."""
+        """Detects changes to the tensors of each param group. None unless the unit stays unsharded or sliced."""
         for group in param_groups:
             group.unit = weakref.ref(self)
 
@@ -74,35 +75,38 @@ class Unit:
 
     @property
     def unsharded(self) -> list[torch.Tensor]:
-        """The unsharded parameters that modules hold while they compute."""
+        """The unsharded parameters that modules hold while the unit computes."""
         return [param.unsharded for param in self.used_params if param.unsharded is not None]
 
     @property
     def used_params(self) -> list[ManagedParam]:
-        """The params of this unit, and the params of other units that are all-gathered with this unit."""
+        """The params that are all-gathered with this unit: its own, and shared params of other units."""
         return [param for each in self.gathers for param in each.sharded.params]
 
     @property
     def used_groups(self) -> list[ParamGroup]:
-        """The param groups of this unit, and the param groups of other units that are all-gathered with this unit."""
+        """The param groups that are all-gathered with this unit: its own, and shared param groups of other units."""
         return [each.group if isinstance(each, SharedGroup) else each for each in self.gathers]
 
     @property
     def sharers(self) -> list[Unit]:
-        """The other units that use a param group that this unit owns or uses."""
+        """The other units that use a param group that this unit also uses."""
         users = [unit for group in self.used_groups for unit in users_of(group)]
         return [unit for unit in dict.fromkeys(users) if unit is not self]
 
     @property
     def borrows_from(self) -> list[Unit]:
-        """The other units whose parameters this unit uses."""
+        """The other units that own parameters that this unit uses."""
         owners = [owner for group in self.used_groups if (owner := group.unit()) is not None]
         return [unit for unit in dict.fromkeys(owners) if unit is not self]
 
     # -- parameters -----------------------------------------------------------------------------------------
 
     def all_gather(self) -> None:
-        """Issue the all-gather if the unit is sharded or sliced. Until `unshard`, nobody may touch the buffers."""
+        """Issue the all-gather if the unit is sharded or sliced.
+
+        Nothing may use the buffers before `unshard` returns.
+        """
         state, sliced = self.param_state, False
         if state is ParamState.SHARDED:
             self._writes_before = None
@@ -123,7 +127,11 @@ class Unit:
         self.param_state = ParamState.GATHERING
 
     def refresh(self) -> None:
-        """All-gather before a forward. A kept or sliced unit is first resharded if the program changed parameters."""
+        """Issue the all-gather for a forward.
+
+        If the unit stayed unsharded or sliced, and the program has changed parameters since, the unit is resharded
+        first.
+        """
         if self.param_state is not ParamState.SHARDED:
             self._refuse_replaced()
             if self.stale:
@@ -132,13 +140,16 @@ class Unit:
         self.all_gather()
 
     def upload_early(self) -> None:
-        """Copy offloaded shards to the device ahead of the next all-gather."""
+        """Start to copy offloaded shards to the device before the next all-gather is issued."""
         if self.param_state is ParamState.SHARDED:
             for group in self.gathers:
                 group.upload_early()
 
     def unshard(self) -> None:
-        """Wait for the all-gather and put the unsharded parameters on the modules."""
+        """Wait for the all-gather and put the unsharded parameters on the modules.
+
+        If no all-gather has been issued, this method issues it.
+        """
         if self.param_state is ParamState.UNSHARDED:
             if self._shows_sharded:
                 self._shows_sharded = False
@@ -152,7 +163,10 @@ class Unit:
         self.param_state = ParamState.UNSHARDED
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters on the modules. Keep unsharded ones for the next `unshard`, but drop slices."""
+        """Put the sharded parameters on the modules.
+
+        If the unit is unsharded, the unsharded parameters stay in memory for the next `unshard`. Slices are freed.
+        """
         if self.param_state is ParamState.SLICED:
             self.reshard()
         elif self.param_state is ParamState.UNSHARDED:
@@ -169,7 +183,7 @@ class Unit:
         return self.param_state is ParamState.UNSHARDED and not self._shows_sharded
 
     def reshard(self) -> None:
-        """Put the sharded parameters on the modules and free the unsharded ones."""
+        """Put the sharded parameters on the modules and free the unsharded parameters."""
         if self.param_state is ParamState.SHARDED:
             return
         if self.shown is not None:
@@ -184,7 +198,7 @@ class Unit:
         self.param_state = ParamState.SHARDED
 
     def keep_slice(self) -> None:
-        """Keep a slice of the unsharded parameters until backward, as an integer `reshard_after_forward` asks."""
+        """Keep a slice of the unsharded parameters until backward. An integer `reshard_after_forward` requests this."""
         if self.precision is not Precision.POLICY:
             self.reshard()  # slices exist in the policy's precision only
             return
@@ -196,19 +210,23 @@ class Unit:
             self._refuse_lost_writes(lost)
 
     def precision_in(self, training: bool) -> Precision:
-        """Return the precision of a forward in training or evaluation mode."""
+        """Return the precision of a forward in training mode or in evaluation mode."""
         full = self.policy.full_precision_in_eval and not training
         return Precision.STORED if full else Precision.POLICY
 
     def compute_dtype_in(self, precision: Precision) -> torch.dtype | None:
-        """Return the dtype to cast forward inputs to; None if there is no param_dtype, or if stored dtypes differ."""
+        """Return the dtype to which forward inputs are cast, or None if they are not cast.
+
+        Inputs are not cast if the policy has no `param_dtype`. With `Precision.STORED`, they are also not cast if the
+        parameters are stored in several dtypes.
+        """
         if precision is Precision.POLICY or self.policy.param_dtype is None:
             return self.policy.param_dtype
         stored = {param.local.dtype for param in self.used_params if param.local.is_floating_point()}
         return stored.pop() if len(stored) == 1 else None
 
     def select(self, precision: Precision) -> None:
-        """Compute in `precision` from the next all-gather on."""
+        """Use `precision` from the next all-gather on."""
         if precision is self.precision:
             return
         if self.phase is Phase.BACKWARD and self.param_state is not ParamState.SHARDED:
@@ -223,34 +241,38 @@ class Unit:
         self.precision = precision
 
     def watch_writes(self) -> None:
-        """Detect the program's writes from now on, to the sharded parameters and to what modules hold in their place.
+        """Start to detect the program's writes to sharded parameters and to the tensors that replace them on modules.
 
-        Call this only for a unit that stays unsharded or sliced: counting writes costs as much as an all-gather.
+        Call this method only for a unit that stays unsharded or sliced. Counting writes costs as much as an all-gather.
         """
         if self._writes_before is None:
-            self._writes_before = self._writes()
+            self._writes_before = self.writes()
         sliced = self.param_state is ParamState.SLICED
         if self.shown is None and (sliced or self.shows_unsharded):
             self.shown = [group.shown(sliced) for group in self.param_groups]
 
     @property
     def stale(self) -> bool:
-        """True if the program wrote, froze or unfroze a parameter since `watch_writes`."""
+        """True if the program has written, frozen or unfrozen a parameter since `watch_writes` was called."""
         held = self.param_state is ParamState.UNSHARDED or self.param_state is ParamState.SLICED
         if not held or self._writes_before is None:
             return False
-        return self._writes_before != self._writes() or any(each.touched for each in self.shown or ())
+        return self._writes_before != self.writes() or any(each.touched for each in self.shown or ())
 
     def _follow_changes(self) -> list[str]:
-        """Apply the program's changes to unsharded parameters or slices; return the parameters whose writes are lost.
+        """Apply changes that the program made to unsharded parameters or slices to the sharded parameters.
 
-        If any are lost, callers raise only after resharding, so that the error does not leave the unit half resharded.
+        Return the names of parameters whose writes are lost. If any writes are lost, callers must reshard before they
+        raise an error. Otherwise, the error would leave the unit half resharded.
         """
         shown, self.shown = self.shown, None
         return [name for each in shown or () for name in each.follow()]
 
     def _refuse_replaced(self) -> None:
-        """Raise if the program replaced parameters while the unit was kept: resharding would drop the new ones."""
+        """Raise an error if the program replaced parameters while the unit stayed unsharded or sliced.
+
+        Resharding would silently remove the new parameters from the modules.
+        """
         groups = [group for group in self.param_groups if group.sharded.one_parameter_each]
         names = [repr(param.name) for group in groups for param in group.params if param.is_replaced]
         if names:
@@ -262,8 +284,7 @@ class Unit:
             )
 
     def _refuse_lost_writes(self, lost: list[str]) -> None:
-        """Raise one error for the lost writes of all units, because most programs write all parameters."""
-        for unit in self._units_of_model():
+        for unit in self._units_of_model():  # one error for all units, because most programs write all parameters
             if unit.shown is not None and unit.phase is Phase.IDLE:
                 lost += unit._follow_changes()
                 unit.reshard()
@@ -276,7 +297,10 @@ class Unit:
         )
 
     def versions(self) -> dict[ManagedParam, tuple[int, bool]]:
-        """Return each unsharded parameter's version counter (0 if writes are kept), and True if it has other memory."""
+        """Return the version counter of each unsharded parameter, and True if the parameter was given other memory.
+
+        If the shard is also the unsharded buffer, the version is always 0, because writes are not lost.
+        """
         kept = self.unsharded_is_shard
         return {
             param: (0 if kept else version_of(param.unsharded), param.is_outside_buffer)
@@ -286,35 +310,37 @@ class Unit:
             and not isinstance(param.locations[0].module(), nn.RNNBase)  # replaces memory in forward, on a GPU
         }
 
-    def _writes(self) -> list[tuple[int, int]]:
+    def writes(self) -> list[tuple[int, int]]:
         return [group.sharded.writes() for group in self.gathers]
 
     def rebind_params(self) -> None:
-        """Copy parameters that a program replaced, or gave other memory, into the shards. Call this only at rest."""
+        """Copy parameters into the shards if the program has replaced them or given them other memory.
+
+        Call this method only outside forward and backward, while the unit is sharded.
+        """
         self.refuse_assigned_data()
         for group in self.param_groups:
             group.rebind_params()
 
     def adopt_tied(self) -> None:
-        """Use parameters of other units if a program has registered these in place of this unit's own."""
+        """Use parameters of other units if the program has registered them in place of this unit's own parameters."""
         if self.param_state is ParamState.SHARDED:
             for group in self.param_groups:
                 if self.give_up_tied(group) and group.params:
                     group.rebind(fewer=True)
 
     def give_up_tied(self, group: ParamGroup) -> bool:
-        """Drop params of `group` that were tied to params of other units; return True if any was dropped."""
         return give_up_tied(group, self)
 
     def drop_empty(self) -> None:
-        """Drop param groups that have no params left, because all were tied to params of other units."""
+        """Remove param groups without params. All params of such a group were tied to params of other units."""
         if self.param_state is ParamState.SHARDED:
             empty = [group.sharded for group in self.param_groups if not group.params]
             self.param_groups = [group for group in self.param_groups if group.params]
             self.gathers = [each for each in self.gathers if each.sharded not in empty]
 
     def refuse_assigned_data(self) -> None:
-        """Undo assignments to `.data` of parameters, which have no effect, and raise if there were any."""
+        """Undo assignments to `.data` of parameters, which DTensors ignore. Raise an error if there were any."""
         for group in self.param_groups:
             group.sharded.warn_of_hooks(self.name)
         names = [name for group in self.param_groups for name in group.sharded.undo_assigned_data()]
@@ -334,7 +360,7 @@ class Unit:
         return [] if root is None else root.units
 
     def rest(self) -> None:
-        """Reshard this unit and all units that share parameters with it, so that modules hold sharded parameters."""
+        """Reshard this unit and all units that share parameters with it. Modules then hold the sharded parameters."""
         self.reshard()
         for unit in self.sharers:
             unit.reshard()
@@ -346,14 +372,17 @@ class Unit:
 
     @property
     def unsharded_is_shard(self) -> bool:
-        """True if the shards are the unsharded buffers themselves."""
+        """True if the shard of every param group is also its unsharded buffer."""
         return all(group.unsharded_is_shard for group in self.param_groups)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
     @property
     def has_gradients_to_reduce(self) -> bool:
-        """True if autograd, or backwards without synchronization, left gradients that can be reduced now."""
+        """True if there are gradients that can be reduced now.
+
+        Autograd has just computed them, or earlier backwards without synchronization have stored them.
+        """
         for group in self.param_groups:
             if group.gradients.any_new or group.gradients.has_sums_to_reduce(self.options):
                 return True
@@ -361,7 +390,7 @@ class Unit:
 
     @property
     def has_untaken_gradients(self) -> bool:
-        """True if autograd left gradients that no reduction has taken."""
+        """True if autograd has computed gradients that no reduction has used yet."""
         return any(group.gradients.any_new for group in self.param_groups)
 
     def clear_gradients(self, set_to_none: bool) -> None:
@@ -373,12 +402,15 @@ class Unit:
                 param.sharded.grad.zero_()
 
     def drop_unreduced(self) -> None:
-        """Drop gradients that earlier backwards left unreduced or partially reduced."""
+        """Delete gradients that earlier backwards have not reduced, or have reduced only over the ranks that shard."""
+        root = None if self.root is None else self.root()
+        if root is not None and root.scope is not None:
+            root.scope.refuse("zero_grad()", "It would drop gradients, but not their weights")
         for group in self.param_groups:
             group.gradients.drop_unreduced()
 
     def reset(self) -> None:
-        """Reshard after a forward or backward that did not end, and drop gradients that are not reduced."""
+        """Reshard after a forward or backward that did not finish, and delete gradients that have not been reduced."""
         for group in self.param_groups:
             group.gradients.drop()
         lost = self._follow_changes()

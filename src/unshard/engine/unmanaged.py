@@ -1,4 +1,4 @@
-"""Parameters that no unit manages: added after sharding, or shared with a module outside all units."""
+"""Parameters that no unit manages: parameters added after sharding, or shared with a module outside all units."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _SHOWN = 5
 
 
 class Unmanaged:
-    """Searches for unmanaged parameters before the first forward, and after changes of the modules below the root.
+    """Searches for unmanaged parameters before the first forward, and after the modules below the root have changed.
 
-    Torch calls hooks when a parameter or a module is registered, so other forwards need no search. Some libraries write
-    to `module._modules` instead, which calls no hook, so the 2nd, 4th, 8th ... forward searches as well.
+    Torch calls hooks when a parameter or a module is registered. Therefore, forwards without such changes need no
+    search. However, some libraries write to `module._modules`, which calls no hook. Therefore, the 2nd, 4th, 8th, ...
+    forward searches, too.
     """
 
     _watched: weakref.WeakKeyDictionary[nn.Module, Unmanaged] = weakref.WeakKeyDictionary()
@@ -38,18 +39,21 @@ class Unmanaged:
         self._asked = 0
         self._named: set[str] = set()
         self._frozen: list[tuple[dict[str, Any], str]] = []
-        """Parameters that no unit manages and that were frozen at the last search."""
+        """Unmanaged parameters that were frozen at the time of the last search."""
         _register()
 
     def due(self) -> bool:
-        """Return True if it is time to search. Call this before every forward of the root that makes a graph."""
+        """Return True if a search is due. Call this method before every forward of the root that records a graph."""
         self._asked += 1
         if self.changed or self._asked & (self._asked - 1) == 0:
             return True
         return any((parameter := held.get(name)) is not None and parameter.requires_grad for held, name in self._frozen)
 
     def check(self, top: nn.Module, managed: Iterable[ParamLocation], ranks: int) -> None:
-        """Warn of new unmanaged parameters below `top`, the root module. `managed` includes ignored parameters."""
+        """Warn about new unmanaged parameters below `top`, the root module.
+
+        `managed` must include ignored parameters.
+        """
         self.changed = False
         known = {(id(location.parameters), location.name) for location in managed}
         names, self._frozen = [], []
@@ -75,14 +79,17 @@ class Unmanaged:
 
     @classmethod
     def notice(cls, module: nn.Module, *unused: Any) -> None:
-        """Mark the model of `module` as changed. Call this before a parameter or a module is registered in `module`."""
+        """Mark the model of `module` as changed.
+
+        This is called before a parameter or a module is registered in `module`.
+        """
         watched = cls._watched.get(module)
         if watched is not None:
             watched.changed = True
 
 
 def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the prefixes of their parameters. Skips modules whose gradients `replicate` reduces."""
+    """Yield modules with the prefixes of their parameters. Modules whose gradients `replicate` reduces are skipped."""
     seen: set[nn.Module] = set()
     waiting = [("", top)]
     while waiting:
@@ -96,7 +103,6 @@ def _modules_outside_replicas(top: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 @cache
 def _register() -> None:
-    """Register the hooks, once per process."""
     register_module_module_registration_hook(Unmanaged.notice)
     register_module_parameter_registration_hook(_parameter_comes)
 
@@ -107,7 +113,7 @@ def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
 
 
 def warn_of_untied(units: list[Unit]) -> None:
-    """Warn of modules outside all units that still hold an original parameter, which sharding has replaced."""
+    """Warn about modules outside all units that still hold an original parameter, which sharding has replaced."""
     kept: dict[int, tuple[str, Unit]] = {}
     for unit in units:
         for param in unit.params:

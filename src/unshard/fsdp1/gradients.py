@@ -17,7 +17,7 @@ from torch import nn
 
 from ..comm.interface import Done, Label, Tensors, Transport, Work
 from ..comm.order.waiting import SharedCall
-from ..engine.api import FlatShardedParams
+from ..engine.api import FlatShardedParams, refuse_in_scope
 from ..errors import ArgumentError, ConflictError
 from ..optim.clip import CLIP, checked_limit, checked_order, clip
 from ..torch_private import foreach_norm, low_precision_of, stack_level_of_program
@@ -27,15 +27,15 @@ from .state import WrapperState, flat_sharded_of, shard_begins, states_below_roo
 Params = dict[nn.Parameter, None]
 """An ordered set of parameters."""
 Kind = tuple[bool, tuple[Any, ...]]
-"""(is_sharded, groups): `is_sharded` is True if the wrapper's ranks hold shards, False if they hold copies.
-`groups` are the process groups over which tensor parallelism shards."""
+"""A pair (is_sharded, groups) that describes gradients. `is_sharded` is True if data-parallel ranks hold shards of the
+gradients, and False if they hold copies. `groups` are process groups over which the gradients are tensor parallel."""
 
 
 @contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """A context in which backward accumulates unsharded gradients. The next backward outside the context reduces them.
+    """Accumulate unsharded gradients inside this context. The next backward outside the context reduces them.
 
-    Call it on the root. After `composable.fully_shard`, use `FullyShardedDataParallel.no_sync(module)`.
+    Call this on the root. After `composable.fully_shard`, call `FullyShardedDataParallel.no_sync(module)`.
     """
     states = states_below_root(self, "no_sync")
     before = [(state.unit.options, state.unit.options.reshard_after_backward) for state in states]
@@ -56,12 +56,13 @@ def no_sync(self: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients together so that their norm is at most `max_norm`; return the norm before scaling.
+    """Scale all gradients so that their total norm is at most `max_norm`. Return the norm before scaling.
 
-    Call it on the root. After `composable.fully_shard`, use `FullyShardedDataParallel.clip_grad_norm_(module, ...)`.
+    Call this on the root. After `composable.fully_shard`, call `FullyShardedDataParallel.clip_grad_norm_(module, ...)`.
     """
     states = states_below_root(self, "clip_grad_norm_")
     limit, order = checked_limit(max_norm), checked_order(norm_type, positive=True)
+    refuse_in_scope(self.parameters(), "clip_grad_norm_()", "The ranks have not added up their gradients yet")
     sharded: Params = {}
     others: Params = {}
     apart: dict[Kind, list[torch.Tensor]] = {}
@@ -73,7 +74,7 @@ def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) ->
             (sharded if shards.world > 1 else others).update(dict.fromkeys(own))
             tensor_parallel.update(dict.fromkeys(_add_tensor_parallel(flat, shards, apart)))
     if not sharded:
-        others.clear()  # without shards, PyTorch adds up in the order of parameters(), not of units
+        others.clear()  # without shards, PyTorch sums in the order of `parameters()`
     others.update(dict.fromkeys(each for each in self.parameters() if each not in sharded))
     gradients = _gradients({**sharded, **others})
     for parameter in tensor_parallel:
@@ -95,10 +96,10 @@ def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 def _add_tensor_parallel(
     flat: FlatShardedParams, shards: Transport, apart: dict[Kind, list[torch.Tensor]]
 ) -> Iterable[nn.Parameter]:
-    """Add gradients of tensor-parallel parameters to `apart`, by kind, and return these parameters.
+    """Add the gradients of tensor-parallel parameters to `apart`, by kind. Return these parameters.
 
-    All ranks get the same kinds in the same order, even if their gradients differ. A flat parameter is returned as a
-    whole, although its gradients may be of several kinds.
+    All ranks add the same kinds in the same order, even if a kind has no gradients: each kind needs collectives.
+    If the unit has a flat parameter, return it, and split its gradient by kind.
     """
     kinds: list[Kind] = []
     for spec in [param.tp_spec for param in flat.params]:
@@ -131,7 +132,7 @@ def _total_norm(
     device: torch.device,
     groups: Groups,
 ) -> torch.Tensor:
-    """Return the norm of all gradients. Ranks of `groups.own` hold shards of some parameters and copies of others."""
+    """Return the norm of all gradients. The ranks of `groups.own` hold shards of `sharded` and copies of `others`."""
     if not sharded and not apart:
         return _norm(_gradients(others), order, device)
     call, largest = SharedCall(CLIP, [groups.own, groups.replicas]), math.isinf(order)
@@ -161,7 +162,6 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of all gradients in float32. Intermediate results have at least this precision."""
     if not gradients:
         return torch.zeros((), device=device)
     gradients = [each.abs() if each.is_complex() else each for each in gradients]
@@ -174,9 +174,10 @@ def _norm(gradients: list[torch.Tensor], order: float, device: torch.device) -> 
 
 
 def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
-    """Let `hook` reduce and divide the gradients of all units. Call this once, on the root, before the first forward.
+    """Reduce and divide the gradients of all units with `hook`. Call this once on the root, before the first forward.
 
-    `hook` gets (state, unsharded flat gradient, this rank's shard to fill), or (state, gradient) with NO_SHARD.
+    Each call is `hook(state, gradient, output)` with an unsharded flat gradient. The hook must write this rank's
+    reduced shard to `output`. With NO_SHARD, each call is `hook(state, gradient)` and must reduce `gradient` in place.
     """
     if not callable(hook):
         raise ArgumentError(f"hook must be a function, got {hook!r}.")
@@ -202,11 +203,9 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
 
 
 class HookedTransport(Transport):
-    """All-gathers with the inner transport, and passes gradients to the user's hook.
+    """All-gathers with the inner transport, and reduces with the user's hook, as `register_comm_hook` describes."""
 
-    The hook of a sharded unit gets (state, flat gradient, this rank's shard to fill). The hook of a unit that is not
-    sharded gets (state, gradient) and changes the gradient in place.
-    """
+    divides = True
 
     def __init__(self, inner: Transport, state: Any, hook: Callable[..., Any]):
         self._inner, self._state, self._hook = inner, state, hook
@@ -235,22 +234,18 @@ class HookedTransport(Transport):
         return self._inner.carrier(dtype)
 
     def _call_hook(self, *tensors: torch.Tensor) -> None:
-        """Call the hook and copy its result back if necessary.
-
-        PyTorch's low-precision hooks (`torch.distributed.algorithms._comm_hooks.default_hooks`) replace the memory of
-        the tensors that they get.
-        """
         given = [each.detach() for each in tensors]
         self._hook(self._state, *given)
+        # PyTorch's low-precision hooks (`algorithms._comm_hooks.default_hooks`) replace the memory of their arguments.
         if given[-1].data_ptr() != tensors[-1].data_ptr():
             tensors[-1].copy_(given[-1])
 
 
 def _compressed_dtype(hook: Any, state: Any, wrapper: WrapperState, originals: set[torch.dtype]) -> Any:
-    """Return the dtype that `hook` reduces in if it is a compression hook of PyTorch, else None.
+    """Return the dtype of `hook` if it is a PyTorch compression hook that the engine can replace, and None otherwise.
 
-    The engine then reduces in that dtype itself, as with `MixedPrecision(reduce_dtype=...)`: overlapped, on any device.
-    `originals`: the dtypes of the unit's parameters.
+    The engine reduces in this dtype instead of calling the hook, so the reduction overlaps with backward on any device.
+    `originals` has the dtypes of the unit's parameters.
     """
     names = ("process_group", "gradient_predivide_factor", "gradient_postdivide_factor")
     same_ranks = [getattr(state, name, None) for name in names] == [wrapper.process_group, *wrapper.division()]

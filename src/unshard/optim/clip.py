@@ -1,7 +1,8 @@
-"""Clips gradients by their total norm, with one reduction of one number. Gradients may be distributed in any way.
+"""Clips gradients by their total norm. The gradients may be distributed in any way.
 
-`fsdp1/gradients.py` computes the norm for wrapped models, and uses the checks and `clip` of this file. Gradient scalers
-use the last part of this file: local gradients, and the ranks that must agree on them.
+Except for norms of order 0, the ranks reduce a single number. For models wrapped in `FullyShardedDataParallel`,
+`fsdp1/gradients.py` computes the norm, and uses the argument checks and `clip` of this file. The last part of this file
+finds local gradients and the ranks that clip or unscale them together. The gradient scalers use this part as well.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..comm.agreement import largest_over, smallest_over, sum_over
 from ..comm.groups import covering_group, device_of, is_group, ranks_of, staging_device, widest_of
 from ..comm.order.waiting import SharedCall
-from ..engine.api import Scalable, cut_flat, param_group_of, scalable_gradients
+from ..engine.api import Scalable, cut_flat, param_group_of, refuse_in_scope, scalable_gradients
 from ..errors import ArgumentError, GradientError, listed
 from ..torch_private import DTensorSpec, foreach_mul, foreach_norm, local_of, spec_of
 
@@ -39,17 +40,17 @@ def clip_grad_norm_(
     process_group: Any = None,
     pipeline_stages: int = 1,
 ) -> torch.Tensor:
-    """Scale the gradients together so that their norm is at most `max_norm`; return the norm before scaling.
+    """Scale all gradients by one factor so that their norm is at most `max_norm`. Returns the norm before scaling.
 
-    Equivalent to `torch.nn.utils.clip_grad_norm_` of the unsharded model. Parameters may be plain or on any meshes.
-    The norm is a plain tensor and the same on all ranks. Every rank that holds any of the parameters must call this,
-    even without gradients.
+    The result is equivalent to `torch.nn.utils.clip_grad_norm_` on the unsharded model. Parameters may be plain tensors
+    or DTensors on any meshes. Every rank that holds any of the parameters must call this function, even if the rank has
+    no gradients. The returned norm is a plain tensor and the same on all ranks.
 
-    A parameter that several ranks hold counts once. If ranks hold different plain parameters, the p-th power of the
-    norm is the mean over the ranks. Pipeline stages hold different parameters on purpose: pass all ranks as
-    `process_group` and the number of stages as `pipeline_stages` to sum over the stages.
+    A parameter that several ranks hold counts once. If ranks hold different plain parameters, the norm is the power
+    mean (of order `norm_type`) of the norms on the ranks. For pipeline stages, the norm of all stages together is
+    needed: pass a `process_group` of the ranks of all stages, and the number of stages as `pipeline_stages`.
 
-    As in torch, the norm of order 0 is the number of gradients that are not all zero, and the norm of order -inf is
+    As in PyTorch, the norm of order 0 is the number of gradients that are not all zero, and the norm of order -inf is
     the smallest absolute value.
     """
     given = _checked(parameters)
@@ -61,6 +62,7 @@ def clip_grad_norm_(
             "other ranks hold. Call FullyShardedDataParallel.clip_grad_norm_(model, max_norm) instead, with the "
             "outermost module; a wrapped module has it as a method."
         )
+    refuse_in_scope(given, "clip_grad_norm_()", "The ranks have not added up their gradients yet")
     device = given[0].device if given else torch.device("cpu")
     ranks = reduce_group_of(given, process_group, otherwise=device, what=CLIP)
     scalable = scalable_gradients(given)
@@ -86,12 +88,15 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class LocalGradient:
-    """This rank's elements of one gradient, or of several gradients that are adjacent in memory."""
+    """This rank's elements of one gradient, or of several gradients that are adjacent in memory.
+
+    `measured` contributes to the norm. `scaled` is clipped. The two differ only for partial gradients.
+    """
 
     scaled: torch.Tensor
     measured: torch.Tensor
     weight: float
-    """Factor that makes the sum over all ranks count each gradient once."""
+    """Factor for the power of the norm of `measured`, so that the sum over all ranks counts each gradient once."""
     parameter: torch.Tensor | None = None
     """None if `scaled` holds the gradients of several parameters."""
 
@@ -121,8 +126,8 @@ def _local_gradients(scalable: Scalable, ranks: int) -> list[LocalGradient]:
 
 
 def _weight(spec: DTensorSpec, ranks: int) -> float:
-    """Return the weight of a gradient on a mesh. Replicated mesh dimensions hold copies, which count once."""
     mesh = spec.mesh
+    # Replicated mesh dimensions hold copies, which count once.
     copies = math.prod(mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement.is_replicate())
     return mesh.size() / (ranks * copies)
 
@@ -130,7 +135,7 @@ def _weight(spec: DTensorSpec, ranks: int) -> float:
 def _power_of_norm(
     gradients: list[LocalGradient], order: float, ranks: ReduceGroup, foreach: bool | None
 ) -> torch.Tensor:
-    """Return the norm over all ranks to the power of `order`. If `order` is infinite, return the norm itself.
+    """Return the norm over all ranks, raised to the power of `order`. If `order` is infinite, return the norm itself.
 
     The result is float64, because powers of large numbers may overflow even if the norm does not.
     """
@@ -167,10 +172,10 @@ def _power_of_norm(
 def _nonzero_gradients(
     parameters: list[torch.Tensor], gradients: list[LocalGradient], ranks: ReduceGroup
 ) -> torch.Tensor:
-    """Return the number of gradients with a nonzero element on any rank of the parameter's mesh.
+    """Return the number of gradients that have a nonzero element on any rank of the parameter's mesh.
 
-    torch takes the norm of the gradients' norms. With order 0, that is the number of nonzero norms, not of nonzero
-    elements, so the ranks of a mesh compare gradient by gradient.
+    PyTorch computes the norm of the gradients' norms. With order 0, this is the number of nonzero norms, not the number
+    of nonzero elements. The ranks of a mesh therefore reduce one flag per parameter.
     """
     nonzero = {id(each.parameter): each.measured.any() for each in gradients}
     by_mesh: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -189,9 +194,10 @@ def _nonzero_gradients(
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float, foreach: bool | None = None) -> None:
-    """Scale gradients with total norm `norm` down to a norm of at most `limit`.
+    """Scale the gradients in place. Their total norm is `norm` before and at most `limit` after the call.
 
-    Multiplies even if the factor is 1, because checking the factor would make the host wait for the device.
+    The gradients are multiplied even if the factor is 1, because reading the factor would make the host wait for the
+    device.
     """
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -225,7 +231,6 @@ def _refuse_nonfinite(norm: torch.Tensor, order: float, parameters: list[torch.T
 
 
 def _named(parameter: torch.Tensor, otherwise: str) -> str:
-    """Return the names of a sharded parameter and its unit, or `otherwise` for other parameters."""
     group = param_group_of(parameter)
     param = None if group is None else group.param_of(parameter)
     if group is None or param is None:
@@ -234,7 +239,6 @@ def _named(parameter: torch.Tensor, otherwise: str) -> str:
 
 
 def _checked(parameters: Any) -> list[torch.Tensor]:
-    """Return the distinct parameters. Raise if any of them is not a tensor."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable):
@@ -286,9 +290,9 @@ def _check_stages(stages: Any, group: Any) -> None:
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the local gradient as a plain dense tensor. Writes to this tensor change the gradient.
+    """Return this rank's part of the gradient as a plain dense tensor. Writes to this tensor change the gradient.
 
-    Return None if there is no gradient, or if none of its elements is on this rank.
+    Return None if there is no gradient, or if this rank holds none of its elements.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -305,11 +309,11 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """The ranks that hold any part of some parameters. A `group` of None is this process alone."""
+    """The ranks that reduce a number together. If `group` is None, only this process takes part."""
 
     group: Any
     device: torch.device
-    """A device that the group can reduce on. The gradients may be on the host instead."""
+    """The device for tensors that the group reduces. The gradients themselves may be on the host."""
     call: SharedCall
 
     @property
@@ -317,16 +321,17 @@ class ReduceGroup:
         return 1 if self.group is None else self.group.size()
 
     def reduce(self, over: Callable[[Any, torch.Tensor, SharedCall], None], number: torch.Tensor) -> None:
-        """Reduce `number` in place over the group. `over` is a function of `comm/agreement.py`."""
+        """Reduce `number` in place over the group. `over` is one of the reductions in `comm/agreement.py`."""
         if self.group is not None:
             over(self.group, number, self.call)
 
 
 def reduce_group_of(parameters: Sequence[torch.Tensor], group: Any, otherwise: torch.device, what: str) -> ReduceGroup:
-    """Return the ranks of `group`, else of the parameters' meshes, else this process alone on the device `otherwise`.
+    """Return the ranks that clip or unscale the gradients of these parameters together.
 
-    Parameters without gradients count as well, so a rank without gradients joins the reduction. The order check
-    verifies that all ranks do `what`.
+    These are the ranks of `group`, or the ranks of the parameters' meshes if `group` is None. If there is no mesh
+    either, return this process alone, with the device `otherwise`. Parameters without gradients count as well, so a
+    rank without gradients joins the reduction. `what` describes the call, which the order check compares across ranks.
     """
     specs = [spec_of(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
     distinct = {id(spec.mesh): spec.mesh for spec in specs}  # by id, because comparing meshes is slower

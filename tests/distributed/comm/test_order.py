@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from bed import loopback, world
 from bed.branches import Branches, quick, sharded, step
+from bed.programs import free_port
 from bed.recorders import Collectives
 from bed.stack import WIDTH, assert_at_rest, assert_gradients, batch
 from bed.world import mostly_slow
@@ -144,7 +145,7 @@ class Program:
         self._inputs = [pipes[0][1], pipes[3][1]]
         self._outputs = [pipes[place][0] for place in (1, 2, 4, 5)]
         theirs = [read if place % 3 == 0 else write for place, (read, write) in enumerate(pipes)]
-        socket.send_fds(launcher, [f"{_free_port()} {way}".encode()], theirs)
+        socket.send_fds(launcher, [f"{free_port()} {way}".encode()], theirs)
         for each in theirs:
             os.close(each)
         self._launcher = launcher
@@ -240,12 +241,6 @@ def _line(read: Callable[[], bytes]) -> bytes:
         piece = read()
         line += piece
     return line
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def order_of(model: nn.Module) -> order.Order:

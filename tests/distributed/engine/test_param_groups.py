@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bed import world
+from bed.meshes import biases_elsewhere, two_meshes
 from bed.recorders import Collectives
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded, units
 from bed.user_collectives import ToyGather, ToyReduceScatter, ignore_old_names
@@ -26,27 +27,7 @@ from unshard import (
 )
 from unshard.engine.unit import Unit
 from unshard.errors import StateError
-from unshard.fsdp2.placements import ShardPlacementFn
 from unshard.torch_private import number_of_groups
-
-
-def two_meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    """All ranks, and two replicas of half of them."""
-    size = dist.get_world_size()
-    flat = init_device_mesh("cpu", (size,), mesh_dim_names=("all",))
-    return flat, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-
-
-def biases_elsewhere(dim: int | None = None) -> ShardPlacementFn:
-    """First layers' parameters over replicated halves, everything else over all ranks."""
-    info = HSDPMeshInfo(two_meshes()[1], 1, 0)
-
-    def choose(parameter: nn.Parameter) -> Shard | ShardPlacementResult | None:
-        if parameter.ndim == 1:
-            return ShardPlacementResult(None, info)
-        return Shard(dim) if dim is not None else None
-
-    return choose
 
 
 @pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(reduce_dtype=torch.float64)], ids=["plain", "mixed"])

@@ -96,7 +96,7 @@ def test_the_largest_number_of_buffers_counts() -> None:
     for number in range(2):
         loss_of(model).backward()
         loss_of(reference).backward()
-        assert fully_shard.state(model).find_root(model)._reductions._most == 3
+        assert fully_shard.state(model).find_root(model).reductions._most == 3
         if number == 0:
             model.set_reduce_scatter_max_input_buffers(1)
     assert_gradients(model, reference)

@@ -1,1 +1,1 @@
-"""Parameters of a unit: shards, unsharded parameters, the swap on modules, casts, offload."""
+"""Parameters of a unit: shards, unsharded parameters, dtype casts, offload, and which parameters the modules hold."""

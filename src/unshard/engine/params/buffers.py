@@ -1,4 +1,7 @@
-"""Memory of a param group: the shard, which stays allocated, and buffers that are freed and refilled in every step."""
+"""Memory of a param group.
+
+The shard stays allocated. Buffers are freed and allocated again in every step.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,29 @@ from ...torch_private import contiguous_stride, foreach_zero, storage_key
 from ..states import Segments, sent_dtype
 
 EMPTIED: set[int] = set()
-"""Keys of the storages that are emptied and refilled. Reading a tensor over an empty storage crashes the process."""
+"""Keys of the storages that are freed and allocated again in every step.
+
+Reading a tensor while its storage is freed crashes the process.
+"""
 
 
 def will_empty(owner: object, storages: Iterable[torch.UntypedStorage]) -> None:
-    """Add the storages that `owner` empties and refills to `EMPTIED`, for the lifetime of `owner`."""
+    """Add `storages` to `EMPTIED` until `owner`, which frees and reallocates these storages, is deleted."""
     keys = [storage_key(each) for each in storages]
     EMPTIED.update(keys)
     weakref.finalize(owner, EMPTIED.difference_update, keys).atexit = False
 
 
 class Buffer:
-    """A storage that is emptied and refilled while the tensors over it stay the same objects.
+    """A storage that can be freed and allocated again without replacing the tensor objects that use the storage.
 
-    Autograd keeps the tensors between forward and backward; with an empty storage they cost nothing. Memory belongs to
-    the stream that is current at `take`. `release` does not wait: call it after that stream has queued the last use of
-    the memory, or a wait for the last use.
+    Autograd saves these tensors between forward and backward. They take no memory while the storage is freed. The
+    memory belongs to the stream that is current when `take` is called. `release` does not wait for any stream. Call
+    `release` only after this stream has queued the last use of the memory, or has queued a wait for the last use.
     """
 
     def __init__(self, nbytes: int, device: torch.device, pool: Pool | None = None, memory: torch.Tensor | None = None):
-        """`memory`: bytes to use instead of allocating any. These bytes are never freed."""
+        """Use `memory`, a tensor of bytes that is never freed. If it is None, allocate `nbytes` bytes."""
         self.nbytes = nbytes
         self.device = device
         self.stays = memory is not None
@@ -49,7 +55,7 @@ class Buffer:
         self._pool = pool
 
     def take(self) -> None:
-        """Allocate the memory, with undefined contents, unless it is already held."""
+        """Allocate the memory, unless it is already allocated. The contents of new memory are undefined."""
         if not self.held:
             if self._pool is None:
                 self.storage.resize_(self.nbytes)
@@ -59,23 +65,24 @@ class Buffer:
             self.held = True
 
     def release(self) -> None:
-        """Free the memory, unless it stays. The caller makes sure that no collective uses it."""
+        """Free the memory, unless `stays` is True. The caller must make sure that no collective uses the memory."""
         if self.held and not self.stays:
             self.storage.resize_(0)
             self.held = False
 
     def stay(self) -> None:
-        """Allocate the memory and never free it again, because recorded steps use it at its present address."""
+        """Allocate the memory and never free it again, because recorded steps use the memory at a fixed address."""
         self.take()
         self.stays = True
 
     def tensor(
         self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return a tensor at a byte offset, contiguous by default. Call this only while memory is held.
+        """Return a tensor at a byte offset. The tensor is contiguous if `stride` is None.
 
-        The tensor is made with `set_` instead of slicing and has its own version counter, because an all-gather into
-        the buffer must not look like a write to parameters that autograd saved.
+        Call this method only while the memory is allocated. The tensor is created with `set_` instead of slicing, so
+        that it has its own version counter. Otherwise, autograd would treat an all-gather into the buffer as a write to
+        the parameters that autograd saved.
         """
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(
@@ -86,7 +93,7 @@ class Buffer:
 def pieces(
     buffer: Buffer, buffer_layout: BufferLayout, regions: Sequence[Region], segments: Segments, role: str
 ) -> list[torch.Tensor]:
-    """Return the tensors of a collective, one per region. Complex numbers are sent as pairs of reals."""
+    """Return the tensors of a collective, one per region. Complex numbers are sent as pairs of real numbers."""
     tensors = []
     for region, at in zip(regions, buffer_layout.ranges, strict=True):
         dtype = sent_dtype(getattr(segments.kinds[region.runs[0].segment], role))
@@ -99,13 +106,13 @@ _SPARE = 16  # bytes behind a shard on the host, so that its last parameter can 
 
 
 class ShardLayout:
-    """The regions that an all-gather sends, and the place of each parameter in them.
+    """The regions that an all-gather sends, and the place of each parameter in these regions.
 
-    Only `members` have a place in the regions; other parameters just keep their index.
+    Only the parameters in `members` have a place in the regions. The other parameters still have an index.
     """
 
     memory: torch.Tensor
-    """The bytes of all regions, allocated by the owner of the layout."""
+    """The bytes of all regions. The owner of the layout allocates this memory."""
 
     def __init__(
         self,
@@ -132,7 +139,7 @@ class ShardLayout:
         )
 
     def run_tensors(self, region: int) -> list[torch.Tensor]:
-        """Return a region's runs as flat tensors of their original dtypes."""
+        """Return the runs of a region as flat tensors in their original dtypes."""
         at, runs = self.buffer_layout.ranges[region], self.regions[region].runs
         return [
             self.flat(self.segments.kinds[run.segment].original, at.offset + start, run.numel)
@@ -140,16 +147,16 @@ class ShardLayout:
         ]
 
     def piece_bytes(self, region: int) -> torch.Tensor:
-        """Return a region's piece as bytes, with padding."""
+        """Return the piece of a region as bytes, including padding."""
         at = self.buffer_layout.ranges[region]
         return self.flat(torch.uint8, at.offset, at.piece)
 
     def flat(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
-        """Return `numel` elements of the memory, from byte `offset` on, as a flat tensor."""
+        """Return `numel` elements of the memory, starting at byte `offset`, as a flat tensor."""
         return self.memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the index and the first byte of each parameter, in the order of memory."""
+        """Yield the index and the first byte of each parameter, in memory order."""
         for region, at in zip(self.regions, self.buffer_layout.ranges, strict=True):
             for run, start in zip(region.runs, at.runs, strict=True):
                 itemsize = self.segments.kinds[run.segment].original.itemsize
@@ -158,10 +165,11 @@ class ShardLayout:
 
 
 class Shard(ShardLayout):
-    """This rank's part of a param group in the original dtypes, one flat tensor that stays allocated.
+    """This rank's part of a param group in the original dtypes. It is one flat tensor that stays allocated.
 
-    Each local tensor is at offset 0 of its own slice of the storage, because torch neither saves nor deep-copies a
-    DTensor with a storage offset. Saving a slice writes only the parameter's own bytes. On meta there is no storage.
+    Each local tensor has offset 0 in its own slice of the storage, because torch neither saves nor deep-copies a
+    DTensor with a storage offset. Saving a local tensor writes only its own bytes. A shard on the meta device has no
+    storage.
     """
 
     def __init__(
@@ -174,7 +182,10 @@ class Shard(ShardLayout):
         memory: Callable[[int], torch.Tensor],
         layout: UnitLayout = ROW_LAYOUT,
     ):
-        """`device`: where `memory` allocates, or meta."""
+        """Create a shard on `device`.
+
+        `memory` must allocate bytes on `device`. It is not called if `device` is the meta device.
+        """
         super().__init__(shardings, segments, transport, members, layout)
         self.device = device
         # Zeroed, because flat optimizers read the padding. Not a `Buffer`: slices of an emptied storage would dangle.
@@ -187,10 +198,10 @@ class Shard(ShardLayout):
         self.locals = self._make_locals()
 
     def widen(self, local: torch.Tensor) -> None:
-        """Give a local tensor that modules hold under several names a storage slice with one more element.
+        """Extend the storage slice of `local` by one element. Use this method for parameters with several names.
 
-        torch.distributed.checkpoint copies a host tensor only if it does not fill its storage, and safetensors refuses
-        to write the same memory under two names.
+        torch.distributed.checkpoint copies a host tensor only if the tensor does not fill its storage. Without this
+        copy, safetensors refuses to write the same memory under two names.
         """
         begin = local.data_ptr() - self.memory.data_ptr()
         if local.numel() and self.device.type == "cpu" and local.untyped_storage().nbytes() == local.nbytes:
@@ -198,7 +209,7 @@ class Shard(ShardLayout):
             local.set_(storage, 0, local.shape, local.stride())
 
     def stored(self) -> Shard:
-        """Return the same shard, over the same memory, for a unit that computes in the stored dtypes."""
+        """Return a shard in the same memory for a unit that computes in the stored dtypes."""
         same = copy.copy(self)
         same.segments = self.segments.stored()
         return same
@@ -227,7 +238,7 @@ class Shard(ShardLayout):
 
 
 class UnshardedBuffer(Buffer):
-    """The memory of all unsharded parameters of a param group, in regions padded to the pieces of the shard."""
+    """The memory of all unsharded parameters of a param group. Its regions are padded to the pieces of the shard."""
 
     def __init__(
         self,
@@ -248,15 +259,16 @@ class UnshardedBuffer(Buffer):
         }
 
     def parameter(self, shard: ShardLayout, index: int) -> torch.Tensor:
-        """Return a tensor over the place of a parameter in the buffer. Call this only while memory is held."""
+        """Return a tensor at the place of a parameter in the buffer. The memory must be allocated."""
         sharding, dtype = shard.shardings[index], shard.segments.dtypes(index).compute
         return self.tensor(dtype, self.offsets.get(index, 0), sharding.shape, sharding.stride)
 
 
 class ShardBuffer(Buffer):
-    """This rank's pieces of a collective, one per region, with padding. `bodies` are the pieces without padding.
+    """This rank's pieces of a collective, one per region.
 
-    `flats` has one tensor per segment. Padding and gaps are zero, because flat optimizers and all-reduces read them.
+    `pieces` include the padding of the regions, and `bodies` do not. `flats` has one tensor per segment. Padding and
+    gaps are zero, because flat optimizers and all-reduces read them.
     """
 
     def __init__(
@@ -269,7 +281,7 @@ class ShardBuffer(Buffer):
         pool: Pool | None = None,
         memory: Callable[[int], torch.Tensor] | None = None,
     ):
-        """`memory` allocates bytes that stay allocated."""
+        """Create the buffer. If `memory` is given, it allocates memory that is never freed."""
         self.buffer_layout = lay_out(regions, segments.itemsizes(role), 1, piece_alignment)
         nbytes = self.buffer_layout.nbytes
         super().__init__(nbytes, device, pool, None if memory is None else memory(nbytes))
@@ -299,7 +311,7 @@ class ShardBuffer(Buffer):
         return [self.tensor(dtype, first, ((end - first) // dtype.itemsize,)) for dtype, first, end in extents.values()]
 
     def _unwritten(self) -> list[torch.Tensor]:
-        """Return the bytes behind each body, up to the next region."""
+        # The bytes between the end of each body and the next region.
         ranges = self.buffer_layout.ranges
         ends = [at.offset for at in ranges[1:]] + [self.buffer_layout.nbytes]
         sizes = [body.numel() * body.element_size() for body in self.bodies]

@@ -1,4 +1,4 @@
-"""The sharded parameters of a flat unit: all parameters in a row, cut into equal shards."""
+"""The sharded parameters of a flat unit. All parameters are concatenated and then cut into equal shards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from .sharded import ShardedParams
 
 
 class PlaceholderParam(torch.Tensor):
-    """A stand-in with the shape, dtype and device of a sharded parameter. Computing with it raises a helpful error.
+    """A stand-in with the shape, dtype and device of a sharded parameter. Operations on it raise a helpful error.
 
-    Modules cannot hold the emptied unsharded parameter instead, because reading it would crash the process. Code that
-    reads the memory of a placeholder without calling torch finds NaN.
+    Without `use_orig_params`, modules hold placeholders while the unit is sharded. They cannot hold the unsharded
+    parameters, because reading a freed parameter would crash the process. Code that reads the memory of a placeholder
+    without calling torch reads NaN.
     """
 
     _param: weakref.ref[ManagedParam]
@@ -50,7 +51,7 @@ class PlaceholderParam(torch.Tensor):
         return result
 
     def data_ptr(self) -> int:
-        """Return 0, because recurrent layers would move weights that have an address into one allocation."""
+        """Return 0, because recurrent layers move weights with an address into one allocation."""
         return 0
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -75,27 +76,28 @@ def placeholder_for(param: ManagedParam, dtype: torch.dtype, device: torch.devic
 
 @dataclass(eq=False)
 class FlatParam:
-    """All parameters of a unit as one 1-D parameter: this rank's shard at rest, all elements while the unit computes.
+    """All parameters of a unit as one 1-D parameter.
 
-    Registered on a module instead of the original parameters, or nowhere with `use_orig_params`.
+    The parameter has the elements of this rank's shard while the unit is sharded, and all elements while the unit
+    computes. It is registered on a module instead of the original parameters, except with `use_orig_params`.
     """
 
     locations: list[ParamLocation]
     sharded: nn.Parameter
     local: torch.Tensor
     length: int
-    """Number of elements, without padding at the end."""
+    """Number of elements, excluding the padding at the end."""
     name: str = "_flat_param"
     unsharded: torch.Tensor | None = None
     padded: torch.Tensor | None = None
-    """`unsharded` and `padded`: the unsharded buffer without and with padding, from the first all-gather on."""
+    """The unsharded buffer with padding. `unsharded` is the same buffer without padding. Both are None at first."""
     _of: Any = None
     _shows_unsharded: bool = False
     _assigned: torch.Tensor | None = None
-    """A tensor that a program assigned to `sharded.data`; the next forward adopts it."""
+    """A tensor that the program assigned to `sharded.data`. The next forward uses its values."""
 
     def show_unsharded(self, view: torch.Tensor) -> None:
-        """Point `sharded` at the unsharded buffer, which must be allocated. `view`: any tensor over the buffer."""
+        # The unsharded buffer must be allocated. `view` is any tensor in the buffer.
         if self._of is not view:
             with torch.no_grad(), torch.inference_mode(False), no_transforms():
                 storage, empty = view.untyped_storage(), torch.empty(0, dtype=view.dtype, device=view.device)
@@ -116,9 +118,9 @@ class FlatParam:
 
 
 class FlatParamSwap(ParamSwap):
-    """Swaps parameters on modules, and points the flat parameter at the shard or at the unsharded buffer.
+    """Swaps the parameters on modules, and switches the flat parameter between the shard and the unsharded buffer.
 
-    `placeholders`: the tensors that modules hold at rest instead of their parameters, if any.
+    `placeholders` maps params to their placeholders, which modules hold while the unit is sharded.
     """
 
     def __init__(self, params: Iterable[ManagedParam], flat: Any, placeholders: Mapping[ManagedParam, torch.Tensor]):
@@ -146,9 +148,10 @@ class FlatParamSwap(ParamSwap):
 
 
 class FlatShardedParams(ShardedParams):
-    """Sharded parameters as plain tensors: one flat parameter, or the original ones with this rank's elements.
+    """Sharded parameters that are plain tensors.
 
-    Before construction, the caller sets `local` of each param to this rank's elements.
+    Programs see either one flat parameter, or the original parameters with this rank's elements. Before this object is
+    constructed, the caller must set `local` of each param to this rank's elements.
     """
 
     layout: ClassVar[UnitLayout] = FLAT_LAYOUT
@@ -163,7 +166,7 @@ class FlatShardedParams(ShardedParams):
         length: int,
         originals: bool,
     ):
-        """`locations`: where the flat parameter is registered. `originals`: users see original parameters instead."""
+        """Register the flat parameter at `locations`. If `originals` is True, programs see the original parameters."""
         self.originals = self.one_parameter_each = originals
         self.kind = self.kind_of(originals)
         nothing = torch.empty(0, dtype=params[0].sharded.dtype, device=offload.device)
@@ -196,13 +199,11 @@ class FlatShardedParams(ShardedParams):
         return [location for each in self._resting for location in each.locations]
 
     def is_bound(self) -> bool:
-        """Return True if modules hold the sharded parameters, and these are at their addresses in the shard."""
         if not self.is_registered():
             return False
         return all(each.sharded.data_ptr() == address for *_, each, address in self._places)
 
     def is_registered(self) -> bool:
-        """Return True if modules hold the sharded parameters, at whatever addresses these are."""
         return all(parameters.get(name) is each.sharded for parameters, name, each, _ in self._places)
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
@@ -219,7 +220,6 @@ class FlatShardedParams(ShardedParams):
         return parameter is param.origin() or parameter is self._at_rest(param)
 
     def _at_rest(self, param: ManagedParam) -> Any:
-        """Return the tensor that modules hold for `param` at rest."""
         return self._placeholders.get(param, param.sharded)
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
@@ -235,10 +235,10 @@ class FlatShardedParams(ShardedParams):
             location.parameters.pop(location.name, None)
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Copy parameters that a program gave other memory into a new shard; return True if the layout changed.
+        """Copy parameters into a new shard if the program replaced their memory. Return True if the layout changed.
 
-        The old shard is not reused: the program may have exchanged two parameters, or may still use the old memory,
-        like code that swaps averaged weights in and out with `.data = tensor`.
+        The old shard is not reused, for two reasons. The program may have exchanged the memory of two parameters. It
+        may also still use the old memory, for example if it swaps averaged weights in and out with `.data = tensor`.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for each in self._resting:
@@ -261,14 +261,14 @@ class FlatShardedParams(ShardedParams):
             return False
 
     def undo_assigned_data(self) -> list[str]:
-        """Return an empty list: `rebind` adopts data that programs assign to plain tensors, so there is no undo."""
+        """Return an empty list. Assignments to plain tensors need not be undone, because `rebind` adopts the data."""
         return []
 
     def find_extended(self) -> bool:
         return False
 
     def reduce_in(self, dtype: torch.dtype) -> None:
-        """Reduce gradients in `dtype` from now on, whatever the policy says. The layout does not change."""
+        """Reduce gradients in `dtype` from now on, regardless of the policy. The layout does not change."""
         for param in self.params:
             param.policy = replace(param.policy, reduce_dtype=dtype)
         with torch.no_grad(), torch.inference_mode(False):
@@ -277,7 +277,7 @@ class FlatShardedParams(ShardedParams):
 
     @property
     def has_elements(self) -> bool:
-        """True if this rank's shard is more than padding."""
+        """True if this rank's shard contains elements of parameters, and not only padding."""
         return any(local.numel() for local in self.shard.locals)
 
     def _dtypes(self) -> list[torch.dtype]:
@@ -301,7 +301,7 @@ class FlatShardedParams(ShardedParams):
         )
 
     def _bind(self, shard: Shard) -> None:
-        """Copy parameters that are outside the shard into the shard, except those on another device."""
+        """Copy parameters with memory outside the shard into the shard. Parameters on another device are skipped."""
         kinds, shard_numel = shard.segments.kinds[0], self.params[0].sharding.shard_numel  # type: ignore[union-attr]
         piece = shard.flat(kinds.original, 0, shard_numel)
         if not self._bound:
@@ -331,7 +331,6 @@ class FlatShardedParams(ShardedParams):
         ]
 
     def _begin(self, shard: Shard, piece: torch.Tensor) -> None:
-        """Copy the initial values and make the sharded parameters views of the shard."""
         self._bound = True
         self.flat.sharded.data = piece
         for param, inside in zip(self.params, shard.locals, strict=True):
@@ -352,7 +351,7 @@ class FlatShardedParams(ShardedParams):
         return FlatShardedGrad(shard, regions, self.params, transport, self.offload, flat=flat)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return all indices if any parameter has a gradient: ranks may use different ones, so all are reduced."""
+        """Return all indices if there is any gradient, because ranks may have gradients for different parameters."""
         for index, gradient in gradients.items():
             if gradient.requires_grad:
                 raise StateError(
@@ -362,7 +361,7 @@ class FlatShardedParams(ShardedParams):
         return self._all if gradients else ()
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show the sums as `.grad`, in the shape of the unsharded parameters, so that users can read or clear them."""
+        """Show users the unreduced sums as `.grad`, in the shape of the unsharded parameters."""
         shown: list[tuple[tuple[int, ...], ManagedParam | FlatParam, torch.Tensor, torch.Tensor | None]] = []
         if self.originals:
             shown = [
@@ -443,7 +442,6 @@ class FlatShardedParams(ShardedParams):
 
 
 def _move_in(parameter: nn.Parameter, inside: torch.Tensor) -> None:
-    """Move a parameter that was given other memory back into the shard. It keeps its present values."""
     if parameter.device == inside.device and parameter.data_ptr() != inside.data_ptr():
         inside.copy_(parameter.detach())
         parameter.data = inside

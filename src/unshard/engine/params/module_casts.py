@@ -1,4 +1,7 @@
-"""Casts during forward: buffers of a unit's modules, and inputs and outputs of modules with a precision override."""
+"""Dtype casts during forward.
+
+This module casts the buffers of a unit's modules, and the inputs and outputs of modules with a dtype override.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ _log = logging.getLogger("unshard")
 
 @dataclass
 class Entry:
-    """One buffer: where it is registered, and its cast copy, which is valid until the stored buffer changes."""
+    """A buffer of a module, and a cast copy of the buffer. The copy is valid until the stored buffer changes."""
 
     buffers: dict[str, Any]
     name: str
     path: str
     written_unseen: bool
-    """True for the statistics of batch norm: batch norm writes them without changing version counters."""
+    """True for the running statistics of batch norm. Batch norm writes them without changing their version counters."""
     stored: torch.Tensor | None = None
     cast: torch.Tensor | None = None
     version: int | None = None
@@ -39,13 +42,18 @@ class Entry:
 
 
 class ModuleBuffers:
-    """Casts the buffers of a unit's modules (rotary tables, running statistics) to the policy's dtype during forward.
+    """Casts the buffers of a unit's modules to the policy's `buffer_dtype` during forward.
 
-    Stored, saved and loaded buffers keep their dtype. Values that forward writes are copied back when forward ends.
+    Examples of such buffers are rotary tables and running statistics. Outside forward, modules hold the stored buffers
+    in their own dtypes, so saving and loading are not affected. Values that forward writes to a cast buffer are copied
+    to the stored buffer when forward ends.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str):
-        """`named`: the unit's modules with the prefix of their names. `title`: the unit, in messages."""
+        """Collect the buffers of the modules in `named`, pairs of a name prefix and a module.
+
+        `title` names the unit in warnings.
+        """
         named = list(named)
         self._named = [(prefix, weakref.ref(module)) for prefix, module in named]
         self._policy, self._dtype, self._title = policy, policy.buffer_dtype, title
@@ -63,11 +71,14 @@ class ModuleBuffers:
         return ModuleBuffers([(prefix, copies(module)) for prefix, module in alive], self._policy, self._title)
 
     def covers(self, module: nn.Module, name: str) -> bool:
-        """Return True if forward sees this buffer in the policy's dtype."""
+        """Return True if forward sees this buffer in the policy's `buffer_dtype`."""
         return any(entry.buffers is own_buffers(module) and entry.name == name for entry in self._entries)
 
     def enter(self, cast: bool) -> None:
-        """If `cast`, put cast buffers on the modules, once for nested forwards. Call this when forward begins."""
+        """Put the cast buffers on the modules if `cast` is True. Call this method when a forward begins.
+
+        If forwards are nested, only the outermost forward with `cast` puts them there.
+        """
         if cast and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
@@ -75,14 +86,17 @@ class ModuleBuffers:
         self._shown.append(cast)
 
     def leave(self) -> None:
-        """Put the stored buffers back on the modules. Call this when forward ends or raises."""
+        """Put the stored buffers back on the modules. Call this method when a forward ends or raises an exception."""
         if self._shown.pop() and True not in self._shown:
             with torch.no_grad(), torch.inference_mode(False):
                 for entry in self._entries:
                     self._restore(entry)
 
     def forget_casts(self) -> None:
-        """Drop the cast copies, because stored buffers may change unnoticed. Do not call this during a forward."""
+        """Delete the cast copies, because stored buffers may change undetected.
+
+        Do not call this method during a forward.
+        """
         for entry in self._entries:
             entry.stored = entry.cast = None
 
@@ -123,12 +137,11 @@ class ModuleBuffers:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return the version counter; None for tensors made in inference mode, which have none."""
-    return None if tensor.is_inference() else version_of(tensor)
+    return None if tensor.is_inference() else version_of(tensor)  # inference tensors have no version counter
 
 
 def _warn(message: str) -> None:
-    """Log a warning on rank 0, once per text, even if several units have the same text."""
+    """Log a warning on rank 0. A text is logged only once, even if several units warn with the same text."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _warn_once(message)
 
@@ -139,7 +152,10 @@ def _warn_once(message: str) -> None:
 
 
 def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy, title: str) -> None:
-    """Warn of buffers that `buffer_dtype` rounds: a model with a rounded position table does not learn positions."""
+    """Warn about buffers whose values change when they are cast to `buffer_dtype`.
+
+    For example, a model whose position table is rounded does not learn positions.
+    """
     dtype, named = policy.buffer_dtype, list(named)
     rounded = [
         prefix + name
@@ -165,10 +181,16 @@ def warn_of_rounding(named: Iterable[tuple[str, nn.Module]], policy: MixedPrecis
 
 
 class CastBoundary:
-    """Casts inputs of a module to the dtype of its override, and outputs to the dtype of the modules around it."""
+    """Casts the inputs and outputs of a module with a dtype override.
+
+    Inputs are cast to the dtype of the override, and outputs to the dtype of the surrounding modules.
+    """
 
     def __init__(self, state: Any, policy: MixedPrecisionPolicy):
-        """`state`: the hooks of the unit. Not the unit itself, because a deep copy of the model has another unit."""
+        """Create the hooks of one module. `state` is the `FSDPState` of the module's unit.
+
+        A reference to the unit would be wrong after a deep copy, because the copied model has another unit.
+        """
         self._state, self._policy = state, policy
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -204,7 +226,10 @@ def cast_boundaries(
 
 
 def boundary_policy(params: Sequence[ManagedParam], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the policy for inputs and outputs of a unit. If all `params` have the same override, it applies."""
+    """Return the policy that applies to the inputs and outputs of a unit.
+
+    If all `params` have the same override, the dtypes of the override apply. Otherwise, `policy` applies.
+    """
     policies = {param.policy for param in params}
     if len(policies) != 1 or policy in policies:
         return policy

@@ -1,4 +1,4 @@
-"""Offload: where shards and optimizer state are kept, and how offloaded shards are copied to the device."""
+"""Offload to the host: the location of shards and optimizer state, and copies of offloaded shards to the device."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from .buffers import Buffer, Shard
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where shards and sharded gradients are kept. `copy_streams` is set if the units compute on another device."""
+    """The location of shards and sharded gradients.
+
+    `copy_streams` is not None if this location is the host and the units compute on a device.
+    """
 
     device: torch.device
     pin: bool = False
     copy_streams: CopyStreams | None = None
     states: OffloadPlan | None = None
-    """Where optimizer state is kept, if not with the shards."""
+    """The location of optimizer state, or None if optimizer state is in the same location as the shards."""
 
     @property
     def offloaded(self) -> bool:
         return self.copy_streams is not None
 
     def memory(self, nbytes: int, what: str = "shards") -> torch.Tensor:
-        """Allocate zeroed bytes, which stay allocated."""
+        """Allocate zeroed memory that is never freed. `what` names its contents in warnings."""
         if not self.pin:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         try:
@@ -58,9 +61,8 @@ def offload_plan_for(policy: OffloadPolicy, compute: torch.device) -> OffloadPla
     return host if isinstance(policy, CPUOffloadPolicy) else OffloadPlan(compute, states=host)
 
 
-@cache
+@cache  # warn once per process, not once per unit
 def _warn_of_unpinned() -> None:
-    """Warn that memory is not page-locked, once per process instead of once per unit."""
     warnings.warn(
         "pin_memory=True needs an accelerator and none is available: shards and optimizer state are in ordinary host "
         "memory. Pass pin_memory=False to the offload policy to silence this warning.",
@@ -69,26 +71,30 @@ def _warn_of_unpinned() -> None:
 
 
 class Upload:
-    """Copies an offloaded shard to the device, in the stored dtypes, and casts it there; both on a side stream.
+    """Copies an offloaded shard to the device and casts the copy to the compute dtypes. Both run on a side stream.
 
-    The copy waits only for earlier work of the side stream, so it runs while an earlier unit computes. The cast waits
-    for the compute stream, which may still read earlier contents of the targets' memory.
+    The copy waits only for earlier work on the side stream, so the copy can run while an earlier unit computes. The
+    cast also waits for the compute stream, because this stream may still be reading the memory that the cast
+    overwrites.
     """
 
     SAMPLES = 64
 
     def __init__(self, shard: Shard, device: torch.device, stream: SideStream, writes: Callable[[], tuple[int, int]]):
-        """`writes` returns a value that changes when the shard is written, as far as torch counts writes."""
+        """Prepare uploads of `shard` on `stream`.
+
+        `writes` must return a value that changes when torch detects a write to the shard.
+        """
         self._source, self._locals = shard.memory, shard.locals
         self._buffer = Buffer(self._source.numel(), device)
         self._target = self._buffer.tensor(torch.uint8, 0, (self._source.numel(),))
         self._buffer.release()
         self._stream, self._writes = stream, writes
         self._early: tuple[tuple[int, int], list[torch.Tensor]] | None = None
-        """Writes and samples at the time of a copy that no all-gather has used yet."""
+        """The result of `writes` and the samples when an unused early copy began, or None without such a copy."""
 
     def views(self, runs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return, for each of `runs`, which are views of the shard, the same view of the copy on the device."""
+        """Return the views of the device copy that correspond to `runs`, which are views of the shard."""
         self._buffer.take()
         base = self._source.data_ptr()
         views = [self._buffer.tensor(run.dtype, run.data_ptr() - base, run.shape) for run in runs]
@@ -96,7 +102,10 @@ class Upload:
         return views
 
     def start_early(self) -> None:
-        """Copy ahead of the all-gather, which then checks that the shard was not written in between."""
+        """Start to copy the shard before the next all-gather is issued.
+
+        The all-gather uses this copy only if the shard has not been written since.
+        """
         if not self._is_current():
             self._copy_early()
 
@@ -105,11 +114,14 @@ class Upload:
         self._stream.queue(lambda: None, first=self._copy)
 
     def forget(self) -> None:
-        """Discard the copy that `start_early` made. Call this when the shard has changed."""
+        """Discard the copy that `start_early` made. Call this method when the shard has changed."""
         self._early = None
 
     def start(self, targets: list[torch.Tensor], views: list[torch.Tensor], issue: Callable[[], Work] = Done) -> Work:
-        """Copy the shard, cast `views` of the copy into `targets` and issue a collective, all on the side stream."""
+        """Copy the shard, cast `views` of the copy into `targets`, and issue a collective.
+
+        All three use the side stream.
+        """
         current = self._is_current()
         self._early = None
 
@@ -123,7 +135,7 @@ class Upload:
         return IssuedOnSideStream(self._stream, cast_and_issue, first=None if current else self._copy)
 
     def _is_current(self) -> bool:
-        """Return True if an early copy exists and the shard was not written since. A NaN sample counts as a write."""
+        """Return True if there is an early copy, and the shard was not written since. NaN samples count as writes."""
         if self._early is None:
             return False
         writes, samples = self._early
@@ -131,7 +143,10 @@ class Upload:
 
     @cached_property
     def _samples(self) -> list[torch.Tensor]:
-        """A few elements of every parameter, evenly spread, to detect writes that are not counted (through `.data`)."""
+        """A few elements of every parameter, evenly spaced.
+
+        They reveal writes through `.data`, which torch does not count.
+        """
         steps = [max(1, each.numel() // self.SAMPLES) for each in self._locals]
         return [
             each.detach().as_strided((-(-each.numel() // step),), (step,))
@@ -144,10 +159,13 @@ class Upload:
 
 
 class IssuedOnSideStream:
-    """A collective that is issued on a side stream, after everything that the compute stream has queued so far."""
+    """A collective that is issued on a side stream, after the work that is queued on the compute stream."""
 
     def __init__(self, stream: SideStream, issue: Callable[[], Work], first: Callable[[], object] | None = None):
-        """`first` is queued before `issue`, and does not wait for the compute stream."""
+        """Issue the collective.
+
+        If `first` is given, it is queued before `issue` and does not wait for the compute stream.
+        """
         self._work: Work = Done()
 
         def run() -> None:

@@ -1,4 +1,7 @@
-"""Managed parameters: locations and swaps on modules, replaced and quantized parameters, and counts of writes."""
+"""The parameters of a unit, where modules hold them, and how sharded and unsharded parameters are swapped on modules.
+
+This module also keeps track of replaced parameters and of writes, and supports the parameters of quantized layers.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,21 @@ from ...torch_private import DTensorSpec, foreach_copy, own_parameters, set_rnn_
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """One name under which a module has a parameter. Refers to the module weakly."""
+    """One name under which a module has a parameter. The reference to the module is weak."""
 
     module: weakref.ref[nn.Module]
     parameters: dict[str, Any]
-    """`_parameters` of the module, or its `__dict__` if the parameter is not registered."""
+    """The module's `_parameters`, or its `__dict__` if the parameter is not registered."""
     name: str
     registered: bool = True
-    """False if the parameter is an attribute that the module has not registered: a part of a flat parameter."""
+    """False if the parameter is a plain attribute of the module. Such parameters are parts of a flat parameter."""
 
     @property
     def plain(self) -> bool:
-        """True if writing to `parameters` replaces the parameter. Recurrent layers also keep a list to be updated."""
+        """True if writing to `parameters` is enough to replace the parameter.
+
+        False for recurrent layers, which also have a list of their parameters that must be updated.
+        """
         module = self.module()
         return module is None or type(module).__setattr__ is nn.Module.__setattr__
 
@@ -61,83 +67,86 @@ def unregistered_location_of(module: nn.Module, name: str) -> ParamLocation:
 
 @dataclass(eq=False)
 class ManagedParam:
-    """One parameter of a unit: its locations, how it is sharded, and the parameters that modules hold in its place."""
+    """One parameter of a unit: its locations, its sharding, and the parameters that modules hold in its place."""
 
     name: str
     locations: list[ParamLocation]
     sharding: RowSharding | FlatSharding
     origin: weakref.ref[nn.Parameter]
-    """The parameter before it was sharded; tells whether two units were given the same parameter."""
+    """The parameter before sharding. Used to detect that two units were given the same parameter."""
     sharded: nn.Parameter
-    """The parameter that modules hold at rest."""
+    """The parameter that modules hold while the unit is sharded."""
     local: torch.Tensor
-    """The local tensor that `sharded` was given. If `sharded` has another now, a program has replaced this one."""
+    """The local tensor that the engine gave `sharded`. The program may have replaced it with another one."""
     policy: MixedPrecisionPolicy
     tp_spec: DTensorSpec | None = None
-    """Distribution of the unsharded parameter over other ranks (tensor parallelism), if any."""
+    """The distribution of the unsharded parameter over other ranks, or None without tensor parallelism."""
     partial_dims: frozenset[int] = frozenset()
-    """Mesh dimensions of `tp_spec` that the reduction sums over, so gradients may be partial in these dimensions."""
+    """The mesh dimensions of `tp_spec` in which gradients may be partial, because the reduction sums over them."""
     unsharded: nn.Parameter | None = None
-    """The parameter that modules hold while they compute."""
+    """The parameter that modules hold while the unit computes."""
     sliced: nn.Parameter | None = None
-    """The parameter that modules hold between forward and backward with an integer `reshard_after_forward`."""
+    """The parameter that modules hold between forward and backward if `reshard_after_forward` is an integer."""
     unsharded_view: torch.Tensor | None = None
-    """The place of `unsharded` in the unsharded buffer."""
+    """A tensor at the place of `unsharded` in the unsharded buffer."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Attributes that a subclass of nn.Parameter added to `origin`; `sharded` and `unsharded` get them, too."""
+    """Attributes that a subclass of nn.Parameter added to `origin`. They are also set on `sharded` and `unsharded`."""
 
     @property
     def packed(self) -> bool:
-        """True if the elements are not numbers, whatever the dtype; see `is_packed`."""
+        """True if the elements are packed bits instead of numbers of their dtype, as in quantized layers.
+
+        See `is_packed`.
+        """
         return self.attributes.get("quant_state") is not None
 
     @property
     def is_outside_buffer(self) -> bool:
-        """True if `unsharded` was given memory outside the unsharded buffer."""
+        """True if the memory of `unsharded` is outside the unsharded buffer."""
         unsharded, place = self.unsharded, self.unsharded_view
         return unsharded is not None and place is not None and unsharded.data_ptr() != place.data_ptr()
 
     @property
     def is_replaced(self) -> bool:
-        """True if a program has registered another parameter in place of this one."""
+        """True if the program has registered another parameter in place of this parameter."""
         known = (self.sharded, self.unsharded, self.sliced)
         return any(all(at.parameters.get(at.name) is not each for each in known) for at in self.locations)
 
 
-# Tables instead of attributes, which would be copied and pickled with the parameter. Only for parameters that no module
-# has at rest: torch does not convert DTensors that have weak references.
+# Tables instead of attributes, because attributes are copied and pickled with the parameter. Only parameters that no
+# module holds while units are sharded are in these tables: torch does not convert DTensors that have weak references.
 _former: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _unsharded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _dropped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 former_name: Callable[[Any], str | None] = _former.get
-"""Return the name of a sharded parameter that was replaced; None for others."""
+"""Return the name of a sharded parameter that the program has replaced, or None for other tensors."""
 unsharded_name: Callable[[Any], str | None] = _unsharded.get
-"""Return the name of an unsharded parameter; None for others."""
+"""Return the name of an unsharded parameter, or None for other tensors."""
 dropped_name: Callable[[Any], tuple[str, str] | None] = _dropped.get
-"""Return the names of a dropped parameter and of the one in its place; None for others."""
+"""Return the names of a dropped parameter and of the parameter in its place, or None for other tensors."""
 
 
 class Replacements:
-    """Counts the sharded parameters that programs have replaced. A new count causes new checks of all optimizers."""
+    """Counts the sharded parameters that programs have replaced. A new count makes all optimizer checks run again."""
 
     seen = 0
 
 
 def mark_replaced(parameter: nn.Parameter, name: str, by: nn.Parameter) -> None:
-    """Remember a sharded parameter that a program has replaced, because optimizers may still hold it."""
+    """Remember that `by` has replaced the sharded parameter `parameter`. Optimizers may still have `parameter`."""
     _former[parameter] = name
     _former.pop(by, None)  # a former parameter that was put back
     Replacements.seen += 1
 
 
 def mark_unsharded(parameter: nn.Parameter, name: str) -> None:
-    """Remember an unsharded parameter, in order to refuse optimizers that hold it."""
+    """Remember an unsharded parameter, so that optimizers with this parameter are refused."""
     _unsharded[parameter] = name
 
 
 def mark_dropped(parameter: nn.Parameter, name: str, owner: str) -> None:
-    """Remember a sharded parameter that no module holds any more: `owner`, of another unit, has taken its place."""
+    """Remember a sharded parameter that modules no longer hold, because parameter `owner` has replaced it."""
     _dropped[parameter] = name, owner
     Replacements.seen += 1
 
@@ -150,8 +159,8 @@ _gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 class Steps:
     """Counts the optimizer steps of one rank, for all units that were built on that rank.
 
-    Autograd counts writes through a DTensor and through its local tensor, but not the `_foreach` and fused operations
-    of optimizers on DTensors. A hook on every optimizer's step counts those.
+    Version counters of autograd count writes through a DTensor and through its local tensor. They do not count the
+    `_foreach` and fused operations of optimizers on DTensors, so a hook on every optimizer's step counts these writes.
     """
 
     def __init__(self) -> None:
@@ -160,7 +169,8 @@ class Steps:
     def count_writes(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Return a value that changes when any of `tensors` may have been written.
 
-        Optimizers skip frozen parameters without gradients, so their steps do not count as writes to a frozen unit.
+        Optimizers skip frozen parameters without gradients. Therefore, optimizer steps do not count as writes to a unit
+        that has only such parameters.
         """
         stepped = any(map(_requires_grad, tensors)) or any(map(is_not, map(_gradient, tensors), repeat(None)))
         return self.taken if stepped else -1, sum(map(version_of, tensors))
@@ -177,7 +187,7 @@ def steps_of_this_rank() -> Steps:
 
 
 class ParamSwap:
-    """Swaps parameters on modules, by assigning to `_parameters` from lists that are made once."""
+    """Swaps the parameters that modules hold, by assigning to `_parameters` from lists that are prepared in advance."""
 
     def __init__(self, params: Iterable[ManagedParam]):
         self._params = list(params)
@@ -191,16 +201,19 @@ class ParamSwap:
         self.refresh()
 
     def refresh(self) -> None:
-        """Rebuild the lists. Call this after params were given other sharded or unsharded parameters."""
+        """Rebuild the lists. Call this method after the sharded or unsharded parameter of any param has changed."""
         unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
         self.unsharded = unsharded if len(unsharded) == len(self._params) else []
-        """The unsharded parameters of all params, once all have one; else empty."""
+        """The unsharded parameters of all params. Empty until every param has an unsharded parameter."""
         self._at_rest = [param.sharded for param in self._params]
         self._unsharded_values = [param.unsharded for param in self._plain]
         self._sharded_values: Sequence[Any] = [param.sharded for param in self._plain]
 
     def show_unsharded(self, follow_requires_grad: bool = False) -> None:
-        """Put unsharded parameters on modules. `follow_requires_grad`: with `requires_grad` of the sharded ones."""
+        """Put the unsharded parameters on the modules.
+
+        If `follow_requires_grad`, first copy `requires_grad` from the sharded to the unsharded parameters.
+        """
         if follow_requires_grad and any(
             map(is_not, map(_requires_grad, self.unsharded), map(_requires_grad, self._at_rest))
         ):
@@ -238,9 +251,9 @@ class ParamSwap:
 class CudnnWeights:
     """The memory to which recurrent layers move their unsharded parameters on a GPU.
 
-    Such a layer moves weights that it has not seen before into one allocation, in cuDNN's order. Later all-gathers
-    would fill memory that nobody reads, and the layer would silently compute with the weights of the first step. So
-    `fill` copies the gathered values into that allocation, and `empty` frees it with the unsharded buffer.
+    Such a layer moves new weights into one allocation, in cuDNN's order. Later all-gathers would fill memory that the
+    layer no longer reads, so it would silently compute with the weights of the first step. Therefore, `fill` copies the
+    gathered values into that allocation, and `empty` frees the allocation together with the unsharded buffer.
     """
 
     def __init__(self, params: Iterable[ManagedParam]):
@@ -267,7 +280,7 @@ class CudnnWeights:
             storage.resize_(0)
 
     def _moved(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the unsharded parameters outside the unsharded buffer. Call this only while the buffer has memory."""
+        """Return the unsharded parameters outside the unsharded buffer. The buffer must be allocated."""
         pairs = [(param.unsharded, param.unsharded_view) for param in self._params]
         return [(p, v) for p, v in pairs if p is not None and v is not None and p.data_ptr() != v.data_ptr()]
 
@@ -283,7 +296,7 @@ _QUANT_STATE = "quant_state"
 
 
 class _OwnMemory:
-    """Replaces, in `ManagedParam.attributes`, a tensor over the parameter's own memory."""
+    """Stands in `ManagedParam.attributes` for a tensor that shares the memory of the parameter itself."""
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
@@ -310,7 +323,7 @@ def _is_memory_of(parameter: nn.Parameter, value: Any) -> bool:
 def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory: torch.Tensor | None) -> None:
     """Set `attributes` on a sharded or unsharded parameter, except those that it already has.
 
-    `memory`: the value of attributes that are the parameter's own memory.
+    Attributes that share the memory of the parameter itself are set to `memory`.
     """
     for name, value in attributes.items():
         if vars(parameter).get(name) is None:
@@ -318,14 +331,15 @@ def give_attributes(parameter: torch.Tensor, attributes: dict[str, Any], memory:
 
 
 def is_packed(parameter: Any) -> bool:
-    """Return True if the elements are packed bits, whatever the dtype, so that casts would destroy them."""
+    """Return True if the elements are packed bits, regardless of the dtype. Casts would destroy such elements."""
     return getattr(parameter, _QUANT_STATE, None) is not None
 
 
 def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Load the scales of packed parameters from entries such as `weight.absmax`, and remove these from `state_dict`.
 
-    torch would report the entries as unexpected: the layers save them but have no method to load them.
+    Quantized layers save these entries but have no method to load them, so torch would report the entries as
+    unexpected.
     """
     marked = [key for key in state_dict if key.startswith(prefix) and f".{_QUANT_STATE}." in key]
     entries: dict[str, dict[str, Any]] = {key.partition(f".{_QUANT_STATE}.")[0]: {} for key in marked}
@@ -346,7 +360,7 @@ def load_quant_states(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def set_quant_state(parameter: Any, entries: dict[str, Any], name: str) -> None:
-    """Set the scales of a packed parameter in place: its layer and its sharded and unsharded parameters share them."""
+    """Set the scales of a packed parameter in place, because the layer and its parameters share the scales."""
     state = getattr(parameter, _QUANT_STATE)
     try:
         loaded = type(state).from_dict(dict(entries), device=state.absmax.device)

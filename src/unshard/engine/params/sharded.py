@@ -1,4 +1,7 @@
-"""The sharded parameters of a param group. They stay views of its shard if a program replaces or moves them."""
+"""The sharded parameters of a param group.
+
+They are views of the shard. If a program replaces or moves them, their values are copied back into the shard.
+"""
 
 from __future__ import annotations
 
@@ -34,37 +37,37 @@ from .param import ManagedParam, ParamLocation, ParamSwap, give_attributes, mark
 
 
 class ShardedParams:
-    """Keeps the sharded parameters inside the shard, except those with a gather protocol."""
+    """Keeps the sharded parameters inside the shard, except parameters with a gather protocol."""
 
     layout: ClassVar[UnitLayout] = ROW_LAYOUT
     kind = "fully_shard"
-    """The API that shards parameters this way, in messages."""
+    """The name of the API that shards parameters this way. Used in error messages."""
     one_parameter_each = True
-    """True if every param has its own sharded parameter."""
+    """True if every param has its own sharded parameter. False if the program sees one flat parameter."""
 
     def __init__(self, params: list[ManagedParam], transport: Transport, offload: OffloadPlan):
         self.params = params
         self.offload = offload
         self.placed = False
-        """True if every parameter is in its place, so that the shard can be gathered."""
+        """True if no parameter is on the wrong device or on meta, so that the shard can be gathered."""
         self._warned_of_hooks = False
         self.extended: set[int] = set()
-        """Indices of the parameters with their own gather protocol, which keep their memory outside the shard."""
+        """Indices of the parameters with their own gather protocol. Their memory is outside the shard."""
         self._transport = transport
         self.steps = steps_of_this_rank()
         self.shard = self._lay_out()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that programs see at rest."""
+        """Return the parameters that programs see while the unit is sharded."""
         return [param.sharded for param in self.params]
 
     def origins(self) -> list[nn.Parameter]:
-        """Return the original parameters, from before sharding, that are still alive."""
+        """Return those original parameters, from before sharding, that still exist."""
         return [origin for param in self.params if (origin := param.origin()) is not None]
 
     @property
     def flat_parameter(self) -> nn.Parameter | None:
-        """The flat parameter that programs see instead of the original ones, if any."""
+        """The flat parameter that programs see instead of the original parameters, or None."""
         return None
 
     @property
@@ -74,22 +77,22 @@ class ShardedParams:
 
     @property
     def locations(self) -> list[ParamLocation]:
-        """The places where parameters are registered at rest."""
+        """The locations at which parameters are registered while the unit is sharded."""
         return [location for param in self.params for location in param.locations]
 
     def is_bound(self) -> bool:
-        """Return True if modules hold the sharded parameters, and these hold their local tensors in the shard."""
+        """Return True if modules hold the sharded parameters, and these have their local tensors in the shard."""
         # Loops in C: called before every all-gather.
         if not all(map(is_, map(dict.get, self._dicts, self._names), self._given)):
             return False
         return all(map(is_, map(local_of, self._given), self._locals))
 
     def is_registered(self) -> bool:
-        """Return True if modules hold the sharded parameters, whatever local tensors these hold."""
+        """Return True if modules hold the sharded parameters, regardless of their local tensors."""
         return all(map(is_, map(dict.get, self._dicts, self._names), self._given))
 
     def replaced(self) -> list[tuple[ManagedParam, Any]]:
-        """Return the params in whose place a program has registered another parameter, with that parameter."""
+        """Return the params that the program has replaced on modules, each with the parameter in its place."""
         found = []
         for param in self.params:
             registered = (location.parameters.get(location.name) for location in param.locations)
@@ -99,19 +102,23 @@ class ShardedParams:
         return found
 
     def shows(self, param: ManagedParam, parameter: Any) -> bool:
-        """Return True if modules hold `parameter` for `param` at rest, or held it before sharding."""
+        """Return True if modules hold `parameter` for `param` while the unit is sharded, or held it before sharding."""
         return param.sharded is parameter or param.origin() is parameter
 
     def drop(self, params: list[ManagedParam], unit: str, started: bool) -> None:
-        """Forget `params`, which other units own now. Call `rebind` next. `started`: `unit` has run a forward."""
+        """Remove `params`, which now belong to other units. Call `rebind` next.
+
+        `unit` is the name of this unit. `started` is True if the unit has run a forward.
+        """
         self.params = [param for param in self.params if param not in params]
 
     def rebind(self, unit: str, fewer: bool = False) -> bool:
-        """Copy parameters that a program moved or replaced into the shard; return True if the layout changed.
+        """Copy parameters into the shard if a program moved or replaced them. Return True if the layout changed.
 
-        After `.to()`, `to_empty` or a load with `assign=True`, a parameter has storage outside the shard, and the next
-        all-gather would send the old weights. So this copies the values into the shard and rebinds the local tensors.
-        The program's parameter objects stay. Another dtype needs another layout. `fewer`: some params were dropped.
+        After `.to()`, `to_empty` or a load with `assign=True`, a parameter has memory outside the shard, and the next
+        all-gather would send the old weights. Therefore, the values are copied into the shard and the local tensors are
+        bound to the shard again. The parameter objects of the program stay the same. The layout changes if the dtype of
+        a parameter changes. `fewer` must be True if params were dropped.
         """
         with torch.no_grad(), torch.inference_mode(False):
             for param in self.params:
@@ -126,9 +133,10 @@ class ShardedParams:
             return True
 
     def _merge_tied(self) -> bool:
-        """Merge the params of parameters that a program tied after sharding, as `tie_weights()` does after `to_empty`.
+        """Merge the params of parameters that the program tied after sharding.
 
-        Otherwise two params would rebind one parameter in turns, and drop the gradients each time.
+        `tie_weights()` does this after `to_empty`. Without the merge, two params would take turns rebinding the same
+        parameter, and each rebind would drop its gradients.
         """
         kept: dict[int, ManagedParam] = {}
         for param in self.params:
@@ -141,7 +149,7 @@ class ShardedParams:
         return merged
 
     def find_extended(self) -> bool:
-        """Look for gather protocols patched onto shards since the last layout; return True if the layout changed."""
+        """Find gather protocols patched onto shards since the last layout. Return True if the layout changed."""
         if self._find_extended() == self.extended:
             return False
         with torch.no_grad(), torch.inference_mode(False):
@@ -152,7 +160,6 @@ class ShardedParams:
         return {i for i, param in enumerate(self.params) if is_extended(local_of(param.sharded), param.name)}
 
     def _misplaced(self, shard: Shard) -> list[str]:
-        """Return the names and devices of parameters that are outside the shard, on another device or on meta."""
         wrong = []
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             here = param.local.device == self.offload.device if index in self.extended else param.local is inside
@@ -184,38 +191,36 @@ class ShardedParams:
             self.shard = self._lay_out()
 
     def make_swap(self) -> ParamSwap:
-        """Return a new object that swaps these parameters on their modules."""
         return ParamSwap(self.params)
 
     def make_sharded_grad(self, shard: Shard, regions: Sequence[Region], transport: Transport) -> ShardedGrad:
-        """Return a new object that gives reduced gradients to the sharded parameters."""
         return ShardedGrad(shard, regions, self.params, transport, self.offload)
 
     def members_to_reduce(self, gradients: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
-        """Return the indices of the parameters to reduce, given the gradients by index."""
+        """Return the indices of the parameters to reduce. `gradients` maps indices of parameters to their gradients."""
         return tuple(gradients)
 
     def show_unreduced(self, sums: UnreducedGradients) -> None:
-        """Show users the unreduced sums as `.grad`. A no-op except in flat units."""
+        """Show users the unreduced sums as `.grad`. This method is a no-op except in flat units."""
 
     @property
     def shows_unreduced(self) -> bool:
         return False
 
     def hide_unreduced(self) -> list[int]:
-        """Undo `show_unreduced`; return the indices of the parameters whose sums a user cleared."""
+        """Undo `show_unreduced`. Return the indices of the parameters whose sums a user has cleared."""
         return []
 
     def writes(self) -> tuple[int, int]:
-        """Return a value that changes with every write to a sharded parameter or its local tensor."""
+        """Return a value that changes with every write to a sharded parameter or to its local tensor."""
         return self.steps.count_writes(self._written)
 
     def is_stepped(self, param: ManagedParam) -> bool:
-        """Return True if an optimizer with this parameter would write it now. All ranks get the same result."""
+        """Return True if an optimizer step would now write this parameter. The result is the same on all ranks."""
         return param.sharded.grad is not None
 
     def copy_unsharded(self, param: ManagedParam) -> bool:
-        """Copy this rank's elements of an unsharded parameter into the shard; return False if the dtypes differ."""
+        """Copy this rank's elements of an unsharded parameter into the shard. Return False if the dtypes differ."""
         source = param.unsharded if param.tp_spec is None else param.unsharded_view
         if source is None or param.unsharded_view is None or source.dtype != param.local.dtype:
             return False
@@ -228,7 +233,10 @@ class ShardedParams:
         return unsharded.narrow(sharding.dim, *sharding.rows(self._transport.rank))
 
     def copy_flat(self) -> bool:
-        """Like `copy_unsharded`, for the flat parameter. Call this only if programs see a flat parameter."""
+        """Copy this rank's elements of the unsharded flat parameter into the shard. Return False if they do not fit.
+
+        Call this method only if programs see a flat parameter.
+        """
         return False
 
     def _lay_out(self) -> Shard:
@@ -244,17 +252,21 @@ class ShardedParams:
 
     @staticmethod
     def _move_out(local: torch.Tensor) -> None:
-        """Move the memory of a tensor with patched methods out of the shard; the tensor object stays the same."""
+        """Move the memory of a tensor with patched methods out of the shard. The tensor object stays the same."""
         if type(local) is torch.Tensor and not local.is_meta and local.numel():
             local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
 
     def _device(self) -> torch.device:
-        """Return the shard's device: meta until parameters are materialized, so that models on meta need no memory."""
+        """Return the device of the shard.
+
+        If all parameters are on meta, the shard is on meta, too. It then needs no memory until parameters are
+        materialized.
+        """
         on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
         return META if on_meta else self.offload.device
 
     def _bind(self, shard: Shard) -> None:
-        """Copy parameters that are outside the shard into the shard, except those on meta or another device."""
+        """Copy parameters with memory outside the shard into it. Parameters on meta or another device are skipped."""
         for index, (param, inside) in enumerate(zip(self.params, shard.locals, strict=True)):
             outside = local_of(param.sharded)
             if index not in self.extended and outside is not inside and outside.device == inside.device:
@@ -269,22 +281,22 @@ class ShardedParams:
         self._storages = [storage_key(param.sharded.untyped_storage()) for param in self.params]
 
     def bind_locations(self) -> None:
-        """Rebuild the lists of locations, for `is_bound`. Call this after the locations of params have changed."""
+        """Rebuild the lists that `is_bound` reads. Call this method after the locations of any param have changed."""
         names = [(location.parameters, location.name, param) for param in self.params for location in param.locations]
         self._dicts, self._names = [each for each, *_ in names], [name for _, name, _ in names]
         self._given, self._locals = [param.sharded for *_, param in names], [param.local for *_, param in names]
 
     @torch.no_grad()
     def widen_tied(self) -> None:
-        """Apply `Shard.widen` to tied parameters. Call this before a state dict is made."""
+        """Apply `Shard.widen` to tied parameters. Call this method before creating a state dict."""
         for param, local in zip(self.params, self.shard.locals, strict=True):
             if len(param.locations) > 1 and param.local is local:
                 self.shard.widen(local)
 
     def undo_assigned_data(self) -> list[str]:
-        """Undo assignments `parameter.data = tensor`; return the names of the parameters that had one.
+        """Undo assignments `parameter.data = tensor`, and return the names of the parameters that were assigned to.
 
-        After the assignment, a DTensor has another storage, which it does not use, and the same local tensor.
+        After such an assignment, a DTensor has another storage but still uses the same local tensor.
         """
         names = []
         for index, (param, storage) in enumerate(zip(self.params, self._storages, strict=True)):
@@ -296,7 +308,7 @@ class ShardedParams:
         return names
 
     def warn_of_hooks(self, unit: str) -> None:
-        """Warn of `register_hook` on sharded parameters. Graphs use the unsharded ones, so the hooks never run."""
+        """Warn about `register_hook` on sharded parameters. These hooks never run: graphs use unsharded parameters."""
         names = [param.name for param in self.params if has_gradient_hooks(param.sharded)]
         if names and not self._warned_of_hooks:
             self._warned_of_hooks = True
@@ -308,7 +320,7 @@ class ShardedParams:
             )
 
     def _take_over(self, param: ManagedParam, unit: str) -> None:
-        """Take the parameter that a module holds now as the sharded parameter, and register it in all locations."""
+        """Use the parameter that a module now holds as the sharded parameter of `param`, at all its locations."""
         registered: list[Any] = [location.parameters.get(location.name) for location in param.locations]
         # `functional_call` restores an unsharded parameter, if modules held that when the call began.
         own = (param.sharded, param.unsharded)

@@ -1,4 +1,4 @@
-"""The unsharded parameters of a param group: their buffer, their all-gather, and the program's writes to them."""
+"""The unsharded parameters of a param group, their buffer, their all-gather, and detection of the program's writes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .sharded import ShardedParams
 
 
 class UnshardedParams:
-    """The unsharded parameters in one precision, made at the first all-gather.
+    """The unsharded parameters of a param group in one precision. They are created for the first all-gather.
 
-    The params refer to these parameters while the param group uses this precision.
+    While the param group uses this precision, `ManagedParam.unsharded` refers to these parameters.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class UnshardedParams:
         with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             self.is_shard = _can_use_shard(shard, self._members, device)
-            """True if the shard is the unsharded buffer itself, and nothing is gathered."""
+            """True if the shard is also the unsharded buffer, so nothing is gathered."""
             self.buffer = self._make_buffer(shard)
             self._extensions: Extensions | None = None
             if extended:
@@ -59,10 +59,13 @@ class UnshardedParams:
             self.enter()
             self.slices = None if slicing is None else Slices(self._params, shard, self.buffer, slicing)
         self.plain = self._extensions is None and self.slices is None
-        """True if there is nothing to fill and empty besides the buffer."""
+        """True if there are no parameters with a gather protocol and no slices."""
 
     def use_new_shard(self) -> None:
-        """All-gather from another shard of the same layout. The unsharded parameters stay, because graphs hold them."""
+        """Gather from the current shard of `sharded`, which must have the same layout as the previous shard.
+
+        The unsharded parameters stay the same objects, because graphs refer to them.
+        """
         with torch.no_grad(), torch.inference_mode(False), no_transforms():
             shard = self._shard()
             if self.is_shard:
@@ -92,7 +95,7 @@ class UnshardedParams:
     def _moved(
         self, shard: Shard, index: int, made: tuple[ManagedParam, torch.Tensor, nn.Parameter]
     ) -> tuple[ManagedParam, torch.Tensor, nn.Parameter]:
-        """Move a parameter to its place in the new buffer. Tensors that graphs saved stay in the old buffer."""
+        """Move a parameter to its place in the new buffer. Tensors that a graph has saved stay in the old buffer."""
         param, _, parameter = made
         view = self.buffer.parameter(shard, index)
         if param.tp_spec is None:
@@ -107,7 +110,7 @@ class UnshardedParams:
         return Extension(param, self._transport, mesh, policy, dtype, self._device)
 
     def enter(self) -> None:
-        """Set `unsharded` of each param to its parameter in this precision."""
+        """Set `ManagedParam.unsharded` of each param to its unsharded parameter in this precision."""
         for param, view, parameter in self._made:
             param.unsharded_view, param.unsharded = view, parameter
             give_attributes(parameter, param.attributes, parameter.detach())
@@ -121,14 +124,17 @@ class UnshardedParams:
     # -- gather protocols and slices ------------------------------------------------------------------------
 
     def finish_special(self) -> None:
-        """Unshard parameters with a gather protocol and free slices. Call this after waiting for the all-gather."""
+        """Unshard parameters with a gather protocol, and free slices.
+
+        Call this method after waiting for the all-gather.
+        """
         if self._extensions is not None:
             self._extensions.finish()
         if self.slices is not None:
             self.slices.release()
 
     def release_special(self) -> None:
-        """Free the memory of gather protocols and slices, which is not in the unsharded buffer."""
+        """Free the memory of gather protocols and slices. This memory is not part of the unsharded buffer."""
         if self._extensions is not None:
             self._extensions.release()
         if self.slices is not None:
@@ -136,7 +142,10 @@ class UnshardedParams:
 
 
 def _can_use_shard(shard: Shard, members: list[int], device: torch.device) -> bool:
-    """Return True if this rank has the whole unit, in the layout of the unsharded buffer and in the compute dtypes."""
+    """Return True if the shard can be the unsharded buffer.
+
+    This is the case if this rank has the whole unit, in the layout of the unsharded buffer and in the compute dtypes.
+    """
     alone = not members or shard.shardings[0].world == 1
     cast = any(kind.compute != kind.original for kind in shard.segments.kinds)
     return alone and not cast and shard.layout.same_unsharded and shard.device == device
@@ -155,16 +164,19 @@ def _check(params: list[ManagedParam], extended: list[int], slicing: Slicing | N
         )
 
 
-# Not Python functions, because they are called for every parameter in evaluations that keep their units.
+# Not Python functions, because `touched` calls them for every parameter of units that stay unsharded after forward.
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
 
 class ShownParams:
-    """Detects a program's changes to unsharded parameters or slices while modules hold them outside a step."""
+    """Detects changes that the program makes to unsharded parameters or slices outside forward and backward."""
 
     def __init__(self, sharded: ShardedParams, is_shard: bool, sliced: bool):
-        """`is_shard`: the shard is the unsharded buffer. `sliced`: modules hold slices."""
+        """Record the current state of the parameters.
+
+        `is_shard` is True if the shard is also the unsharded buffer. `sliced` is True if modules hold slices.
+        """
         self._sharded, self._is_shard, self._sliced = sharded, is_shard, sliced
         shown = [(param, param.sliced if sliced else param.unsharded) for param in sharded.params]
         self._params = [(param, each) for param, each in shown if each is not None and not each.is_inference()]
@@ -182,9 +194,10 @@ class ShownParams:
         return list(map(version_of, tensors)), list(map(_requires_grad, tensors)), list(map(_address, tensors))
 
     def follow(self) -> list[str]:
-        """Apply changes of `requires_grad` to the sharded parameters, and copy writes into the shard.
+        """Apply the program's changes to the sharded parameters.
 
-        Return the names of written parameters that cannot be copied: slices, and parameters in another dtype.
+        Changes of `requires_grad` are applied, and written values are copied into the shard. Returns the names of
+        written parameters that cannot be copied, because they are slices or have another dtype than the shard.
         """
         now = self._now()
         if now == self._before:
@@ -216,7 +229,6 @@ class ShownParams:
 
     @staticmethod
     def _move_back(param: ManagedParam, shown: torch.Tensor) -> bool:
-        """Move a parameter with other memory back to the unsharded buffer; return False if its values do not fit."""
         place = param.unsharded_view
         if place is None:
             return False
