@@ -16,13 +16,19 @@ from .models import Case
 from .tables import failure
 
 
-def parser_for(doc: str | None, cases: str | None = None, cpu_cases: str = "", one_rank: bool = False) -> Any:
-    """A parser with the flags of every command; `cases` are the default ones on a GPU."""
+def parser_for(
+    doc: str | None, cases: str | None = None, cpu_cases: str = "", one_rank: bool = False, own_sides: bool = False
+) -> Any:
+    """A parser with the flags of every command; `cases` are the default ones on a GPU.
+
+    `own_sides`: the command adds `--sides` itself.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     names = "unsharded, fsdp2, fsdp1, unshard, unshard-flat, unshard-wrapper, or all of these; shards on the host: "
     names += "fsdp2-offload, unshard-offload, unshard-offload-flat, unshard-offload-step-in-backward; "
     names += "the optimizer's state alone: unshard-offload-state"
-    parser.add_argument("--sides", type=_explained(sides.known), default="all", help=names)
+    if not own_sides:
+        parser.add_argument("--sides", type=_explained(sides.known), default="all", help=names)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     places.add_arguments(parser, one_rank)
     if cases is not None:

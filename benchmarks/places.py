@@ -105,22 +105,35 @@ def add_arguments(parser: argparse.ArgumentParser, one_rank: bool = False) -> No
 def chosen(options: argparse.Namespace) -> Place:
     worlds = {"nccl": 1, "simulated": 8, "gloo": options.gloo_world}
     world = worlds[options.place] if options.world is None else options.world
+    launched = dist.is_torchelastic_launched() and options.place != "simulated"
+    rank = 0
+    if launched:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shares_gpu = options.place == "nccl" and torch.cuda.device_count() < world
-    if shares_gpu and not mps.is_there():
+    if shares_gpu and not launched and not mps.is_there():
         raise ValueError(
             f"--place nccl --world {world} needs as many GPUs, or CUDA's multi-process service ({mps.CONTROL}) to run "
             f"all ranks on one. Here are {torch.cuda.device_count()} GPUs and no such service; --place simulated "
             "needs neither."
         )
     device_type = {"nccl": "cuda", "gloo": "cpu"}.get(options.place, options.device)
-    return Place(options.place, world, device_type, options.threads, shares_gpu=shares_gpu)
+    return Place(options.place, world, device_type, options.threads, rank, shares_gpu)
 
 
 def run(place: Place, work: Work, options: Any) -> Any:
-    """What `work(place, options)` returns on rank 0. If there are other ranks, each is a process of its own."""
+    """What `work(place, options)` returns on rank 0. If there are other ranks, each is a process of its own.
+
+    If torchrun has started the ranks, this process is one of them.
+    """
     if not place.has_other_ranks:
         with _joined(place, dist.HashStore() if place.kind == "simulated" else _store()):
             return work(place, options)
+    if dist.is_torchelastic_launched():
+        store, _, _ = next(dist.rendezvous("env://"))
+        with _joined(place, store):
+            result = work(place, options)
+            dist.barrier()
+            return result
     service: AbstractContextManager[dict[str, str]] = mps.running() if place.shares_gpu else nullcontext({})
     with service as environment:
         return _run_ranks(place, work, options, environment)

@@ -122,7 +122,7 @@ def _summary(rounds: Times) -> Row:
 def _one_at_a_time(parts: list[ParamGroup], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """Each side alone, from its beginning, in each round."""
     for number in range(options.rounds):
-        for part in _turned(parts, number):
+        for part in turned(parts, number):
             training = _warm(part, case, place, options.warmup)
             if training is not None:
                 time(part, training)
@@ -134,7 +134,7 @@ def _kept(parts: list[ParamGroup], case: Case, place: Place, options: argparse.N
     """All sides side by side."""
     trainings = {part.side: _warm(part, case, place, options.warmup) for part in parts}
     for number in range(options.rounds):
-        for part in _turned(parts, number):
+        for part in turned(parts, number):
             training = trainings[part.side]
             if training is not None and not part.failed:
                 training.step()  # the caches hold another side
@@ -144,7 +144,7 @@ def _kept(parts: list[ParamGroup], case: Case, place: Place, options: argparse.N
     measure.release(place)
 
 
-def _turned(parts: list[ParamGroup], number: int) -> list[ParamGroup]:
+def turned(parts: list[ParamGroup], number: int) -> list[ParamGroup]:
     """Every round begins with another side: what comes first after a pause may run on a cooler machine."""
     first = number % len(parts)
     return parts[first:] + parts[:first]

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import sides, traces
+from benchmarks import sides, traces, uneven
 from benchmarks.loopback import RANGE
 from benchmarks.models import Case, unit_sizes
+from benchmarks.places import Place
 
 SIDES = ["unsharded", "fsdp2", "fsdp1", "unshard"]
 SIMULATED = ["--place", "simulated", "--device", "cpu", "--world", "2", "--sides", ",".join(SIDES)]
@@ -53,6 +54,38 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert [(row["side"], row["peer"]) for row in found["ratios"]] == [("unshard", "unsharded")]
     assert found["ratios"][0]["wall"] > 0
     assert "unshard / unsharded: wall" in capfd.readouterr().out
+
+
+def test_uneven_steps_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    options = "--place", "gloo", "--size", "tiny", "--median", "16", "--rounds", "1", "--steps", "1", "--warmup", "1"
+    rows = rows_of(run("uneven", *options), "wall", "ratio", "low", "high", "tokens_per_second")
+    assert list(rows) == ["fsdp2", "fsdp2-tuned", "keep", "keep-known", "follow", "follow-known"]
+    assert rows["fsdp2"]["ratio"] == 1 and rows["fsdp2"]["difference"] == 0
+    # Both libraries round differently, but not much.
+    assert 0 < max(row["difference"] for row in rows.values()) < uneven.TOLERANCE
+    assert "largest relative difference of gradients to those of fsdp2" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_even_steps_on_two_real_ranks(run: Run) -> None:
+    options = "--place", "gloo", "--size", "tiny", "--even", "1x24", "--rounds", "1", "--steps", "1", "--warmup", "1"
+    rows = rows_of(run("uneven", *options), "wall", "ratio", "tokens_per_second")
+    assert list(rows) == ["plain", "keep", "keep-known", "fsdp2"]
+
+
+def test_uneven_work_is_the_same_for_all_sides() -> None:
+    options = uneven.arguments().parse_args(["--median", "512", "--size", "tiny"])
+    options.case = Case.parse("tiny:1x64")
+    ranks = [Place("gloo", 4, "cpu", rank=rank) for rank in range(4)]
+    assert [len(uneven._drawn(options, rank, uneven.CHECKED_STEP).batches) for rank in ranks] == [1, 2, 3, 4]
+    for step in map(str, range(20)):
+        works = [uneven._drawn(options, rank, step) for rank in ranks]
+        lengths = [batch.numel() for work in works for batch in work.batches]
+        assert {work.tokens for work in works} == {sum(lengths)} and {work.longest for work in works} == {max(lengths)}
+        assert all(1 <= len(work.batches) <= 4 for work in works)
+        assert all(64 <= length <= 4096 and length % 8 == 0 for length in lengths)
+        again = uneven._drawn(options, ranks[0], step).batches
+        assert all(map(torch.equal, works[0].batches, again))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
