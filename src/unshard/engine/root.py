@@ -366,7 +366,7 @@ class Root:
             if unit.param_state is ParamState.SHARDED or unit.phase is not Phase.IDLE:
                 continue
             reshards = unit.options.reshard_after_backward and not self._makes_graph
-            if reshards or (unit.param_state is ParamState.GATHERING and not unit.options.hold):
+            if reshards or unit.param_state is ParamState.GATHERING:
                 unit.reshard()
 
     def awaits_backward(self, unit: Unit) -> bool:
