@@ -177,6 +177,23 @@ class Setup:
         return "-".join(names) or "plain"
 
 
+FEATURES = [
+    Setup(units=units, known=known, **{name: value})
+    for units, known in (("keep", True), ("follow", False))
+    for name, value in {
+        "tied": True,
+        "checkpoints": True,
+        "frozen": True,
+        "offload": True,
+        "flat_optimizer": True,
+        "limit": 0.5,
+        "keep": 2,
+        "most": 7,
+    }.items()
+]
+"""Every other feature, with kept and with followed units."""
+
+
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer whose steps do not amplify rounding errors, as Adam's do for gradients near zero."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

@@ -8,27 +8,14 @@ import torch.distributed as dist
 from bed import world
 from bed.recorders import Collectives
 from bed.stack import Stack, assert_at_rest, batch, sharded
-from bed.uneven import Setup, check_parity
+from bed.uneven import FEATURES, Setup, check_parity
 
 import unshard
 
 SETUPS = [
     *[Setup(units=units, known=known) for units in ("keep", "follow") for known in (False, True)],
     *[Setup(front, units) for front in ("wrapper", "originals", "legacy") for units in ("keep", "follow")],
-    *[
-        Setup(units=units, known=known, **{name: value})
-        for units, known in (("keep", True), ("follow", False))
-        for name, value in {
-            "tied": True,
-            "checkpoints": True,
-            "frozen": True,
-            "offload": True,
-            "flat_optimizer": True,
-            "limit": 0.5,
-            "keep": 2,
-            "most": 7,
-        }.items()
-    ],
+    *FEATURES,
     Setup(offload=True, flat_optimizer=True, early=True),
     Setup(units="follow", offload=True, flat_optimizer=True, early=True),
     Setup("wrapper", "follow", offload=True),

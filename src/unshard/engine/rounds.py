@@ -57,13 +57,13 @@ class Rounds:
         units: Sequence[Unit],
         late: Collection[Unit],
         planned: int,
-        anyone_works: Callable[[], bool],
+        announce_work: Callable[[], object],
         before_reduction: Callable[[Unit], None],
     ):
-        """The first `planned` rounds need no message from `anyone_works`, because all ranks run them."""
+        """The first `planned` rounds need no message from `announce_work`, because all ranks run them."""
         self._root, self._units = root, units
         self._entries = sequence(units, late)
-        self._planned, self._anyone_works, self._before_reduction = planned, anyone_works, before_reduction
+        self._planned, self._announce_work, self._before_reduction = planned, announce_work, before_reduction
         self._next = len(self._entries)  # no round has begun
         self._ahead: Unit | None = None
         """The unit that was prefetched last. It is dropped if this rank needs another unit next."""
@@ -109,7 +109,7 @@ class Rounds:
         if entry not in self._entries[self._next :]:
             self.end()
             if self.count >= self._planned:
-                self._anyone_works()
+                self._announce_work()
             self._begin()
         self._issue_up_to(self._entries.index(entry, self._next))
         self._next += 1

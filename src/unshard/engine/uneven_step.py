@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -215,10 +216,9 @@ class UnevenStep(Scope):
             planned = 0
             if self._backwards is not None:
                 planned = int(self._all_gathered([self._backwards], self._plan.rounds_label).max())
-            self._rounds = Rounds(self._root, self._followed, self._plan.late, planned, self._announce_work, self._note)
-
-    def _announce_work(self) -> bool:
-        return self._add_up(works=True)[0].item() > 0
+            # A rank with work need not read the answer, so its host does not wait.
+            announce = partial(self._add_up, works=True)
+            self._rounds = Rounds(self._root, self._followed, self._plan.late, planned, announce, self._note)
 
     # -- end ------------------------------------------------------------------------------------------------
 

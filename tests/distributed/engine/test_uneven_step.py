@@ -8,7 +8,7 @@ import torch.distributed as dist
 from bed import world
 from bed.meshes import biases_elsewhere
 from bed.stack import loss_of, sharded
-from bed.uneven import Setup, check_parity
+from bed.uneven import FEATURES, Setup, check_parity
 
 import unshard
 from unshard import MixedPrecisionPolicy
@@ -26,20 +26,7 @@ SETUPS = [
         for front in ("wrapper", "originals", "legacy")
         for units, known in (("keep", False), ("keep", True), ("follow", False))
     ],
-    *[
-        Setup(units=units, known=known, **{name: value})
-        for units, known in (("keep", True), ("follow", False))
-        for name, value in {
-            "tied": True,
-            "checkpoints": True,
-            "frozen": True,
-            "offload": True,
-            "flat_optimizer": True,
-            "limit": 0.5,
-            "keep": 2,
-            "most": 7,
-        }.items()
-    ],
+    *FEATURES,
     Setup("wrapper", "follow", offload=True),
     Setup("originals", "keep", tied=True, checkpoints=True),
 ]
