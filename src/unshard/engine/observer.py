@@ -1,7 +1,7 @@
 """Ways to watch a run.
 
-An observer sees the collectives and can audit them. Loggers and profilers see the stages of units. If nothing watches
-the run, the cost is one comparison per collective and one call per hook.
+Observers see the collectives and can audit them. Loggers and profilers see the stages of units. If nothing watches the
+run, the cost is one comparison per collective and one call per hook.
 """
 
 from __future__ import annotations
@@ -19,19 +19,70 @@ Members = Sequence[tuple[int, ...]]
 """The indices of the parameters in each tensor of a collective."""
 
 
+class Observer:
+    """Base class of observers. Every unit of the process calls these methods of every added observer.
+
+    An observer must change nothing, keep no reference to a tensor and issue no collective. All threads use the same
+    observers, because autograd runs backward in its own threads. `params` are the `ManagedParam`s of a param group.
+    """
+
+    def all_gathering(self, params: Any, members: Members, sent: Sequence[Any]) -> None:
+        """Called when a unit has issued an all-gather."""
+
+    def unsharded(self, params: Any) -> None:
+        """Called when the unsharded parameters are complete."""
+
+    def reducing(
+        self, params: Any, members: Members, gradients: Any, sent: Sequence[Any], received: Sequence[Any]
+    ) -> None:
+        """Called when a unit has issued a reduce-scatter. `gradients` maps indices of `params` to local gradients."""
+
+    def all_reducing(self, params: Any, members: Members, sums: Sequence[Any]) -> None:
+        """Called when a unit has issued an all-reduce over its replicas."""
+
+    def keeping(self, params: Any, sums: Any) -> None:
+        """Called when a backward without synchronization stores unreduced sums."""
+
+    def delivered(self, params: Any) -> None:
+        """Called when the `.grad`s are complete."""
+
+
 current: Any = None
-"""The observer of this process, or None. `tools/precision_audit.py` is an example.
+"""The observer that the engine calls: None, the only one, or all of them. `add` and `remove` set it."""
 
-Every unit of the process calls these methods of the observer:
+_observers: list[Observer] = []
 
-- `all_gathering`, `reducing` and `all_reducing` when the unit issues these collectives
-- `unsharded` when the unsharded parameters are complete
-- `delivered` when the `.grad`s are complete
-- `keeping` when a backward without synchronization stores unreduced sums
 
-The observer must change nothing, keep no reference to a tensor and issue no collective. All threads use the same
-observer, because autograd runs backward in its own threads.
-"""
+class _All:
+    """Calls every observer."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        methods = [getattr(each, name) for each in _observers]
+
+        def call(*args: Any) -> None:
+            for method in methods:
+                method(*args)
+
+        return call
+
+
+def add(observer: Observer) -> None:
+    """Let units call `observer`, after the observers that were added before."""
+    _observers.append(observer)
+    _choose()
+
+
+def remove(observer: Observer) -> None:
+    """Stop calling `observer`. Do nothing if it was not added."""
+    if observer in _observers:
+        _observers.remove(observer)
+    _choose()
+
+
+def _choose() -> None:
+    global current
+    current = None if not _observers else _observers[0] if len(_observers) == 1 else _All()
+
 
 log = logging.getLogger("unshard")
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -1,6 +1,29 @@
-"""Reports the dtypes in which a sharded model computes, reduces and updates."""
+"""Tools that look at a sharded model before, during and after a run. They change no result."""
+
+import importlib
+from typing import Any
 
 from .precision_audit import PrecisionAudit, precision_audit
 from .precision_report import PrecisionReport, precision
 
-__all__ = ["PrecisionAudit", "PrecisionReport", "precision", "precision_audit"]
+# A training step imports none of these modules: the first use of a name imports its module. Modules and names differ,
+# because importing a module sets an attribute of this package.
+_MODULES = {
+    "explain_hangs": "hangs",
+    "plan": "memory_plan",
+    "ledger": "memory_ledger",
+    "watch": "watching",
+    "timeline": "step_times",
+    "verify": "verification",
+    "doctor": "diagnosis",
+    "record": "recording",
+    "report": "html_report",
+}
+
+__all__ = ["PrecisionAudit", "PrecisionReport", "precision", "precision_audit", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

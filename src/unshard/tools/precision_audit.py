@@ -51,10 +51,10 @@ class PrecisionAudit:
         self._recorder = PrecisionRecorder(self._plan, self._optimizer)
 
     def __enter__(self) -> PrecisionAudit:
-        if observer.current is not None:
+        if PrecisionRecorder.active:
             raise StateError(
-                "Another precision audit is active, and the engine supports one observer. Leave that block first, or "
-                "audit the root module, which covers all units."
+                "Another precision audit is active. Leave that block first, or audit the root module, which covers all "
+                "units."
             )
         self._prepare()  # again: the model may have been converted since the audit was created
         self._recorder.__enter__()
@@ -146,8 +146,10 @@ def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
 # -- recording --------------------------------------------------------------------------------------------------
 
 
-class PrecisionRecorder(TorchFunctionMode):
+class PrecisionRecorder(TorchFunctionMode, observer.Observer):
     """Records dtypes by observing the engine, modules, optimizers and torch calls. It keeps no tensors alive."""
+
+    active = False
 
     def __init__(self, plan: ModelPlan, optimizer: Any = None):
         super().__init__()
@@ -176,12 +178,14 @@ class PrecisionRecorder(TorchFunctionMode):
                 before = partial(self._before_forward, unit, module in tops)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(partial(self._after_forward, unit)))
-        observer.current = self
+        observer.add(self)
+        PrecisionRecorder.active = True
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        observer.current = None
+        observer.remove(self)
+        PrecisionRecorder.active = False
         super().__exit__(*exception)
         while self._handles:
             self._handles.pop().remove()
