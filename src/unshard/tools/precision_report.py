@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import __version__
 from ..engine.api import unsharded_name
 from ..errors import listed
 from ..names import optimizer_parameters
@@ -58,6 +59,15 @@ class PrecisionReport:
         if any(row.state and not row.state_exists for row in rows):
             lines += ["", "* expected after the first step of the optimizer"]
         return "\n".join(lines + ["", *surprise_lines(self.surprises)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types. `units` has one row per unit and set of dtypes."""
+        rows = []
+        for unit in self.plan.units:
+            for row in unit.rows:
+                cells = dict(zip(_HEAD[1:], _cells(row), strict=True))
+                rows.append({"unit": unit.name, **cells, "parameters": row.parameters, "elements": row.elements})
+        return {"kind": "precision", "unshard": __version__, "units": rows, "findings": self.surprises}
 
 
 def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
@@ -137,21 +147,21 @@ def surprise_lines(found: list[str]) -> list[str]:
     return ["Surprises:", *(f"- {each}" for each in found)] if found else ["No surprises."]
 
 
-def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
-    lines = [
-        [
-            "",
-            f"{row.parameters:,}",
-            f"{row.elements:,}",
-            short(row.stored),
-            short(row.gathered, "own protocol"),
-            short(row.computed),
-            *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
-            short(row.updated, "frozen"),
-            shorts(row.state) + ("" if row.state_exists or not row.state else "*"),
-        ]
-        for row in unit.rows
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row.parameters:,}",
+        f"{row.elements:,}",
+        short(row.stored),
+        short(row.gathered, "own protocol"),
+        short(row.computed),
+        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
+        short(row.updated, "frozen"),
+        shorts(row.state) + ("" if row.state_exists or not row.state else "*"),
     ]
+
+
+def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
+    lines = [["", *_cells(row)] for row in unit.rows]
     return lines or [["", "0", "0", *[NOTHING] * (len(_HEAD) - 3)]]
 
 
