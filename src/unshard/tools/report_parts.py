@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
+
+from .precision_report import unit_title
 
 _MOST_POINTS = 3000
 """A chart draws at most about this many points."""
@@ -83,15 +86,14 @@ def count(many: int, thing: str) -> str:
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], names: int = 1) -> Markup:
     """Return a table that scrolls inside its box. The first `names` cells of each row are its headers."""
-    top = "".join(f'<th scope="col">{escape(each)}</th>' for each in head)
+    rows = [list(row) for row in rows]
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    kinds = [' class="number"' if _are_numbers(column) else "" for column in columns]
+    top = "".join(f'<th scope="col"{kind}>{escape(each)}</th>' for kind, each in zip(kinds, head, strict=True))
+    tags = [('th scope="row"' if position < names else "td") + kind for position, kind in enumerate(kinds)]
     lines = []
     for row in rows:
-        cells = []
-        for position, cell in enumerate(row):
-            right = (isinstance(cell, int | float) and not isinstance(cell, bool)) or _looks_like_a_number(cell)
-            kind = ' class="number"' if right else ""
-            tag = 'th scope="row"' if position < names else "td"
-            cells.append(f"<{tag}{kind}>{html_of(cell)}</{tag[:2]}>")
+        cells = (f"<{tag}>{html_of(cell)}</{tag[:2]}>" for tag, cell in zip(tags, row, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     name = escape(title, quote=True)
     return Markup(
@@ -100,8 +102,12 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], names:
     )
 
 
-def _looks_like_a_number(cell: Any) -> bool:
-    return isinstance(cell, str) and not isinstance(cell, Markup) and cell[:1].isdigit() and len(cell.split()) <= 2
+_NUMBER = re.compile(r"[+-]?\d[\d,.]*(e[+-]?\d+)?( [KMGT]?i?B|%)?|-?inf|nan|–")  # noqa: RUF001
+
+
+def _are_numbers(cells: Iterable[Any]) -> bool:
+    known = [cell for cell in cells if cell not in (None, "", [])]
+    return bool(known) and all(not isinstance(cell, bool) and _NUMBER.fullmatch(str(cell)) for cell in known)
 
 
 def dict_table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str] = ()) -> Markup:
@@ -111,16 +117,17 @@ def dict_table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str
     return table(title, [key.replace("_", " ") for key in shown], [[row.get(key) for key in shown] for row in rows])
 
 
-def legend(labels: Iterable[str]) -> Markup:
-    items = (f'<li><span class="c{i}"></span>{escape(label)}</li>' for i, label in enumerate(labels))
+def legend(labels: dict[str, int]) -> Markup:
+    """Return the names of colors: `labels` maps names to numbers of colors."""
+    items = (f'<li><span class="c{color}"></span>{escape(label)}</li>' for label, color in labels.items())
     return Markup(f'<ul class="legend">{"".join(items)}</ul>')
 
 
-def bar(values: Sequence[float], full: float, first_color: int = 0) -> Markup:
+def bar(values: Sequence[float], full: float, colors: Sequence[int] = (0,)) -> Markup:
     """Return a bar of segments. `full` is the value of a bar that fills its cell."""
     segments = (
-        f'<span class="c{first_color + i}" style="width:{100 * max(0.0, value) / (full or 1):.2f}%"></span>'
-        for i, value in enumerate(values)
+        f'<span class="c{color}" style="width:{100 * max(0.0, value) / (full or 1):.2f}%"></span>'
+        for value, color in zip(values, colors, strict=True)
     )
     return Markup(f'<div class="bar" aria-hidden="true">{"".join(segments)}</div>')
 
@@ -149,14 +156,16 @@ class Charts:
         style: str = "line",
         log: bool = False,
         unit: str = "",
+        dots: Sequence[str] = (),
+        colors: Mapping[str, int] | None = None,
         scale: float = 1,
         mark: tuple[int, str] | None = None,
         limit: tuple[float, str] | None = None,
     ) -> Markup:
         """Return a figure. `words` describes the chart for readers who cannot see it.
 
-        `x` has numbers, or labels of positions. `style` is line, step, points or area; areas are stacked. `mark` names
-        a position, and `limit` draws a horizontal line. Values are divided by `scale`.
+        `x` has numbers, or labels of positions. `style` is line, step or area; areas are stacked. Series in `dots` are
+        drawn as points. `mark` names a position, and `limit` draws a horizontal line. Values are divided by `scale`.
         """
         keep = _kept(next(iter(series.values()))) if mark is None else list(range(len(x)))
         labels = [str(x[i]) for i in keep] if x and isinstance(x[0], str) else None
@@ -168,8 +177,13 @@ class Charts:
                 "x": list(range(len(keep))) if labels else [x[i] for i in keep],
                 "labels": labels,
                 "series": [
-                    {"label": name, "values": [_finite(values[i], scale) for i in keep]}
-                    for name, values in series.items()
+                    {
+                        "label": name,
+                        "dots": name in dots,
+                        "color": (colors or {}).get(name, position),
+                        "values": [_finite(values[i], scale) for i in keep],
+                    }
+                    for position, (name, values) in enumerate(series.items())
                 ],
                 "mark": mark,
                 "limit": limit and [limit[0] / scale, limit[1]],
@@ -201,3 +215,35 @@ def _kept(values: Sequence[float | None]) -> list[int]:
         if known:
             kept |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}  # type: ignore[arg-type]
     return sorted(kept)
+
+
+# -- sections ----------------------------------------------------------------------------------------------------
+
+
+Found = dict[str, list[dict[str, Any]]]
+"""The results of a report by their kind."""
+
+MOST_LINES = 8
+"""Charts show at most this many lines, and tables of the largest tensors this many rows."""
+
+
+@dataclass
+class Section:
+    name: str
+    title: str
+    parts: list[Markup] = field(default_factory=list)
+    findings: list[tuple[bool | None, str]] = field(default_factory=list)
+    """What the top of the page says. True is good, False is a problem, None is only information."""
+
+
+def of_kinds(found: Found, *kinds: str) -> Iterator[dict[str, Any]]:
+    for kind in kinds:
+        yield from found.get(kind, [])
+
+
+def steps_of(steps: Sequence[dict[str, Any]]) -> list[int]:
+    return [step["step"] for step in steps]
+
+
+def title_of(row: dict[str, Any]) -> str:
+    return unit_title(str(row.get("unit", row.get("name", ""))))
