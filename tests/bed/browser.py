@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +18,16 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _PATIENCE = 60.0
-_COMMANDS, _ANSWERS = 3, 4  # the file descriptors that the browser reads from and writes to
+
+# The browser reads commands from descriptor 3 and writes answers to 4. High numbers first, so that neither copy
+# overwrites the source of the other. A program of its own, as functions between fork and exec may hang.
+_START = """
+import fcntl, os, sys
+source, target = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 100) for each in sys.argv[1:3])
+os.dup2(source, 3)
+os.dup2(target, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def executable() -> str | None:
@@ -99,13 +109,11 @@ def browser() -> Iterator[Browser]:
     assert command is not None
     to_read, commands = os.pipe()
     answers, to_write = os.pipe()
-    # High numbers first, so that neither copy overwrites the other's source.
-    redirect = f'exec "$@" {_COMMANDS}<&{to_read} {_ANSWERS}>&{to_write}'
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
         options += ["--disable-dev-shm-usage", "--remote-debugging-pipe"]
         process = subprocess.Popen(
-            ["sh", "-c", redirect, "sh", command, *options],
+            [sys.executable, "-S", "-c", _START, str(to_read), str(to_write), command, *options],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

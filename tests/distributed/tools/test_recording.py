@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from bed import world
 from bed.stack import WIDTH, Stack
+from bed.wrapped import wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from unshard import FullyShardedDataParallel, fully_shard, tools
+from unshard import fully_shard, tools
 from unshard.errors import ArgumentError
 from unshard.tools import recording
 
@@ -23,9 +24,7 @@ from unshard.tools import recording
 def sharded(front_end: str, **options: Any) -> nn.Module:
     model = Stack()
     if front_end == "wrapper":
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FullyShardedDataParallel(block)
-        return FullyShardedDataParallel(model, **options)
+        return wrap(model, [*model.blocks, model], **options)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
