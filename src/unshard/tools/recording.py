@@ -155,7 +155,7 @@ class Recording:
         return {
             "kind": RECORDING,
             "unshard": __version__,
-            "model": type(self._model).__name__,
+            "model": _class_name(self._model),
             "world": dist.get_world_size() if dist.is_initialized() else 1,
             "torch": f"torch {torch.__version__}",
             "device": device,
@@ -207,6 +207,12 @@ def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != 1:
         raise ArgumentError(f"{name} has {value.numel()} elements. Pass a number or a one-element tensor.")
     return value.detach()
+
+
+def _class_name(model: nn.Module) -> str:
+    """Return the name of the program's own class: `fully_shard` prepends FSDP, and the wrapper has the model inside."""
+    inner = model.module if type(model).__name__ == "FullyShardedDataParallel" else model
+    return type(inner).__name__.removeprefix("FSDP")
 
 
 def units_of(plan: ModelPlan) -> list[dict[str, Any]]:

@@ -54,8 +54,10 @@ def _precision(found: Found, charts: Charts) -> Section | None:
         section.findings += [(False, text) for text in each.get("findings", [])]
         if each.get("units"):
             section.parts.append(dict_table("Dtypes of each unit", _named(each["units"]), ("unit",)))
-        texts = each.get("findings") or ["No surprises."]
-        section.parts.append(_list(texts))
+        if each.get("findings"):
+            section.parts.append(_list(each["findings"]))
+        elif each.get("units"):
+            section.findings.append((True, "No dtype looks unintended."))
     return section if section.parts else None
 
 

@@ -8,8 +8,8 @@
   const digits = { format: v => (Math.abs(v) < 1000 ? few : whole).format(v) };
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
   const short = v => v === null ? "" : Math.abs(v) >= 1e6 ? compact.format(v)
-    : v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(0) : digits.format(v);
-  const exact = v => v == null ? "–" : v !== 0 && Math.abs(v) < 1e-3 ? v.toExponential(3) : digits.format(v);
+    : v !== 0 && Math.abs(v) < 1e-4 ? v.toExponential(0) : digits.format(v);
+  const exact = v => v == null ? "–" : v !== 0 && Math.abs(v) < 1e-4 ? v.toExponential(3) : digits.format(v);
 
   // Stacked areas are drawn from the largest sum to the smallest, so that each covers the ones before.
   const stacked = series => {
@@ -64,7 +64,7 @@
       : { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (u, at) => at.map(short) };
     const yAxis = { ...axis, size: 58, values: (u, at) => at.map(short) };
     const yScale = spec.log ? { distr: 3, log: spec.style === "step" ? 2 : 10 }
-      : { range: (u, low, high) => area ? [0, highest * 1.3] : low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) };
+      : { range: (u, low, high) => area ? [0, highest * 1.3] : spec.unit ? [0, highest * 1.1] : low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) };
     const edge = spec.labels ? Math.min(60, 3.5 * longest) : 14;
     const chart = new uPlot({
       width: box.clientWidth, height: 260, padding: [10, edge, 0, 0],
