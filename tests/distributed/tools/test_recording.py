@@ -72,12 +72,8 @@ def test_a_run_is_recorded(tmp_path: Path, front_end: str) -> None:
     assert [line["half"] for line in mine] == [0.5, 1.0, 1.5]
     assert [line["lr"] for line in mine] == pytest.approx([0.05, 0.025, 0.0125])
     result = recorded.to_dict()
-    assert (
-        result["kind"] == "recording"
-        and result["model"] == "Stack"
-        and result["world"] == dist.get_world_size()
-        and result["error"] is None
-    )
+    assert (result["kind"], result["model"], result["error"]) == ("recording", "Stack", None)
+    assert result["world"] == dist.get_world_size()
     assert [row["rank"] for row in result["ranks"]] == list(range(dist.get_world_size()))
     # The blocks are equal; the head is all that is left for the root.
     block, head = 2 * (WIDTH * WIDTH + WIDTH), 2 * WIDTH + 2
