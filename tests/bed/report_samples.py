@@ -157,7 +157,10 @@ def _verify() -> dict[str, Any]:
 
 def _precision() -> dict[str, Any]:
     dtypes = {"stored": "fp32", "gathered": "bf16", "computed": "bf16", "wire": "fp32", "reduced": "fp32"}
-    units = [{"unit": unit["name"], **dtypes, "parameters": unit["parameters"]} for unit in _units()]
+    units = [
+        {"name": unit["name"], "parameters": [f"{unit['name']}.{i}" for i in range(unit["parameters"])], **dtypes}
+        for unit in _units()
+    ]
     findings = ["Unit '(root)': the model returns bf16, so a loss of its output is computed in 16 bits."]
     return {"kind": "precision", "unshard": "0.2.0", "units": units, "findings": findings}
 
@@ -183,6 +186,7 @@ def _hang() -> dict[str, Any]:
             "unit": "blocks.3",
             "line": "train.py:41" if rank == 5 else "train.py:88",
             "stack": stack,
+            "threads": {"loader": ["queue.py:171 get"]},
         }
         for rank in RANKS
     ]

@@ -22,6 +22,7 @@ from .precision_plan import ModelPlan, ParamPlan, Row, UnitPlan, owned_modules, 
 _STAGES = ("stored", "gathered", "computed", "wire", "reduced", "sums kept", ".grad", "updated", "optimizer state")
 _HEAD = ("unit", "parameters", "elements", *_STAGES)
 _BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "seen by forward", "in eval()")
+_DTYPES = ("stored", "gathered", "computed", "wire", "reduced", "kept", "grad", "updated")
 NOTHING = "-"
 NOT_CAST = "not cast"
 _MANY_RANKS = 8
@@ -40,6 +41,9 @@ class PrecisionReport:
     @property
     def rows(self) -> list[Row]:
         return [row for unit in self.plan.units for row in unit.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "precision", "unshard": __version__, "units": units_of(self.plan), "findings": self.surprises}
 
     def __str__(self) -> str:
         units, rows = self.plan.units, self.rows
@@ -60,15 +64,6 @@ class PrecisionReport:
             lines += ["", "* expected after the first step of the optimizer"]
         return "\n".join(lines + ["", *surprise_lines(self.surprises)])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON types. `units` has one row per unit and set of dtypes."""
-        rows = []
-        for unit in self.plan.units:
-            for row in unit.rows:
-                cells = dict(zip(_HEAD[1:], _cells(row), strict=True))
-                rows.append({"unit": unit.name, **cells, "parameters": row.parameters, "elements": row.elements})
-        return {"kind": "precision", "unshard": __version__, "units": rows, "findings": self.surprises}
-
 
 def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = None) -> PrecisionReport:
     """Report the dtypes of a sharded `model` at every stage of a step, and flag dtypes that look unintended.
@@ -81,6 +76,23 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report, file=file or sys.stdout)
     return report
+
+
+def units_of(plan: ModelPlan) -> list[dict[str, Any]]:
+    """Return the rows of a plan as plain values, with short names of dtypes."""
+    found = []
+    for row in (row for unit in plan.units for row in unit.rows):
+        dtypes = {name: getattr(row, name) for name in _DTYPES}
+        found.append(
+            {
+                "name": row.unit,
+                "parameters": list(row.names),
+                "elements": row.elements,
+                **{name: None if dtype is None else short(dtype) for name, dtype in dtypes.items()},
+                "state": [short(dtype) for dtype in row.state],
+            }
+        )
+    return found
 
 
 # -- the text ----------------------------------------------------------------------------------------------------
@@ -147,21 +159,21 @@ def surprise_lines(found: list[str]) -> list[str]:
     return ["Surprises:", *(f"- {each}" for each in found)] if found else ["No surprises."]
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        f"{row.parameters:,}",
-        f"{row.elements:,}",
-        short(row.stored),
-        short(row.gathered, "own protocol"),
-        short(row.computed),
-        *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
-        short(row.updated, "frozen"),
-        shorts(row.state) + ("" if row.state_exists or not row.state else "*"),
-    ]
-
-
 def _parameter_lines(unit: UnitPlan) -> list[list[str]]:
-    lines = [["", *_cells(row)] for row in unit.rows]
+    lines = [
+        [
+            "",
+            f"{row.parameters:,}",
+            f"{row.elements:,}",
+            short(row.stored),
+            short(row.gathered, "own protocol"),
+            short(row.computed),
+            *(short(dtype) for dtype in (row.wire, row.reduced, row.kept, row.grad)),
+            short(row.updated, "frozen"),
+            shorts(row.state) + ("" if row.state_exists or not row.state else "*"),
+        ]
+        for row in unit.rows
+    ]
     return lines or [["", "0", "0", *[NOTHING] * (len(_HEAD) - 3)]]
 
 

@@ -161,7 +161,7 @@ class Recording:
             "device": device,
             "started": self._started,
             "error": None if error is None else f"{type(error).__name__}: {error}",
-            "units": units_of(plan),
+            "units": sharding_map(plan),
             "results": [
                 each.to_dict() if hasattr(each, "to_dict") else each for each in chain([precision], self._results)
             ],
@@ -215,7 +215,7 @@ def _class_name(model: nn.Module) -> str:
     return type(inner).__name__.removeprefix("FSDP")
 
 
-def units_of(plan: ModelPlan) -> list[dict[str, Any]]:
+def sharding_map(plan: ModelPlan) -> list[dict[str, Any]]:
     """Return the name, the parameters and the ranks of each unit. Elements are those that these ranks share."""
     units = []
     for unit in plan.units:

@@ -88,6 +88,9 @@ def _memory_rows(both: Sequence[dict[str, Any]]) -> Markup:
         if any(cells):
             lines.append([kind, *cells])
     lines.append(["sum", *(sum(line[i] or 0 for line in lines) for i in range(1, 2 * len(both) + 1))])
+    hosts = [each.get("host") or {} for each in both]
+    if any(any(host.values()) for host in hosts):
+        lines.append(["host memory", *(host.get(key) for host in hosts for key in ("at_rest", "at_peak"))])
     texts = []
     for kind, *cells in lines:
         extra = [_difference(cells[1], cells[3])] if compared else []
@@ -126,6 +129,7 @@ def step_time(found: Found, charts: Charts) -> Section | None:
             section.parts += _rank_table(ranks)
         if units:
             section.parts += [legend(_COLORS), _unit_times(units)]
+        section.parts += [paragraph(text) for text in each.get("advice", [])]
     for each in of_kinds(found, "recording"):
         steps = [step for step in each.get("steps", []) if step.get("seconds") is not None]
         if len(steps) > 2:
@@ -144,17 +148,16 @@ def step_time(found: Found, charts: Charts) -> Section | None:
 
 def _slowest(ranks: Sequence[dict[str, Any]], slowest: int | None, steps: int | None) -> str:
     row = next((row for row in ranks if row["rank"] == slowest), max(ranks, key=lambda row: row["step_ms"]))
-    exposed, step = row.get("exposed_ms"), row["step_ms"]
+    exposed, step = row.get("exposed_ms") or 0.0, row["step_ms"]
+    # The others wait for the slowest rank in their collectives, so the steps of all ranks take equally long.
     text = f"Rank {row['rank']} is the slowest of {count(len(ranks), 'rank')}: " if len(ranks) > 1 else "Rank 0: "
-    text += f"{number(step)} ms per step"
-    text += f" over {count(steps, 'step')}" if steps else ""
-    if exposed is not None and step:
-        text += f", of which {number(exposed)} ms ({exposed / step:.0%}) wait for communication"
-    return text + "."
+    text += f"of {number(step)} ms per step, it is busy for {number(step - exposed)} ms"
+    text += f" and waits for communication for {number(exposed)} ms ({exposed / (step or 1):.0%})"
+    return text + (f", over {count(steps, 'step')}." if steps else ".")
 
 
-_COLORS = {"forward": 0, "backward": 1, "hidden communication": 2, "exposed communication": 3}
-_STEP_COLORS = {"step": 0, "waits for communication": 3}
+_COLORS = {"forward": 0, "backward": 1, "exposed communication": 3}
+_STEP_COLORS = {"busy": 0, "waits for communication": 3}
 
 
 def _ms(value: float) -> str:
@@ -164,12 +167,13 @@ def _ms(value: float) -> str:
 def _rank_table(ranks: Sequence[dict[str, Any]]) -> list[Markup]:
     full = max(row["step_ms"] for row in ranks)
     exposed = any(row.get("exposed_ms") is not None for row in ranks)
-    head = ["rank", "time", "step (ms)", *(["waits for communication (ms)"] if exposed else [])]
+    head = ["rank", "time", "step (ms)", *(["busy (ms)", "waits (ms)"] if exposed else [])]
     rows = []
     for row in ranks:
         waits = row.get("exposed_ms") or 0.0
         share = bar([row["step_ms"] - waits, waits], full, list(_STEP_COLORS.values()))
-        rows.append([row["rank"], share, _ms(row["step_ms"]), *([_ms(waits)] if exposed else [])])
+        parts = [_ms(row["step_ms"] - waits), _ms(waits)] if exposed else []
+        rows.append([row["rank"], share, _ms(row["step_ms"]), *parts])
     names = [legend(_STEP_COLORS)] if exposed else []
     return [*names, table("Step time of each rank", head, rows)]
 
@@ -178,16 +182,12 @@ def _unit_times(units: Sequence[dict[str, Any]]) -> Markup:
     def times(row: dict[str, Any], *names: str) -> list[float]:
         return [float(row.get(f"{name}_ms") or 0) for name in names]
 
-    rows, full = [], 0.0
-    for row in units:
-        computing = times(row, "forward", "backward")
-        sent, exposed = sum(times(row, "all_gather", "reduce")), sum(times(row, "all_gather_exposed", "reduce_exposed"))
-        full = max(full, sum(computing), sent)
-        rows.append((row, computing, [max(0.0, sent - exposed), exposed]))
-    lines = []
-    for row, computing, sending in rows:
-        bars = Markup(bar(computing, full, (0, 1)) + bar(sending, full, (2, 3)))
-        gathers, reduces = times(row, "all_gather", "all_gather_exposed"), times(row, "reduce", "reduce_exposed")
-        lines.append([title_of(row), bars, *map(_ms, [*computing, *gathers, *reduces])])
-    head = ("unit", "computing / communication", "forward", "backward", "all-gather", "exposed", "reduction", "exposed")
+    def parts(row: dict[str, Any]) -> list[float]:
+        return [*times(row, "forward", "backward"), sum(times(row, "all_gather_exposed", "reduce_exposed"))]
+
+    names = ("forward", "backward", "all_gather", "all_gather_exposed", "reduce", "reduce_exposed")
+    full = max(sum(parts(row)) for row in units)
+    colors = list(_COLORS.values())
+    lines = [[title_of(row), bar(parts(row), full, colors), *map(_ms, times(row, *names))] for row in units]
+    head = ("unit", "time", "forward", "backward", "all-gather", "exposed", "reduction", "exposed")
     return table("Time of each unit per step (ms)", head, lines)

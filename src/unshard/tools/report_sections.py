@@ -40,9 +40,17 @@ def _named(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join rows that differ only in the names of their units, as the text tables do."""
     equal: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        key = repr({name: value for name, value in row.items() if name not in ("name", "names", "unit")})
+        key = repr({name: value for name, value in row.items() if name not in ("name", "unit")})
         equal.setdefault(key, []).append(row)
-    return [{**same[0], "unit": shared_title([title_of(row) for row in same])} for same in equal.values()]
+    return [
+        {"unit": shared_title([title_of(row) for row in same])}
+        | {key: value for key, value in same[0].items() if key not in ("name", "unit")}
+        for same in equal.values()
+    ]
+
+
+def _many(parameters: Any) -> Any:
+    return len(parameters) if isinstance(parameters, list) else parameters
 
 
 # -- precision, sharding -----------------------------------------------------------------------------------------
@@ -53,7 +61,8 @@ def _precision(found: Found, charts: Charts) -> Section | None:
     for each in of_kinds(found, "precision"):
         section.findings += [(False, text) for text in each.get("findings", [])]
         if each.get("units"):
-            section.parts.append(dict_table("Dtypes of each unit", _named(each["units"]), ("unit",)))
+            rows = [{**row, "parameters": _many(row.get("parameters"))} for row in each["units"]]
+            section.parts.append(dict_table("Dtypes of each unit", _named(rows), ("unit",)))
         if each.get("findings"):
             section.parts.append(_list(each["findings"]))
         elif each.get("units"):
@@ -207,7 +216,7 @@ def _verify(found: Found, charts: Charts) -> Section | None:
             differs = run.get("differs") or {}
             cells = [differs.get(key) for key in ("what", "name", "step", "difference", "tolerance")]
             rows.append([f"{run['ranks']} ranks", tag(run.get("agree"), ("agrees", "differs", "-")), *cells])
-            rows[-1].append(run.get("causes"))
+            rows[-1].append([*run.get("causes", []), *(f"Note: {each}" for each in run.get("notes", []))])
         for good in (False, True):
             ranks = " and ".join(str(run["ranks"]) for run in runs if bool(run.get("agree")) is good)
             steps = f" in {count(each['steps'], 'step')}" if each.get("steps") else ""
@@ -228,7 +237,9 @@ def _doctor(found: Found, charts: Charts) -> Section | None:
         section.findings += [(False, f"{row['what']}: {row.get('advice') or row.get('value')}") for row in bad]
         if not bad:
             section.findings.append((True, f"The environment passes {count(len(rows), 'check')}."))
-        lines = [(row["what"], row.get("value"), tag(row.get("ok")), row.get("advice")) for row in rows]
+        marks = [None if row.get("ok") is None and not row.get("advice") else tag(row.get("ok")) for row in rows]
+        texts = zip(rows, marks, strict=True)
+        lines = [(row["what"], row.get("value"), mark, row.get("advice")) for row, mark in texts]
         section.parts.append(table("Checks of the environment", ("what", "value", "result", "advice"), lines))
     return section if section.parts else None
 
@@ -243,17 +254,26 @@ def _hang(found: Found, charts: Charts) -> Section | None:
         place += f" Missing: {'rank' if len(missing) == 1 else 'ranks'} {ranks_text(missing)}." if missing else ""
         section.parts += [paragraph(text), paragraph(place)]
         rows = [
-            {**row, "pid": str(row.get("pid", "")), "stack": _folded(row.get("stack"))} for row in each.get("rows", [])
+            {**{key: row.get(key) for key in _PLACES}, "pid": str(row.get("pid") or ""), "stacks": _stacks(row)}
+            for row in each.get("rows", [])
         ]
-        section.parts.append(dict_table("Where each rank is", rows, ("rank", "state", "waits_for", "unit", "line")))
+        if rows:
+            section.parts.append(dict_table("Where each rank is", rows))
     return section if section.parts else None
 
 
-def _folded(stack: Sequence[Any] | None) -> Markup | None:
-    if not stack:
-        return None
-    lines = escape("\n".join(map(str, stack)))
-    return Markup(f"<details><summary>{count(len(stack), 'frame')}</summary><pre>{lines}</pre></details>")
+_PLACES = ("rank", "state", "waits_for", "last", "position", "unit", "line", "host")
+
+
+def _stacks(row: dict[str, Any]) -> Markup:
+    stacks = {"main thread": row.get("stack"), **row.get("threads", {})}
+    return Markup(
+        "".join(
+            f"<details><summary>{escape(name)}</summary><pre>{escape(chr(10).join(map(str, lines)))}</pre></details>"
+            for name, lines in stacks.items()
+            if lines
+        )
+    )
 
 
 def _advice(found: Found, charts: Charts) -> Section | None:
