@@ -119,6 +119,14 @@ def test_plan_beside_ledger() -> None:
     assert "parameters 1.0 GiB 2.0 GiB 512.0 MiB 3.0 GiB +50.0%" in text
 
 
+def test_a_watched_run_without_findings() -> None:
+    page = page_of({**samples()["watch"], "findings": [], "norms": [], "scaler": [], "steps": 7})
+    assert page.texts[""].count("All values were finite in 7 watched steps.") == 1 and set(page.texts) == {
+        "",
+        "training",
+    }
+
+
 def test_charts_have_the_numbers() -> None:
     found = samples()
     page = page_of(found["plan"], found["recording"])

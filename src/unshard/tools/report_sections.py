@@ -126,6 +126,9 @@ def _training(found: Found, charts: Charts) -> Section | None:
     for each in of_kinds(found, "watch"):
         findings = each.get("findings", [])
         section.findings += [(False, str(row.get("text") or row.get("what"))) for row in findings[:MOST_LINES]]
+        if not findings and each.get("steps"):
+            section.findings.append((True, f"All values were finite in {count(each['steps'], 'watched step')}."))
+            section.parts.append(paragraph(section.findings[-1][1]))
         if findings:
             section.parts.append(dict_table("Values that are not finite, or unusual", findings, ("step",)))
         section.parts += _norms(each.get("norms", []), charts)
@@ -276,9 +279,13 @@ def _stacks(row: dict[str, Any]) -> Markup:
     )
 
 
+def _fits(fits: bool | None) -> Markup | None:
+    return None if fits is None else tag(fits, ("fits", "does not fit", ""))
+
+
 def _advice(found: Found, charts: Charts) -> Section | None:
     rows = [
-        (row["change"], size(row.get("peak")), tag(row.get("fits"), ("fits", "does not fit", "unknown")))
+        (row["change"], size(row.get("peak")), _fits(row.get("fits")))
         for each in list(of_kinds(found, "plan", "ledger"))[:1]  # they have the same advice
         for row in each.get("advice", [])
     ]
