@@ -41,7 +41,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
-# FOLDER=run saves checkpoints there, and goes on from them when it is called again, also with other PROCESSES.
+# FOLDER=run saves checkpoints there, and goes on from them when it is called again, also with other PROCESSES. The last
+# line is the path of a report of the run, which is in a temporary folder without FOLDER.
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py $(if $(FOLDER),--folder "$(FOLDER)")
 

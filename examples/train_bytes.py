@@ -7,6 +7,8 @@
 Every process keeps only its share of parameters, gradients and optimizer state. Needs nothing but the
 Python installation it runs on: no download, no GPU (one GPU per process is used where there is one).
 
+At the end it prints the path of a report: an HTML page with the losses, step times, dtypes and the sharding map.
+
 With `--folder` it saves a checkpoint every few steps, while training goes on, and when it is asked to stop (Ctrl-C,
 SIGTERM). Started again with the same options, it goes on after the latest checkpoint, with any number of processes:
 a step trains on the same windows however many processes share them. If it was killed, it repeats the steps since then.
@@ -19,10 +21,12 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from unshard import MixedPrecisionPolicy, checkpoint, fully_shard
+from unshard import MixedPrecisionPolicy, checkpoint, fully_shard, tools
 
 VOCABULARY = 256  # one token per byte value
 HEAD_DIM = 32
@@ -56,7 +60,7 @@ def parse_args() -> argparse.Namespace:
         help="dtype of the computation; bf16 is slow on CPUs without instructions for it",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="save checkpoints here, and go on after the latest one")
+    parser.add_argument("--folder", type=Path, help="save checkpoints and the report here, and go on after the latest")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     args = parser.parse_args()
     for name in ("steps", "layers", "dim", "seq", "batch", "save_every"):
@@ -337,8 +341,9 @@ def train(
     data: Tensor,
     args: argparse.Namespace,
     device: torch.device,
+    recording: Any,
 ) -> Outcome:
-    """Train from step `done` + 1 to the last, or until the program is asked to stop."""
+    """Train from step `done` + 1 to the last, or until the program is asked to stop. Record the steps."""
     progress = Progress(args.steps)
     tokens_per_step = args.batch * args.seq
     # Losses are averaged over ranks only every `interval` steps: that waits for the device and the other ranks.
@@ -353,6 +358,7 @@ def train(
         loss = loss_of(model, data, draw_starts(data, step, args), args.seq, device)
         loss.backward()
         optimizer.step()
+        recording.step(loss, step=step)  # of rank 0; does not wait for the device
         pending.append(loss.detach())
         ends = checkpoints.after_step(step, device) or step == args.steps
         if step % interval == 0 or step == done + 1 or ends:
@@ -407,6 +413,15 @@ def introduce(args: argparse.Namespace, full_bytes: int, train_bytes: int, devic
     )
 
 
+def recording_folder(args: argparse.Namespace) -> Path:
+    """Return a folder for the report, which is the same on all ranks."""
+    folders = [args.folder / "report" if args.folder else None]
+    if not args.folder:
+        folders = [Path(tempfile.mkdtemp(prefix="unshard-"))] if dist.get_rank() == 0 else [None]
+        dist.broadcast_object_list(folders)
+    return folders[0]
+
+
 def report(outcome: Outcome, validation_loss: float, memory: Memory, sample: str) -> None:
     share = memory.sharded / memory.unsharded
     steps = f"steps {outcome.first_step} to {outcome.last_step}"
@@ -433,7 +448,9 @@ def main() -> None:
     if done:
         say(f"{args.folder} has step {done} of {args.steps}: {'going on' if done < args.steps else 'nothing to do'}")
     if done < args.steps:
-        outcome = train(model, optimizer, checkpoints, done, train_data, args, device)
+        folder = recording_folder(args)
+        with tools.record(folder, model, optimizer) as recording:
+            outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording)
         if outcome.last_step < args.steps:
             say(f"\nstopped after step {outcome.last_step}; the same command goes on from there")
         else:
@@ -442,6 +459,8 @@ def main() -> None:
             sample = generate(model, b"def ", args, device)
             if dist.get_rank() == 0:
                 report(outcome, validation_loss, memory, sample)
+        if dist.get_rank() == 0:
+            print(f"report: {tools.report(folder, folder).resolve()}", flush=True)
     dist.destroy_process_group()
 
 

@@ -109,6 +109,8 @@ def test_the_trainer_resumes_with_other_numbers_of_processes(tmp_path: Path) -> 
     assert begun(text) == stopped_in and list(third) == list(range(stopped_in + 1, 11))
     for step, loss in [*second.items(), *third.items()]:
         assert float(loss) == pytest.approx(float(straight[step]), rel=1e-6), (killed_in, stopped_in, step)
+    report = Path(re.findall(r"^report: (.*)$", text, re.MULTILINE)[-1])
+    assert report.parent == (folder / "report").resolve() and "10 steps on 1 rank" in report.read_text()
     assert "nothing to do" in train("train_bytes.py", 1, *SMALL, f"--folder={folder}")[1]
 
 

@@ -75,6 +75,12 @@ class OpenGradScaler(torch.amp.GradScaler):
         return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | float | None:
+    """Return the scale without waiting for the device, unlike `get_scale`. Return None if `scaler` is disabled."""
+    scale = getattr(scaler, "_scale", None)
+    return getattr(scaler, "_init_scale", None) if scale is None else scale
+
+
 def scaler_stages(scaler: torch.amp.GradScaler) -> tuple[tuple[int, OptState], ...]:
     """Return the id and the stage of each optimizer that `scaler` has unscaled or stepped since its last update."""
     stages = ((number, state["stage"]) for number, state in scaler._per_optimizer_states.items())
