@@ -233,7 +233,7 @@ class StepRecorder(observer.Observer):
     def entering(self, stage: str, unit: Unit) -> None:
         if unit not in self._ancestors:
             return
-        if is_recording():
+        if is_recording() and stage in ("pre_forward", "pre_backward"):
             raise StateError(
                 f"unshard.tools.timeline cannot look into a captured step (unit {unit.name!r}): replays run no hooks. "
                 "Call the step itself inside the timeline, not the function that unshard.capture returned."

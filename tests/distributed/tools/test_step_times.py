@@ -1,0 +1,367 @@
+"""`unshard.tools.timeline`: times that the tests plant appear as those of the right unit, collective and rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import loopback, world
+from bed.loopback_stream import CpuStream
+from bed.stack import Stack, batch, loss_of, mesh, sharded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unshard
+from unshard import fully_shard
+from unshard.engine import observer, side_stream
+from unshard.engine.observer import Observer
+from unshard.errors import ArgumentError, StateError
+from unshard.tools import timeline
+from unshard.tools.step_times import Timeline, UnitTimes
+
+DELAY = 0.05
+MS = 1e3
+SLACK = 30.0  # milliseconds per step that a busy machine may add
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, micro_batches: int = 1) -> None:
+    for _ in range(micro_batches):
+        loss_of(model).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def row(times: Timeline, name: str) -> UnitTimes:
+    return next(each for each in times.units if each.name == name)
+
+
+def figures(times: Timeline, what: str) -> dict[str, float]:
+    return {each.name: getattr(each, what) for each in times.units}
+
+
+def of_kind(op: str) -> str:
+    return "all-gather" if "gather" in op else "reduce"
+
+
+@contextmanager
+def slow_collective(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, list[int]]) -> Iterator[None]:
+    """Let the collectives with these numbers among those of their kind take `DELAY`, and others no time."""
+    counts = {"all-gather": 0, "reduce": 0}
+    issue = CpuStream.issue
+
+    def slowed(self: CpuStream, transfer: Any) -> None:
+        kind = of_kind(transfer.op)
+        self._delay = DELAY if counts[kind] in numbers.get(kind, ()) else 0.0
+        counts[kind] += 1
+        issue(self, transfer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuStream, "issue", slowed)
+        yield
+
+
+class SlowLinear(nn.Linear):
+    """Takes `DELAY` in forward and twice as long in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(DELAY)
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(2 * DELAY))
+        return output
+
+
+def slowed_stack(slow: int) -> Stack:
+    model = Stack()
+    model.blocks[slow].first.__class__ = SlowLinear
+    return model
+
+
+# --- planted times -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce"])
+def test_planted_collectives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective of a step in turn takes long: exactly one unit has an exposed wait, of this kind."""
+    what = "all_gather_exposed_ms" if kind == "all-gather" else "reduce_exposed_ms"
+    other = "reduce_exposed_ms" if kind == "all-gather" else "all_gather_exposed_ms"
+    with loopback.job(2) as job:
+        model = sharded()
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            step(model, optimizer)
+        before = len(job.log)
+        step(model, optimizer)
+        kinds = [of_kind(call.op) for call in job.log[before:]]
+        assert kinds.count(kind) == (7 if kind == "all-gather" else 4)
+        found = []
+        for number in range(kinds.count(kind)):
+            with slow_collective(monkeypatch, {kind: [number]}), timeline(model) as times:
+                step(model, optimizer)
+            exposed = figures(times, what)
+            late = max(exposed, key=lambda name: exposed[name])
+            assert DELAY * MS - SLACK < exposed[late] < DELAY * MS + SLACK, (number, times)
+            assert sum(exposed.values()) - exposed[late] < SLACK > sum(figures(times, other).values())
+            assert row(times, late).all_gather_ms + row(times, late).reduce_ms >= exposed[late]
+            assert f"Unit {late!r} has the largest exposed time" in str(times) and times.steps == 1
+            found.append(late)
+    gathers = ["(root)", *BLOCKS, "blocks.2", "blocks.1", "blocks.0"]
+    assert found == (gathers if kind == "all-gather" else ["blocks.2", "blocks.1", "blocks.0", "(root)"])
+
+
+def test_an_overlapped_collective_is_not_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block computes for as long as the all-gather of the second takes."""
+    with loopback.job(2):
+        model = sharded(slowed_stack(0))
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            step(model, optimizer)
+        with slow_collective(monkeypatch, {"all-gather": [2]}), timeline(model) as times:
+            step(model, optimizer)
+    assert times.exposed_ms < SLACK and row(times, "blocks.1").all_gather_ms > DELAY * MS
+    assert not times.advice
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_planted_computation(recompute: bool) -> None:
+    """Nested units: time of a block is not time of the root. A recomputation is a part of backward."""
+    with loopback.job(2):
+        model = sharded(slowed_stack(1))
+        if recompute:
+            model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            for _ in range(2):
+                step(model, optimizer)
+    forward, backward = figures(times, "forward_ms"), figures(times, "backward_ms")
+    assert DELAY * MS <= forward.pop("blocks.1") < DELAY * MS + SLACK
+    assert (
+        (3 if recompute else 2) * DELAY * MS <= backward.pop("blocks.1") < (3 if recompute else 2) * DELAY * MS + SLACK
+    )
+    assert sum(forward.values()) < SLACK and sum(backward.values()) < SLACK and times.other_ms < SLACK
+
+
+def test_planted_time_between_units() -> None:
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            for _ in range(2):
+                loss = loss_of(model)
+                time.sleep(DELAY)
+                loss.backward()
+                optimizer.step()
+    assert DELAY * MS <= times.other_ms < DELAY * MS + SLACK
+    assert sum(figures(times, "forward_ms").values()) < SLACK
+
+
+# --- steps -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_is() -> None:
+    """From a forward after an optimizer step to the next such forward: micro-batches and other optimizers count in."""
+    with loopback.job(2):
+        model = sharded()
+        optimizer, other = optimizer_of(model), torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+        with timeline(model) as times:
+            for _ in range(3):
+                for _ in range(2):
+                    step(model, None)
+                    other.step()
+                optimizer.step()
+                optimizer.step()
+        assert (times.steps, times.warm_up_steps) == (2, 1) and "a warm-up, is left out" in str(times)
+        with timeline(model) as times:
+            step(model, optimizer)
+        assert (times.steps, times.warm_up_steps) == (1, 0)
+        with timeline(model) as times:
+            step(model, None, micro_batches=3)
+        assert times.steps == 1
+        gathers = row(times, "blocks.0").all_gather_ms
+        with timeline(model) as times:
+            optimizer.step()
+        assert times.steps == 0 and times.slowest is None and "No steps were measured" in str(times)
+    assert gathers > 0
+
+
+def test_parts_add_up_to_the_step() -> None:
+    with loopback.job(2, delay=0.001):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        began = time.perf_counter()
+        with timeline(model) as times:
+            for _ in range(3):
+                step(model, optimizer)
+        wall = (time.perf_counter() - began) * MS
+    assert 0.7 * wall < sum(each.step_ms for each in times.each_step) < wall
+    assert len(times.each_step) == 3 and times.other_ms > 0
+    assert times.exposed_ms == pytest.approx(sum(each.exposed_ms for each in times.units))
+    assert 5.0 < times.exposed_ms < times.step_ms  # 11 collectives of 1 ms, of which few overlap with computation
+
+
+def test_other_models_are_left_out() -> None:
+    with loopback.job(2, delay=0.01):
+        model, other = sharded(), fully_shard(nn.Linear(132, 2))
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            loss = loss_of(model)
+            mine = len(times._recorder._open) if times._recorder else -1
+            other(batch()).sum().backward()
+            loss.backward()
+            optimizer.step()
+    assert mine == 0 and times.steps == 1 and times.exposed_ms < 110 + SLACK
+    assert times.other_ms > 15  # waits of the other model
+
+
+# --- the block ---------------------------------------------------------------------------------------------------
+
+
+def test_results_and_state_are_those_without_it() -> None:
+    with loopback.job(2) as job:
+        states, logs = [], []
+        for timed in (False, True):
+            model, start = sharded(), len(job.log)
+            optimizer, keys = optimizer_of(model), set(vars(model.blocks[0]))
+            if timed:
+                with timeline(model) as times:
+                    for _ in range(2):
+                        step(model, optimizer)
+                kept = [each for each in vars(times).values() if isinstance(each, torch.Tensor | nn.Module)]
+                assert not kept and not times._states and set(vars(model.blocks[0])) == keys
+                assert job.log[-1].op == "loopback._allgather_base"  # the times of the ranks
+            else:
+                for _ in range(2):
+                    step(model, optimizer)
+            logs.append([call.op for call in job.log[start:]])
+            states.append({name: each.to_local().clone() for name, each in model.named_parameters()})
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+    assert logs[1][:-1] == logs[0]
+    assert observer.current is None and observer._watches_stages is None
+
+
+def test_an_exception_in_the_block() -> None:
+    """No collective follows: other ranks may not come to it. Complete steps are there."""
+    with loopback.job(2) as job:
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with pytest.raises(ZeroDivisionError), timeline(model) as times:
+            for _ in range(2):
+                step(model, optimizer)
+            loss_of(model)
+            issued = len(job.log)
+            1 / 0  # noqa: B018
+        assert len(job.log) == issued and observer.current is None
+        assert times.steps == 2 and [each.rank for each in times.ranks] == [0]
+        step(model, optimizer)
+
+
+def test_misuse() -> None:
+    with pytest.raises(ArgumentError, match="takes a sharded model, got int"):
+        timeline(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="Linear has no sharded module"):
+        timeline(nn.Linear(2, 2))
+    with loopback.job(2):
+        model = sharded()
+        with timeline(model) as times:
+            with pytest.raises(StateError, match="has been used"), times:
+                pass
+        with pytest.raises(StateError, match="has been used"), times:
+            pass
+        with side_stream.recording_step(), pytest.raises(StateError, match="unit .* replays run no hooks"):
+            with timeline(model):
+                loss_of(model)
+
+
+def test_observers_of_tensors_keep_reductions_on_the_compute_stream() -> None:
+    with loopback.job(2):
+        model, reader = sharded(), Observer()
+        with timeline(model):
+            assert observer.current is not None and not observer.on_compute_stream
+            observer.add(reader)
+            assert observer.on_compute_stream
+            observer.remove(reader)
+            assert not observer.on_compute_stream
+
+
+def test_trace(tmp_path: Path) -> None:
+    with loopback.job(2, delay=0.002):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        with timeline(model, trace=tmp_path / "steps.json") as times:
+            for _ in range(2):
+                step(model, optimizer)
+    (file,) = tmp_path.iterdir()
+    assert file.name == "steps.rank0.json"
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [each["args"]["name"] for each in events if each["ph"] == "M"] == [
+        "rank 0",
+        "compute",
+        "all-gather",
+        "reduce",
+    ]
+    spans = [each for each in events if each["ph"] == "X"]
+    names = {each["name"] for each in spans}
+    for unit in ["(root)", *BLOCKS]:
+        for what in ("forward", "backward", "all-gather", "reduce", "wait for all-gather", "wait for reduce"):
+            assert f"{what} {unit}" in names
+    assert {each["pid"] for each in spans} == {0} and all(each["dur"] >= 0 for each in spans)
+    assert abs(spans[0]["ts"] / 1e6 - time.time()) < 60
+    for thread in range(3):  # in order, and never two at once
+        mine = sorted((each["ts"], each["dur"]) for each in spans if each["tid"] == thread)
+        assert all(begin + length <= later + 1 for (begin, length), (later, _) in zip(mine, mine[1:], strict=False))
+    gathers = [each["dur"] for each in spans if each["name"].startswith("all-gather blocks")]
+    assert len(gathers) == 2 * 6 and min(gathers) > 0 and sum(gathers) > 12 * 1500
+    assert json.loads(json.dumps(times.to_dict()))["kind"] == "timeline"
+
+
+# --- real ranks --------------------------------------------------------------------------------------------------
+
+
+@world(3)
+def test_the_slowest_rank() -> None:
+    """One rank sleeps in its forward; the others wait for it, and all of them know."""
+    rank = dist.get_rank()
+    model = sharded(slowed_stack(1) if rank == 1 else Stack())
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    with unshard.tools.timeline(model) as times:
+        for _ in range(2):
+            step(model, optimizer)
+    assert times.slowest == 1 and [each.rank for each in times.ranks] == [0, 1, 2]
+    assert times.ranks[rank].exposed_ms == pytest.approx(times.exposed_ms, rel=1e-4)
+    assert "Rank 1 is the slowest" in str(times)
+    found = times.to_dict()
+    assert (found["kind"], found["steps"], found["device"], found["slowest"]) == ("timeline", 2, "cpu", 1)
+    busy = {each.rank: each.busy_ms for each in times.ranks}
+    assert busy[1] >= 3 * DELAY * MS and all(each.step_ms >= 3 * DELAY * MS for each in times.ranks)
+    assert all(times.ranks[other].exposed_ms > 2 * DELAY * MS for other in (0, 2))
+
+
+@world(4)
+def test_replicas() -> None:
+    """All ranks are in the report, and the all-reduce counts as a reduction."""
+    model = sharded(mesh=mesh(2))
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    with timeline(model) as times:
+        step(model, optimizer)
+    assert [each.rank for each in times.ranks] == [0, 1, 2, 3]
+    assert min(figures(times, "reduce_ms").values()) > 0
