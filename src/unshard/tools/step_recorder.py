@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..engine.api import StreamEvent, Unit, WatchedWork, is_recording, observer, param_group_of, timing_stream
-from ..errors import StateError
 from ..names import optimizer_parameters
 from ..torch_private import inside_backward
 
@@ -145,6 +144,8 @@ class StepRecorder(observer.Observer):
         self._stepped: Mark | None = None
         """The end of the last optimizer step, or None if none has ended in this step."""
         self._stack: list[tuple[str, Owner]] = []
+        self.saw_recording = False
+        """True if a step was recorded as a CUDA graph. Events inside a recording would measure nothing."""
         self._open: WeakKeyDictionary[WatchedWork, tuple[Unit, str, Mark, bool]] = WeakKeyDictionary()
 
     def start(self) -> None:
@@ -167,6 +168,8 @@ class StepRecorder(observer.Observer):
     # -- steps ----------------------------------------------------------------------------------------------
 
     def _after_optimizer(self, optimizer: Any, *unused: Any) -> None:
+        if is_recording():
+            return
         if self._step is not None and any(self._is_ours(each) for each in optimizer_parameters(optimizer)):
             if self._stepped is not None:
                 self._clock.reuse([self._stepped])
@@ -233,11 +236,9 @@ class StepRecorder(observer.Observer):
     def entering(self, stage: str, unit: Unit) -> None:
         if unit not in self._ancestors:
             return
-        if is_recording() and stage in ("pre_forward", "pre_backward"):
-            raise StateError(
-                f"unshard.tools.timeline cannot look into a captured step (unit {unit.name!r}): replays run no hooks. "
-                "Call the step itself inside the timeline, not the function that unshard.capture returned."
-            )
+        if is_recording():
+            self.saw_recording = True
+            return
         if stage == "pre_forward":
             backward = inside_backward()  # a checkpoint recomputes the unit
             if not self._stack and not backward:
@@ -253,7 +254,7 @@ class StepRecorder(observer.Observer):
             self._push(_BACKWARD, Owner(unit, "backward"))
 
     def leaving(self, stage: str, unit: Unit) -> None:
-        if unit in self._ancestors:
+        if unit in self._ancestors and not is_recording():
             if stage == "post_forward":
                 self._pop(_CALL, unit)
             elif stage == "post_backward":

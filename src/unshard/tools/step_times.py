@@ -33,6 +33,7 @@ _EXPLANATION = (
     "Milliseconds per step. Exposed: the computation waited for the collective to its left. (other): loss, optimizer, "
     "input data."
 )
+_CAPTURED = "Captured steps are not measured: call the step itself, not what unshard.capture returned."
 _FOR_GATHERS = (
     "Try reshard_after_forward=False if memory allows (one all-gather less), set_modules_to_forward_prefetch and "
     "set_modules_to_backward_prefetch to start all-gathers earlier, a 16-bit param_dtype, or larger batches. If the "
@@ -89,6 +90,8 @@ class Timeline:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.warm_up_steps = 0
         """1 if the first step is left out, because the model had not run before."""
+        self.captured = False
+        """True if a step was captured inside the block. Captured steps are not measured."""
         self.units: list[UnitTimes] = []
         """The times of each unit on this rank, per step."""
         self.ranks: list[RankTimes] = []
@@ -116,6 +119,7 @@ class Timeline:
     def __exit__(self, kind: Any, *exception: Any) -> None:
         assert self._recorder is not None
         self._recorder.stop(failed=kind is not None)
+        self.captured = self._recorder.saw_recording
         names = {state.unit: state.unit.name or ", ".join(paths) for state, paths in self._states.items()}
         for unit, name in names.items():
             figures = (self._sums[unit, part] / max(1, self.steps) for part in _PARTS)
@@ -215,11 +219,9 @@ class Timeline:
 
     def __str__(self) -> str:
         if not self.steps:
-            return (
-                "No steps were measured. Run training steps inside the block. Steps that unshard.capture replays run "
-                "no hooks: call the step itself."
-            )
+            return f"No steps were measured. Run training steps inside the block. {_CAPTURED}"
         left_out = " The first step, a warm-up, is left out." if self.warm_up_steps else ""
+        left_out += f" {_CAPTURED}" if self.captured else ""
         head = (
             f"{self.steps} steps on rank {self.rank} ({self.device}), {self.step_ms:.2f} ms per step. For "
             f"{self.exposed_ms:.2f} ms ({self.exposed_ms / self.step_ms:.0%}), the computation waited for "

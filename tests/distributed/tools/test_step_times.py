@@ -286,9 +286,22 @@ def test_misuse() -> None:
                 pass
         with pytest.raises(StateError, match="has been used"), times:
             pass
-        with side_stream.recording_step(), pytest.raises(StateError, match="captured step"):
-            with timeline(model):
-                loss_of(model)
+
+
+def test_captured_steps_are_left_out() -> None:
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            step(model, optimizer)
+            recorder = times._recorder
+            assert recorder is not None and recorder._step is not None
+            cuts = len(recorder._step.cuts)
+            with side_stream.recording_step():
+                step(model, optimizer)
+            assert len(recorder._step.cuts) == cuts and not recorder._open
+        assert times.steps == 1 and times.captured and "Captured steps are not measured" in str(times)
 
 
 def test_observers_of_tensors_keep_reductions_on_the_compute_stream() -> None:
