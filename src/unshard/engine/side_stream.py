@@ -42,7 +42,7 @@ class StreamEvent:
     def __init__(self, device: torch.device, timing: bool = False):
         """If `timing` is True, `elapsed_since` can measure the time between two such events."""
         self._device = device
-        self.event = torch.Event(device, enable_timing=timing)
+        self.event = torch.Event(device, enable_timing=True) if timing else torch.Event(device)
 
     def record(self) -> StreamEvent:
         """Move the event to the end of the work that is queued on this thread's current stream. Return the event."""
