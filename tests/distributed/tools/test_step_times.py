@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from bed import loopback, loopback_stream, world
 from bed.loopback_stream import CpuStream
-from bed.stack import Stack, batch, loss_of, mesh, sharded
+from bed.stack import WIDTH, Stack, batch, loss_of, mesh, sharded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -185,6 +185,46 @@ def test_planted_computation(recompute: bool, clock: Clock) -> None:
     assert forward.pop("blocks.1") == LONG
     assert backward.pop("blocks.1") == pytest.approx((3 if recompute else 2) * DELAY * MS)
     assert sum(forward.values()) == sum(backward.values()) == times.other_ms == NOTHING
+
+
+class Towers(nn.Module):
+    """The second tower's inputs need no gradient, so nothing tells when its backward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = SlowLinear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.stem(x)) + self.second(x)
+
+
+def test_a_unit_without_an_end(clock: Clock) -> None:
+    """The backward of the root goes on after those of the towers, and does not count as the second tower's."""
+    with loopback.job(2):
+        model = Towers()
+        for each in (model.first, model.second, model):
+            fully_shard(each)
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            step(model, optimizer)
+    assert figures(times, "backward_ms") == {
+        "(root)": pytest.approx(2 * DELAY * MS),
+        "first": NOTHING,
+        "second": NOTHING,
+    }
+
+
+def test_all_reduces_are_reductions(clock: Clock) -> None:
+    with loopback.job(4, delay=0.001):
+        model = sharded(mesh=mesh(2))
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            step(model, optimizer)
+    assert times.exposed_ms == times.step_ms == pytest.approx(12.0)  # all-reduces overlap with the other collectives
+    assert times.other_ms == NOTHING and len(times.ranks) == 1
 
 
 def test_planted_time_between_units(clock: Clock) -> None:
