@@ -46,7 +46,7 @@ from .shard_lookup import (
 )
 from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .sharing import lend, refuse_different_units, share, users_of
-from .side_stream import CopyStreams, SideStream, StreamEvent, is_recording, recording_step, timing_stream
+from .side_stream import CopyStreams, StreamEvent, is_recording, recording_step, timing_stream
 from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
 from .uneven_step import StepPlan, UnevenStep, all_gathered
 from .unit import Unit
