@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -57,6 +58,54 @@ def nccl_time(events: list[Event]) -> dict[str, float]:
             gathers = "AllGather" in kernel["name"]
             total["gathering" if gathers else "reducing"] += kernel.get("dur", 0) / 1e3
     return total
+
+
+def exposed_time(events: list[Event]) -> dict[str, float]:
+    """Milliseconds in which the compute stream was idle until a kernel of NCCL ended: `gathering` and `reducing`.
+
+    An idle time counts from the end of a kernel of the compute stream to the last end of a kernel of NCCL before the
+    next one begins. The compute stream is the one with the longest time in kernels that are not NCCL's. `alone` is the
+    time in which a kernel of NCCL ran and no other kernel of this process did, on any stream.
+    """
+    kernels = sorted((each for each in events if each.get("cat") in _ON_DEVICE), key=lambda each: each["ts"])
+    sent = [each for each in kernels if each["name"].startswith("nccl")]
+    others = [each for each in kernels if not each["name"].startswith("nccl")]
+    total = {"gathering": 0.0, "reducing": 0.0, "alone": _outside(_united(sent), _united(others)) / 1e3}
+    times: dict[Any, float] = defaultdict(float)
+    for each in others:
+        times[each["args"]["stream"]] += each.get("dur", 0)
+    busy = _united(each for each in others if each["args"]["stream"] == max(times, key=lambda stream: times[stream]))
+    for (_, idle), (next_begin, _) in itertools.pairwise(busy):
+        ends = [each for each in sent if idle < _end(each) <= next_begin]
+        if ends:
+            last = max(ends, key=_end)
+            total["gathering" if "AllGather" in last["name"] else "reducing"] += (_end(last) - idle) / 1e3
+    return total
+
+
+def _end(event: Event) -> float:
+    return event["ts"] + event.get("dur", 0)
+
+
+def _united(kernels: Iterable[Event]) -> list[tuple[float, float]]:
+    """The times in which at least one of `kernels`, which are sorted by their begin, ran."""
+    spans: list[tuple[float, float]] = []
+    for each in kernels:
+        if spans and each["ts"] <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], _end(each))
+        else:
+            spans.append((each["ts"], _end(each)))
+    return spans
+
+
+def _outside(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The length of `spans` without what they have in common with `others`."""
+    common = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in spans
+        for other_begin, other_end in others
+    )
+    return sum(end - begin for begin, end in spans) - common
 
 
 def _kinds(ranges: Iterable[Event], launches: list[Event]) -> dict[int, str]:

@@ -103,6 +103,29 @@ def test_time_of_nccl_is_told_apart() -> None:
     }
 
 
+def test_exposed_time_of_a_trace() -> None:
+    """The compute stream waits for a gather and for a reduction, which runs beside a pack, and then for the host."""
+
+    def kernel(name: str, stream: int, begin: int, end: int) -> dict[str, Any]:
+        event = {"name": name, "cat": "kernel", "ts": begin * 1000, "dur": (end - begin) * 1000}
+        return {**event, "args": {"stream": stream}}
+
+    computed = [kernel("gemm", 7, begin, end) for begin, end in [(0, 10), (16, 20), (30, 40), (50, 60)]]
+    sent = [kernel("ncclDevKernel_AllGather_RING_LL(x)", 20, begin, end) for begin, end in [(5, 15), (31, 39)]]
+    sent.append(kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", 21, 18, 28))
+    packed = kernel("chunk_cat", 8, 21, 23)
+    found = traces.exposed_time([*computed, packed, *sent, {"name": "nccl:all_gather", "cat": "cpu_op", "ts": 0}])
+    assert found == {"gathering": 5.0, "reducing": 8.0, "alone": 5.0 + 6.0}
+
+
+@pytest.mark.slow
+def test_exposed_communication_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    found = run("exposed", "--place", "gloo", "--size", "tiny", "--rounds", "1", "--steps", "2", "--warmup", "1")
+    assert [(row["rank"], row["steps"]) for row in found["rows"]] == [(0, "both"), (1, "both")]
+    assert all(0 < row["exposed"] < row["step"] for row in found["rows"])
+    assert found["cost"]["cost"] > 0 and "what the timeline costs" in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_step_goes_on_when_a_side_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*unused: object) -> None:

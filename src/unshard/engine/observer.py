@@ -1,7 +1,7 @@
 """Ways to watch a run.
 
-Observers see the collectives and can audit them. Loggers and profilers see the stages of units. If nothing watches the
-run, the cost is one comparison per collective and one call per hook.
+Observers see the collectives and the stages of units, and can audit or time them. Loggers and profilers see the stages,
+too. If nothing watches the run, the cost is one comparison per collective and one call per hook.
 """
 
 from __future__ import annotations
@@ -25,6 +25,24 @@ class Observer:
     An observer must change nothing, keep no reference to a tensor and issue no collective. All threads use the same
     observers, because autograd runs backward in its own threads. `params` are the `ManagedParam`s of a param group.
     """
+
+    on_compute_stream = True
+    """True if reductions must be issued on the compute stream, because the observer reads their tensors there."""
+
+    def entering(self, stage: str, unit: Any) -> None:
+        """Called before a stage of a unit. Stages are the methods with the decorator `traced`."""
+
+    def leaving(self, stage: str, unit: Any) -> None:
+        """Called after a stage of a unit, also if the stage raised an exception."""
+
+    def issued(self, work: WatchedWork) -> None:
+        """Called on the compute stream when a unit has issued a collective."""
+
+    def waiting(self, work: WatchedWork) -> None:
+        """Called before the compute stream, or the host, waits for a collective."""
+
+    def waited(self, work: WatchedWork) -> None:
+        """Called after the compute stream, or the host, was told to wait for a collective."""
 
     def all_gathering(self, params: Any, members: Members, sent: Sequence[Any]) -> None:
         """Called when a unit has issued an all-gather."""
@@ -50,7 +68,30 @@ class Observer:
 current: Any = None
 """The observer that the engine calls: None, the only one, or all of them. `add` and `remove` set it."""
 
+on_compute_stream = False
+"""True if any observer has `on_compute_stream`."""
+
 _observers: list[Observer] = []
+
+
+class WatchedWork:
+    """A collective in flight that calls observers when it is issued and when something waits for it."""
+
+    def __init__(self, kind: str, params: Any, work: Any):
+        """`kind` is "all-gather", "reduce-scatter" or "all-reduce"."""
+        self.kind, self.params, self.work = kind, params, work
+        current.issued(self)
+
+    def wait(self) -> None:
+        watcher = current
+        if watcher is None:
+            self.work.wait()
+            return
+        watcher.waiting(self)
+        try:
+            self.work.wait()
+        finally:
+            watcher.waited(self)
 
 
 class _All:
@@ -80,8 +121,15 @@ def remove(observer: Observer) -> None:
 
 
 def _choose() -> None:
-    global current
+    global current, on_compute_stream, _of_stages, _watches_stages
     current = None if not _observers else _observers[0] if len(_observers) == 1 else _All()
+    on_compute_stream = any(each.on_compute_stream for each in _observers)
+    _of_stages = [each for each in _observers if type(each).entering is not Observer.entering]
+    _watches_stages = None if _second_log is None and not _of_stages else _stages_are_watched
+
+
+def _stages_are_watched() -> bool:
+    return bool(_of_stages) or (_second_log is not None and _second_log.isEnabledFor(logging.DEBUG))
 
 
 log = logging.getLogger("unshard")
@@ -89,12 +137,17 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _prefix = "unshard"
 _second_log: logging.Logger | None = None
+_of_stages: list[Observer] = []
+"""The observers that are called for stages."""
+_watches_stages: Callable[[], bool] | None = None
+"""Returns True if an observer or the second log follows the stages. None if there are neither."""
 
 
 def name_stages(prefix: str = "unshard", logger: logging.Logger | None = None) -> None:
     """Show stages as `prefix::stage (unit)` in profiles. If `logger` is not None, also log these names to it."""
     global _prefix, _second_log
     _prefix, _second_log = prefix, logger
+    _choose()
 
 
 def traced(stage: str) -> Callable[[_Method], _Method]:
@@ -109,11 +162,21 @@ def traced(stage: str) -> Callable[[_Method], _Method]:
         def call(self: Any, *args: Any) -> Any:
             if profiler_enabled() or log.isEnabledFor(logging.DEBUG):
                 return watched(self, *args)
-            if _second_log is not None and _second_log.isEnabledFor(logging.DEBUG):
+            if _watches_stages is not None and _watches_stages():
                 return watched(self, *args)
             return method(self, *args)
 
         def watched(self: Any, *args: Any) -> Any:
+            observers = list(_of_stages)
+            for each in observers:
+                each.entering(stage, self.unit)
+            try:
+                return named(self, *args)
+            finally:
+                for each in observers:
+                    each.leaving(stage, self.unit)
+
+        def named(self: Any, *args: Any) -> Any:
             log.debug("%s: %s", stage, self.unit)
             name = f"{_prefix}::{stage}" if stage.startswith("root_") else f"{_prefix}::{stage} ({self.unit.name})"
             if _second_log is not None:

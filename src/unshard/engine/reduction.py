@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -222,10 +223,14 @@ class Reduction:
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack and clear `gradients`, then issue the reduce-scatter. `last` is True if backward is over."""
         flight, watcher = self._new_flight(options), observer.current
-        # At the end nothing overlaps, so the compute stream is as good. An observer reads tensors on that stream.
-        if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
-            self._start_on_side_stream(flight, gradients, self._side_stream)
-            return flight
+        # At the end nothing overlaps, so the compute stream is as good. An observer may read tensors on that stream.
+        if (
+            self._side_stream is not None
+            and (watcher is None or not observer.on_compute_stream)
+            and not last
+            and options.reduce_buffers == 1
+        ):
+            return self._start_on_side_stream(flight, gradients, self._side_stream, watcher)
         (flight.outputs if self._in_place else self._input).take()
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
@@ -241,13 +246,15 @@ class Reduction:
         if watcher is not None:
             members = [region.members for region in self._regions]
             watcher.reducing(self._params, members, given, packing.tensors, flight.outputs.pieces)
+            flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)
         elif self._in_place and self._copies_at_once(flight):
             self._finish(flight)  # one rank: nothing to wait for
         return flight
 
-    def _start_on_side_stream(self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream) -> None:
-        packing = self._packing
-        assert packing is not None
+    def _start_on_side_stream(
+        self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream, watcher: Any
+    ) -> ReductionInFlight:
+        packing: Packing = self._packing  # type: ignore[assignment]  # None only without a side stream
         # 1. The side stream packs after the compute stream has computed the gradients.
         self._computed.record()
         with stream.after(self._computed):
@@ -279,6 +286,11 @@ class Reduction:
                 self._finish(flight)
             else:
                 flight.work = self._reduce_scattered.record()
+        if watcher is not None:
+            # The compute stream has just passed `_computed` again, so an event that is recorded there now completes
+            # when the reduce-scatter can start.
+            flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)
+        return flight
 
     def _pack(self, flight: ReductionInFlight, packing: Packing, gradients: Gradients) -> None:
         absent = packing.fill(gradients)
@@ -398,6 +410,7 @@ class Reduction:
         if observer.current is not None:
             members = [region.members for region in self._regions]
             observer.current.all_reducing(self._params, members, outputs.pieces)
+            flight.work = observer.WatchedWork("all-reduce", self._params, flight.work)
         return flight.stage
 
     def release(self) -> None:

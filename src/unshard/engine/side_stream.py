@@ -39,9 +39,10 @@ def recording_step() -> Iterator[None]:
 class StreamEvent:
     """A point in a stream that other streams, or the host, can wait for. An event can be recorded repeatedly."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, timing: bool = False):
+        """If `timing` is True, `elapsed_since` can measure the time between two such events."""
         self._device = device
-        self.event = torch.Event(device)
+        self.event = torch.Event(device, enable_timing=True) if timing else torch.Event(device)
 
     def record(self) -> StreamEvent:
         """Move the event to the end of the work that is queued on this thread's current stream. Return the event."""
@@ -60,6 +61,10 @@ class StreamEvent:
     def synchronize(self) -> None:
         """Block the host until the event has completed."""
         self.event.synchronize()
+
+    def elapsed_since(self, earlier: StreamEvent) -> float:
+        """Return the milliseconds between two completed events."""
+        return earlier.event.elapsed_time(self.event)
 
 
 class SideStream:
@@ -116,6 +121,11 @@ class SideStream:
         self._stream.synchronize()
 
 
+def is_recording() -> bool:
+    """Return True while a step is being recorded as a CUDA graph."""
+    return recording
+
+
 @dataclass(frozen=True)
 class CopyStreams:
     """Two streams for copies, one for each direction. A device can copy in both directions at the same time."""
@@ -136,6 +146,12 @@ class CopyStreams:
 @cache
 def copy_streams_of(device: torch.device) -> CopyStreams | None:
     return None if device.type == "cpu" else CopyStreams(SideStream(device), SideStream(device))
+
+
+@cache
+def timing_stream(device: torch.device, purpose: str) -> SideStream:
+    """Return a stream on which an observer waits for collectives to record when they end. It runs no kernels."""
+    return SideStream(device)
 
 
 @cache

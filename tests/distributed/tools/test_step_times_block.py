@@ -1,0 +1,248 @@
+"""`unshard.tools.timeline`: what its block leaves as it was, its reports, the events of a device, and real ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from bed import loopback, world
+from bed.stack import Stack, loss_of, mesh, sharded
+from bed.step_times import BLOCKS, DELAY, MS, Clock, figures, optimizer_of, row, slowed_stack, step, virtual_clock
+from torch import nn
+
+import unshard
+from unshard.engine import observer, side_stream
+from unshard.engine.observer import Observer
+from unshard.errors import ArgumentError, StateError
+from unshard.tools import step_recorder, step_times, timeline
+from unshard.tools.step_recorder import DeviceClock
+from unshard.tools.step_times import RankTimes, UnitTimes
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return virtual_clock(monkeypatch)
+
+
+# --- the block ---------------------------------------------------------------------------------------------------
+
+
+def test_results_and_state_are_those_without_it() -> None:
+    with loopback.job(2) as job:
+        states, logs = [], []
+        for timed in (False, True):
+            model, start = sharded(), len(job.log)
+            optimizer, keys = optimizer_of(model), set(vars(model.blocks[0]))
+            if timed:
+                with timeline(model) as times:
+                    for _ in range(2):
+                        step(model, optimizer)
+                kept = [each for each in vars(times).values() if isinstance(each, torch.Tensor | nn.Module)]
+                assert not kept and not times._states and set(vars(model.blocks[0])) == keys
+                assert job.log[-1].op == "loopback._allgather_base"  # the times of the ranks
+            else:
+                for _ in range(2):
+                    step(model, optimizer)
+            logs.append([call.op for call in job.log[start:]])
+            states.append({name: each.to_local().clone() for name, each in model.named_parameters()})
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+    assert logs[1][:-1] == logs[0]
+    assert observer.current is None and observer._watches_stages is None
+
+
+def test_an_exception_in_the_block() -> None:
+    """No collective follows: other ranks may not come to it. Complete steps are there."""
+    with loopback.job(2) as job:
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with pytest.raises(ZeroDivisionError), timeline(model) as times:
+            for _ in range(2):
+                step(model, optimizer)
+            loss_of(model)
+            issued = len(job.log)
+            1 / 0  # noqa: B018
+        assert len(job.log) == issued and observer.current is None
+        assert times.steps == 2 and [each.rank for each in times.ranks] == [0]
+        step(model, optimizer)
+
+
+def test_misuse() -> None:
+    with pytest.raises(ArgumentError, match="takes a sharded model, got int"):
+        timeline(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="Linear has no sharded module"):
+        timeline(nn.Linear(2, 2))
+    with loopback.job(2):
+        model = sharded()
+        with timeline(model) as times:
+            with pytest.raises(StateError, match="has been used"), times:
+                pass
+        with pytest.raises(StateError, match="has been used"), times:
+            pass
+
+
+def test_captured_steps_are_left_out() -> None:
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            step(model, optimizer)
+            recorder = times._recorder
+            assert recorder is not None and recorder._step is not None
+            cuts = len(recorder._step.cuts)
+            with side_stream.recording_step():
+                step(model, optimizer)
+            assert len(recorder._step.cuts) == cuts and not recorder._open
+        assert times.steps == 1 and times.captured and "Captured steps are not measured" in str(times)
+
+
+def test_observers_of_tensors_keep_reductions_on_the_compute_stream() -> None:
+    with loopback.job(2):
+        model, reader = sharded(), Observer()
+        with timeline(model):
+            assert observer.current is not None and not observer.on_compute_stream
+            observer.add(reader)
+            assert observer.on_compute_stream
+            observer.remove(reader)
+            assert not observer.on_compute_stream
+
+
+def test_trace(tmp_path: Path, clock: Clock) -> None:
+    clock.tick = 1e-5
+    with loopback.job(2, delay=0.002):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        with timeline(model, trace=tmp_path / "steps.json") as times:
+            for _ in range(2):
+                step(model, optimizer)
+    (file,) = tmp_path.iterdir()
+    assert file.name == "steps.rank0.json"
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [each["args"]["name"] for each in events if each["ph"] == "M"] == [
+        "rank 0",
+        "compute",
+        "all-gather",
+        "reduce",
+    ]
+    spans = [each for each in events if each["ph"] == "X"]
+    names = {each["name"] for each in spans}
+    for unit in ["(root)", *BLOCKS]:
+        for what in ("forward", "backward", "all-gather", "reduce", "wait for all-gather", "wait for reduce"):
+            assert f"{what} {unit}" in names
+    assert {each["pid"] for each in spans} == {0} and all(each["dur"] >= 0 for each in spans)
+    assert abs(spans[0]["ts"] / 1e6 - time.time()) < 60
+    for thread in range(3):  # in order, and never two at once
+        mine = sorted((each["ts"], each["dur"]) for each in spans if each["tid"] == thread)
+        assert all(begin + length <= later + 1 for (begin, length), (later, _) in pairwise(mine))
+    gathers = [each["dur"] for each in spans if each["name"].startswith("all-gather blocks")]
+    assert len(gathers) == 2 * 6 and min(gathers) > 0 and sum(gathers) > 12 * 1500
+    assert json.loads(json.dumps(times.to_dict()))["kind"] == "timeline"
+
+
+def test_advice() -> None:
+    """It names the unit and the rank, and says nothing if there is nothing to gain."""
+    with loopback.job(2):
+        times = timeline(sharded())
+    times.each_step = [RankTimes(0, 100.0, 30.0)]
+    times.units = [UnitTimes("a", all_gather_exposed_ms=12.0), UnitTimes("b", reduce_exposed_ms=18.0)]
+    times.ranks = [RankTimes(0, 100.0, 30.0), RankTimes(1, 100.0, 35.0)]
+    (reductions,) = times.advice
+    assert reductions.startswith("Unit 'b' has the largest exposed time: 0.00 ms") and "wire_dtype" in reductions
+    times.units.append(UnitTimes("c", all_gather_exposed_ms=20.0))
+    assert times.advice[0].startswith("Unit 'c'") and "reshard_after_forward=False" in times.advice[0]
+    times.ranks[1] = RankTimes(1, 100.0, 50.0)
+    assert len(times.advice) == 2 and times.advice[0].startswith("Rank 0 is the slowest: it is busy for 70.00 ms")
+    times.each_step, times.ranks = [RankTimes(0, 100.0, 9.0)], [RankTimes(0, 100.0, 9.0)]
+    assert times.advice == []
+
+
+class FakeEvent:
+    """Stands for an event of a device. Its stream is the host, which is late by `lag`."""
+
+    made: ClassVar[list[FakeEvent]] = []
+    complete: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device, timing: bool = False) -> None:
+        assert timing
+        FakeEvent.made.append(self)
+        self.event, self.query = self, lambda: FakeEvent.complete
+
+    def record(self) -> FakeEvent:
+        self.at = step_recorder.time.perf_counter()
+        return self
+
+    def elapsed_since(self, earlier: FakeEvent) -> float:
+        assert FakeEvent.complete
+        return (self.at - earlier.at) * MS
+
+
+def test_events_of_a_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are measured late, without synchronization, and their events are used again, each once."""
+    synchronized: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        FakeEvent.complete = True
+        synchronized.append(device)
+
+    monkeypatch.setattr(step_recorder, "StreamEvent", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    clock = DeviceClock(torch.device("cpu"), waits_in_stream=True)
+    monkeypatch.setattr(step_times, "_clock_for", lambda *unused: clock)
+    with loopback.job(2, delay=0.002):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            for number in range(8):
+                FakeEvent.complete = number > 3  # the device is late
+                step(model, optimizer)
+                assert times.steps == (0 if number < 4 else number - 1)
+                if number == 4:
+                    made = len(FakeEvent.made)
+            assert len(FakeEvent.made) == made and len(synchronized) == 1
+    assert times.steps == 8 and len(synchronized) == 2
+    assert len({id(each) for each in clock._free}) == len(clock._free) == made - 1  # all but the first of all
+    assert times.exposed_ms == times.step_ms == pytest.approx(22.0)  # 11 collectives
+    assert row(times, "blocks.0").all_gather_exposed_ms == pytest.approx(4.0)
+
+
+# --- real ranks --------------------------------------------------------------------------------------------------
+
+
+@world(3)
+def test_the_slowest_rank() -> None:
+    """One rank sleeps in its forward; the others wait for it, and all of them know."""
+    rank = dist.get_rank()
+    model = sharded(slowed_stack(1) if rank == 1 else Stack())
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    with unshard.tools.timeline(model) as times:
+        for _ in range(2):
+            step(model, optimizer)
+    assert times.slowest == 1 and [each.rank for each in times.ranks] == [0, 1, 2]
+    assert times.ranks[rank].exposed_ms == pytest.approx(times.exposed_ms, rel=1e-4)
+    assert "Rank 1 is the slowest" in str(times)
+    found = times.to_dict()
+    assert (found["kind"], found["steps"], found["device"], found["slowest"]) == ("timeline", 2, "cpu", 1)
+    busy = {each.rank: each.busy_ms for each in times.ranks}
+    assert busy[1] >= 3 * DELAY * MS and all(each.step_ms >= 3 * DELAY * MS for each in times.ranks)
+    assert all(times.ranks[other].exposed_ms > DELAY * MS for other in (0, 2))
+
+
+@world(4)
+def test_replicas() -> None:
+    """All ranks are in the report, and the all-reduce counts as a reduction."""
+    model = sharded(mesh=mesh(2))
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    with timeline(model) as times:
+        step(model, optimizer)
+    assert [each.rank for each in times.ranks] == [0, 1, 2, 3]
+    assert min(figures(times, "reduce_ms").values()) > 0
