@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,7 @@ from .program import Program, load_program, sizes_in
 from .verification_compare import Run, compare
 from .verification_runs import Job, is_shape, probe, run_rank
 
+_SLOW_IMPORT = "torch._dynamo"  # optimizers import it, in each process if the parent of all has not done it
 LIMIT_S = 1800
 """The time that each run may take. A collective may take `verification_runs.COLLECTIVE_LIMIT_S`."""
 
@@ -139,9 +141,10 @@ def _context(job: Job) -> Any:
     known = multiprocessing.get_all_start_methods()
     if job.device == "cpu" and "fork" in known:
         if not isinstance(job.program, str):
+            importlib.import_module(_SLOW_IMPORT)
             return multiprocessing.get_context("fork")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([_SLOW_IMPORT, __name__])
         return context
     try:
         pickle.dumps(job)
@@ -204,7 +207,15 @@ def _raise_first(tasks: Any, files: Sequence[Path], processes: Sequence[Any]) ->
     number = min(failed, key=lambda each: failed[each]["time"])
     if failed[number]["is_argument"]:
         raise ArgumentError(failed[number]["error"])
-    raise StateError(f"{_title(tasks, number)} failed: {failed[number]['error']}\n\n{failed[number]['traceback']}")
+    cause = RuntimeError(f"traceback of that process:\n{failed[number]['traceback']}")
+    raise StateError(f"{_title(tasks, number)} failed: {failed[number]['error']}") from cause
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line outside this package and torch, which is the user's."""
+    libraries = tuple(str(Path(each).parent) for each in (torch.__file__, __file__.rpartition("tools")[0]))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: Path, threads: int) -> None:
@@ -216,7 +227,9 @@ def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: 
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
         content = {
-            "error": str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {lines[0]}",
+            "error": str(error)
+            if isinstance(error, ArgumentError)
+            else f"{type(error).__name__}: {lines[0]}{_place(error)}",
             "traceback": traceback.format_exc(),
             "is_argument": isinstance(error, ArgumentError),
             "time": time.time(),

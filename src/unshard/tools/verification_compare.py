@@ -10,7 +10,18 @@ from torch import nn
 
 from ..errors import ArgumentError, listed
 from ..torch_private import BATCH_NORM_BASE
-from .verification_causes import CLOSE, Case, Difference, Run, causes_of, put_together, shown, weights_of
+from .verification_causes import (
+    CLOSE,
+    Case,
+    Difference,
+    Run,
+    causes_of,
+    in_float64,
+    put_together,
+    random_losses,
+    shown,
+    weights_of,
+)
 from .verification_runs import (
     Job,
     Reference,
@@ -46,20 +57,21 @@ def _compare(job: Job, world: int) -> Run:
         notes.append(
             f"The sharded model computes in {starts[0].narrowest}, so differences below {tolerance:g} are not reported."
         )
-    sizes = _Sizes(tolerance, reference.parameters(), reference.parameters())
+    sizes = _Sizes(tolerance, reference.parameters())
     found = list(
         _differing("parameter", 0, put_together([each.pieces for each in starts]), sizes, aliases_of(reference.model))
     )
     if found:
         return Run(world, found[0], causes_of(Case(reference, starts, 0, found=found)), notes)
-    whole = _whole_batch(reference, notes)
-    twin.perturb()
+    random = random_losses(reference)
+    whole = None if random else _whole_batch(reference, notes)
     for step in range(1, job.steps + 1):
-        case = Case(reference, starts, step, before={**reference.parameters(), **buffers_of(reference.model)})
+        case = Case(reference, starts, step, random=random)
+        case.before = {**reference.parameters(), **buffers_of(reference.model)}
         case.before = {name: each.clone() for name, each in case.before.items()}
         case.dumps = [_load(job, world, f"step{step}", rank) for rank in range(world)]
         _check_batches(reference, case, notes)
-        case.found = _step_differences(case, reference, twin, tolerance)
+        case.found = _step_differences(case, twin, tolerance, notes)
         if case.found:
             return Run(world, _first(case.found), causes_of(case) + (whole.causes if whole else []), notes)
     return Run(world, whole.differs, whole.causes, notes) if whole else Run(world, notes=notes)
@@ -82,11 +94,19 @@ def _check_batches(reference: Reference, case: Case, notes: list[str]) -> None:
         notes.append(note)
 
 
-def _step_differences(case: Case, reference: Reference, twin: Reference, tolerance: float) -> list[Difference]:
-    """Run one step of the unsharded model, and return what differs from the sharded one."""
-    step, aliases = case.step, aliases_of(reference.model)
+def _step_differences(case: Case, twin: Reference, tolerance: float, notes: list[str]) -> list[Difference]:
+    """Run one step of the unsharded model, and return what differs from the sharded one.
+
+    The twin computes with parameters that differ by a rounding error, which shows how much such an error matters. The
+    optimizer gets the gradients of the sharded model: Adam would turn a rounding error into a whole step.
+    """
+    step, reference, aliases = case.step, case.reference, aliases_of(case.reference.model)
     case.losses, case.own = reference.backward(step)
-    twin_losses, twin_own = twin.backward(step)
+    twin_losses, twin_own = case.losses, case.own
+    if not case.random:
+        twin.load(case.before)
+        twin.perturb()
+        twin_losses, twin_own = twin.backward(step)
     found = []
     for rank, dump in enumerate(case.dumps):
         scale = max(abs(case.losses[rank]), 1e-30)
@@ -94,16 +114,22 @@ def _step_differences(case: Case, reference: Reference, twin: Reference, toleran
         difference = abs(dump.loss - case.losses[rank]) / scale
         if not difference <= allowed:
             found.append(Difference("loss", "", step, difference, allowed))
-    mean, twin_mean = mean_of(case.own), mean_of(twin_own)
-    sizes = _Sizes(tolerance, mean, twin_mean)
+    mean = mean_of(case.own)
     gradients = put_together([each.gradients for each in case.dumps])
+    absent = [name for name in gradients if aliases.get(name, name) not in mean]
     for name in mean:
         gradients.setdefault(name, [])  # a missing gradient counts as zero
-    found += _differing("gradient", step, gradients, sizes, aliases)
-    reference.step(mean)
-    twin.step(twin_mean)
-    sizes = _Sizes(tolerance, reference.parameters(), twin.parameters(), floor=False)
-    return found + list(_differing("parameter", step, put_together([e.parameters for e in case.dumps]), sizes, aliases))
+    found += _differing("gradient", step, gradients, _Sizes(tolerance, mean, mean_of(twin_own)), aliases)
+    if found:
+        return found
+    if absent:
+        notes.append(
+            f"Step {step}: {listed(absent)} got no gradient unsharded and zeros sharded. An optimizer with momentum or "
+            "weight decay changes parameters with a zero gradient."
+        )
+    reference.step({aliases.get(name, name): copies[0] for name, copies in gradients.items() if copies})
+    parameters = put_together([each.parameters for each in case.dumps])
+    return list(_differing("parameter", step, parameters, _Sizes(tolerance, reference.parameters()), aliases))
 
 
 def _first(found: Sequence[Difference]) -> Difference:
@@ -119,22 +145,22 @@ def _numbers(each: Difference) -> tuple[int, float, float]:
 class _Sizes:
     """Expected tensors, and how far from them a tensor may be because of rounding errors."""
 
-    def __init__(self, tolerance: float, expected: Tensors, twin: Tensors, floor: bool = True):
-        self.tolerance, self.expected, self.twin = tolerance, expected, twin
-        norms = [each.double().norm() ** 2 for each in expected.values() if each.is_floating_point()]
-        # A gradient that is zero in exact arithmetic is a difference of large numbers.
-        self.floor = 4 * torch.finfo(torch.float32).eps * sum(map(float, norms)) ** 0.5 if floor else 0.0
+    def __init__(self, tolerance: float, expected: Tensors, twin: Tensors | None = None):
+        self.tolerance, self.expected, self.twin = tolerance, expected, twin or {}
+        # A gradient that is zero in exact arithmetic is a difference of larger numbers.
+        norms = [float(in_float64(each).norm()) for each in expected.values()] if twin else []
+        self.floor = 4 * torch.finfo(torch.float32).eps * sum(each**2 for each in norms) ** 0.5
 
     def distance(self, name: str, copy: torch.Tensor | None) -> tuple[float, float]:
         """Return the distance of `copy` from the expected tensor and the largest allowed one, both relative."""
         expected = self.expected.get(name)
         if expected is None:
-            return (0.0 if copy is None else float(copy.double().norm())), self.floor
-        expected = expected.double().cpu()
+            return (0.0 if copy is None else float(in_float64(copy).norm())), self.floor
+        expected = in_float64(expected)
         norm = float(expected.norm())
-        noise = float((self.twin[name].double().cpu() - expected).norm()) if name in self.twin else 0.0
+        noise = float((in_float64(self.twin[name]) - expected).norm()) if name in self.twin else 0.0
         allowed = max(self.tolerance * norm, _NOISE * noise, self.floor)
-        difference = norm if copy is None else float((copy.double() - expected).norm())
+        difference = norm if copy is None else float((in_float64(copy) - expected).norm())
         return (difference / norm, allowed / norm) if norm else (difference, allowed)
 
 

@@ -284,7 +284,7 @@ class Reference:
         torch.manual_seed(1)
         with torch.no_grad():
             for each in self.model.parameters():
-                if each.is_floating_point():
+                if each.is_floating_point() or each.is_complex():
                     signs = torch.randint(2, each.shape, device=each.device) * 2 - 1
                     each.add_(each.abs() * signs * torch.finfo(each.dtype).eps)
 

@@ -1,0 +1,372 @@
+"""`verify` finds planted faults, names the parameter and the cause, and finds nothing in models that are right."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from unshard import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    sync_module_states,
+)
+from unshard.errors import ArgumentError, StateError
+from unshard.tools import verify
+from unshard.tools import verification as verification_module
+from unshard.tools.program import Program, shard_blocks
+
+WIDTH = 6
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 5))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def floats(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+class Language(nn.Module):
+    """Tied embeddings around transformer layers."""
+
+    def __init__(self, tied: bool = True, layers: int = 1):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), x.roll(-1, 1).flatten())
+
+
+def checked(program: Program, ranks: Any = 2, **options: Any) -> Any:
+    """Return the only run, after checks that every result must pass."""
+    found = verify(program, ranks=ranks, **options)
+    assert str(found)
+    (run,) = found.runs
+    assert found.agree == run.agree == (run.differs is None)
+    return run
+
+
+def causes(run: Any) -> str:
+    return " ".join(run.causes)
+
+
+# -- planted faults -----------------------------------------------------------------------------------------
+
+
+def untie(model: nn.Module) -> nn.Module:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return shard_blocks(model)
+
+
+def test_a_weight_that_sharding_unties() -> None:
+    run = checked(Program(partial(Language, True, 0), shard=untie))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("gradient", "embedding.weight", 1)
+    assert "embedding.weight and head.weight are one tied parameter" in causes(run)
+
+
+def test_different_values_at_the_start() -> None:
+    def build() -> nn.Module:
+        model = mlp()
+        with torch.no_grad():
+            model[2].weight += float(os.environ["RANK"])
+        return model
+
+    run = checked(Program(build, batch=floats))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("parameter", "2.weight", 0)
+    assert "Rank 1 initializes 2.weight with other values than rank 0" in causes(run)
+    assert len(run.causes) == 1
+
+
+def test_values_that_are_different_only_before_they_are_broadcast_agree() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(os.getpid())
+        return mlp()
+
+    def shard(model: nn.Module) -> nn.Module:
+        sync_module_states(model)
+        return shard_blocks(model)
+
+    assert checked(Program(build, batch=floats, shard=shard)).agree
+
+
+class Unseeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [random.SystemRandom().random() > 0.3 for _ in range(64)]
+        return self.linear(x) * torch.tensor(kept).float().mean()
+
+
+def test_dropout_without_a_seed() -> None:
+    run = checked(Program(Unseeded, batch=floats))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("loss", "linear.weight", 1)
+    assert "forward draws random numbers without a seed" in causes(run)
+
+
+def test_batch_norm() -> None:
+    model = partial(nn.Sequential, nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    run = checked(Program(model, batch=floats))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("gradient", "0.weight", 1)
+    assert "Batch norm (1) computes statistics of the local batch only" in causes(run)
+
+
+def test_a_sum_instead_of_a_mean() -> None:
+    run = checked(Program(mlp, batch=floats, loss=lambda model, x: model(x).square().sum()))
+    assert (run.differs.what, run.differs.name) == ("gradient", "0.weight")
+    assert run.differs.difference == pytest.approx(1, rel=1e-3)  # twice the mean over two ranks
+    assert "The loss is a sum over samples" in causes(run)
+
+
+def test_a_mean_over_uneven_numbers() -> None:
+    def batch(rank: int, step: int) -> torch.Tensor:
+        return torch.randn(2 + 4 * rank, WIDTH)
+
+    run = checked(Program(mlp, batch=batch))
+    assert (run.differs.what, run.differs.name) == ("gradient", "0.weight")
+    assert "the weights (0.25, 0.75), but sharding gives 0.5 to each" in causes(run)
+
+
+def test_a_parameter_whose_gradients_nobody_reduces() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        return fully_shard(model, ignored_params={model[2].weight})
+
+    run = checked(Program(mlp, batch=floats, shard=shard, optimizer=sgd))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("gradient", "2.weight", 1)
+    assert "2.weight belong to no unit" in causes(run)
+    assert "nobody reduces it" in causes(run)
+
+
+def test_a_hook_that_drops_the_gradient_of_one_rank() -> None:
+    class Dropping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * (dist.get_rank() == 0)
+
+    def shard(model: nn.Module) -> nn.Module:
+        model[0].register_forward_hook(lambda module, args, output: Dropping.apply(output))
+        return shard_blocks(model)
+
+    run = checked(Program(mlp, batch=floats, shard=shard), ranks=3)
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("gradient", "0.weight", 1)
+    assert "ranks have the weights (0.333, 0, 0) instead of 0.333" in causes(run)
+    assert "Nothing of rank 1, 2 arrives" in causes(run)
+
+
+def test_a_loss_that_depends_on_the_rank() -> None:
+    run = checked(Program(mlp, batch=floats, loss=lambda m, x: m(x).square().mean() * (1 + dist.get_rank())))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("loss", "0.weight", 1)
+    assert "2 times as large on rank 1" in causes(run)
+    assert "ranks have the weights (0.5, 1) instead of 0.5" in causes(run)
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x - self.center)
+        self.center.lerp_(x.mean(0), 0.5)
+        return output
+
+
+def test_a_buffer_that_each_rank_updates() -> None:
+    run = checked(Program(Centered, batch=floats))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("loss", "linear.weight", 2)
+    assert "Buffers center differ between ranks" in causes(run)
+
+
+@pytest.mark.filterwarnings("ignore:Unsharded parameters of unit")
+def test_forward_writes_to_a_parameter() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+            return self.linear(x)
+
+    run = checked(Program(Writing, batch=floats))
+    assert "Forward writes to linear.weight in place" in causes(run)
+
+
+def test_sharding_freezes_a_parameter() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        model[2].weight.requires_grad_(False)
+        return shard_blocks(model)
+
+    run = checked(Program(mlp, batch=floats, shard=shard))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("gradient", "2.weight", 1)
+    assert "requires_grad of 2.weight differs" in causes(run)
+    assert "The gradient of 2.weight is missing" in causes(run)
+
+
+def test_gradients_are_summed_instead_of_averaged() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        model = fully_shard(model)
+        model.set_gradient_divide_factor(1.0)
+        return model
+
+    run = checked(Program(mlp, batch=floats, shard=shard, optimizer=sgd))
+    assert (run.differs.what, run.differs.name) == ("gradient", "0.weight")
+    assert "is 2 times the mean over ranks" in causes(run)
+
+
+def test_the_optimizer_is_built_differently() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())
+
+    run = checked(Program(mlp, batch=floats, optimizer=optimizer))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("parameter", "0.weight", 1)
+    assert "Losses and gradients agree" in causes(run)
+
+
+# -- right models -------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self, unused: bool):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4 if unused else 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                output = output.index_add(0, rows, expert(x[rows]) * weights[rows, number : number + 1])
+        return output
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, 5, num_layers=2)  # the batch is the second dimension
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][-1])
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(13, 5, mode="mean")
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return (self.bag(x, offsets) * self.scale * self.phase).abs()
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
+def recomputing() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2)]
+    return nn.Sequential(*map(checkpoint_wrapper, layers), nn.Linear(WIDTH, 1))
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model[0] = FullyShardedDataParallel(model[0], use_orig_params=True)
+    return FullyShardedDataParallel(model, use_orig_params=True)
+
+
+def in_bf16(model: nn.Module) -> nn.Module:
+    return shard_blocks(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def as_one_unit(model: nn.Module) -> nn.Module:
+    fully_shard(model).set_reduce_scatter_unused_params(True)
+    return model
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return mlp()
+
+
+def materialized(model: nn.Module) -> nn.Module:
+    model = shard_blocks(model)
+    model.to_empty(device="cpu")
+    for number, each in enumerate(model.parameters()):
+        nn.init.constant_(each, 0.1 * number)
+    return model
+
+
+def bags(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(13, (7,)), torch.tensor([0, 2, 3])
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def initialized_convolution() -> nn.Module:
+    model = convolution()
+    model(torch.zeros(1, 3, 6, 6))
+    return model
+
+
+RIGHT: dict[str, Program] = {
+    "mlp": Program(mlp),
+    "transformer": Program(partial(Language, False, 2)),
+    "tied embeddings": Program(Language),
+    "lstm": Program(Recurrent, batch=lambda rank, step: torch.randn(4, 3, WIDTH)),
+    "group norm": Program(initialized_convolution, batch=lambda rank, step: torch.randn(2, 3, 6, 6)),
+    "experts": Program(partial(Experts, False), batch=floats, shard=as_one_unit),
+    "unused expert": Program(partial(Experts, True), batch=floats, shard=as_one_unit),
+    "frozen backbone": Program(frozen),
+    "bf16": Program(mlp, shard=in_bf16),
+    "recomputing": Program(recomputing),
+    "wrapper": Program(mlp, shard=wrapped),
+    "bags, complex and one element": Program(Bags, batch=bags, shard=fully_shard),
+    "meta device": Program(on_meta, shard=materialized),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_finds_nothing_in_right_models(name: str) -> None:
+    run = checked(RIGHT[name], ranks=3)
+    assert run.agree, (run.differs, run.causes)
+    assert run.causes == []
