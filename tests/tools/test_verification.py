@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from unshard import (
     sync_module_states,
 )
 from unshard.errors import ArgumentError, StateError
-from unshard.tools import verify
-from unshard.tools import verification as verification_module
+from unshard.tools import verification, verify
 from unshard.tools.program import Program, shard_blocks
 
 WIDTH = 6
@@ -64,7 +63,7 @@ class Language(nn.Module):
 
 def checked(program: Program, ranks: Any = 2, **options: Any) -> Any:
     """Return the only run, after checks that every result must pass."""
-    found = verify(program, ranks=ranks, **options)
+    found = verify(program, ranks=ranks, **{"steps": 2, **options})
     assert str(found)
     (run,) = found.runs
     assert found.agree == run.agree == (run.differs is None)
@@ -360,7 +359,7 @@ RIGHT: dict[str, Program] = {
     "bf16": Program(mlp, shard=in_bf16),
     "recomputing": Program(recomputing),
     "wrapper": Program(mlp, shard=wrapped),
-    "bags, complex and one element": Program(Bags, batch=bags, shard=fully_shard),
+    "bags, complex and one element": Program(Bags, batch=bags, shard=fully_shard, optimizer=sgd),
     "meta device": Program(on_meta, shard=materialized),
 }
 
@@ -370,3 +369,149 @@ def test_finds_nothing_in_right_models(name: str) -> None:
     run = checked(RIGHT[name], ranks=3)
     assert run.agree, (run.differs, run.causes)
     assert run.causes == []
+
+
+def test_adam_does_not_step_complex_shards() -> None:
+    """A bug of torch 2.11 to 2.13, also with its own `fully_shard`."""
+    run = checked(Program(Bags, batch=bags, shard=fully_shard))
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("parameter", "phase", 1)
+    assert "phase is complex" in causes(run)
+
+
+# -- results and bad input ----------------------------------------------------------------------------------
+
+
+def test_the_result_is_a_table_and_a_dict() -> None:
+    found = verify(Program(mlp, batch=floats, loss=lambda m, x: m(x).sum(), name="build"), ranks=(1, 2), steps=1)
+    kept = json.loads(json.dumps(found.to_dict()))
+    assert list(kept)[:2] == ["kind", "unshard"]
+    assert (kept["kind"], kept["agree"], kept["steps"]) == ("verify", False, 1)
+    one, two = kept["runs"]
+    assert (one["ranks"], one["agree"], one["differs"], one["causes"]) == (1, True, None, [])
+    assert (two["ranks"], two["agree"], len(two["causes"])) == (2, False, 1)
+    assert set(two["differs"]) == {"what", "name", "step", "difference", "tolerance"}
+    assert "gradient of 0.weight     1     1.0e+00    1.0e-03" in str(found)
+    assert str(found).endswith("The sharded model trains differently.")
+
+
+def test_low_precision_is_compared_loosely_and_says_so() -> None:
+    run = checked(Program(mlp, shard=in_bf16, batch=floats), steps=1)
+    assert "computes in torch.bfloat16, so differences below 0.05" in run.notes[0]
+    run = checked(Program(mlp, shard=in_bf16, batch=floats), steps=1, tolerance=1e-6)
+    assert not run.agree
+
+
+def test_the_same_batch_on_all_ranks_is_noted() -> None:
+    run = checked(Program(mlp, batch=torch.ones(3, WIDTH)), steps=1)
+    assert run.agree
+    assert "All ranks had the same batch" in " ".join(run.notes)
+
+
+def test_the_calling_process_is_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    before = dict(os.environ)
+    verify(mlp, ranks=1, steps=1)
+    assert torch.equal(torch.rand(3), expected)
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+
+
+PROGRAM = """
+from torch import nn
+
+def build():
+    return nn.Linear(4, 3)
+
+def nothing():
+    return 5
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.slow  # a new process imports torch
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    found = verify(f"{file}:build", ranks=(1, 2), steps=2, batch="5x4")
+    assert found.agree
+    assert found.name == "build"
+
+
+def refused(program: Any, **options: Any) -> str:
+    with pytest.raises(ArgumentError) as info:
+        verify(program, **options)
+    text = str(info.value)
+    assert "\n" not in text
+    return text
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("import nothing_of_this_name")
+    assert "cannot be imported: ModuleNotFoundError" in refused(f"{file}:build")
+    file.write_text(PROGRAM)
+    assert "has no function 'model'" in refused(f"{file}:model")
+    assert "There is no file" in refused("missing.py:build")
+    assert "got (0,)" in refused(mlp, ranks=(0,))
+    assert "got ()" in refused(mlp, ranks=())
+    assert "steps must be" in refused(mlp, steps=0)
+    assert "'cpu' or 'cuda', got 'tpu'" in refused(mlp, device="tpu")
+    assert "got Sequential" in refused(mlp())
+    assert "got '4xq'" in refused(mlp, batch="4xq")
+    assert "returned int" in refused(lambda: 5)
+    assert "build() raised KeyError" in refused(Program(lambda: {}["x"], name="build"))
+
+
+def test_bad_batches_and_losses() -> None:
+    assert "The loss of the unsharded model raised RuntimeError: mat1 and mat2" in refused(mlp, batch="4x5")
+    assert "a tensor of shape (4, 5)" in refused(Program(mlp, loss=lambda model, x: model(x)))
+    assert "without a graph" in refused(Program(mlp, loss=lambda model, x: model(x).sum().detach()))
+    assert "The loss of the unsharded model is nan" in refused(
+        Program(mlp, loss=lambda model, x: model(x).sum() * torch.nan)
+    )
+    draw = random.SystemRandom().random
+    other = Program(mlp, batch=lambda rank, step: torch.full((2, WIDTH), draw()))
+    assert "batch(rank, step) returned other values in another process" in refused(other, ranks=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
+def test_cuda_needs_devices() -> None:
+    assert "2 ranks need 2 CUDA devices, but there are 0" in refused(mlp, ranks=2, device="cuda")
+
+
+def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    if dist.get_world_size() == 2 and dist.get_rank() == 1:
+        raise ZeroDivisionError("on purpose")
+    return model(batch).square().mean()
+
+
+def test_an_error_on_one_rank_ends_the_others() -> None:
+    begin = time.monotonic()
+    with pytest.raises(StateError, match=r"^Rank 1 of 2 failed: ZeroDivisionError: on purpose \(at .*\.py:\d+\)$"):
+        verify(Program(mlp, loss=failing), ranks=2)
+    assert time.monotonic() - begin < 60  # far less than a collective waits
+
+
+def test_a_rank_that_dies() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if dist.get_world_size() == 2 and dist.get_rank() == 1:
+            os._exit(3)
+        return model(batch).square().mean()
+
+    with pytest.raises(StateError, match=r"Rank 1 of 2 died with exit status 3"):
+        verify(Program(mlp, loss=loss), ranks=2)
+
+
+def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "LIMIT_S", 2)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(600 * (dist.get_world_size() - 1))
+        return model(batch).square().mean()
+
+    with pytest.raises(StateError, match=r"Rank 0 of 2 did not finish in 2 s"):
+        verify(Program(mlp, loss=loss), ranks=2)

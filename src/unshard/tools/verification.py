@@ -222,6 +222,8 @@ def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: 
     os.dup2(2, 1)  # what the program prints must not get into the report
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the name of the host
     torch.set_num_threads(threads)
+    if job.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard would choose CUDA
     try:
         content = {"result": task(job, *arguments)}
     except BaseException as error:

@@ -278,11 +278,20 @@ def _written_in_forward(case: Case) -> Iterator[str]:
 
 
 def _optimizer(case: Case) -> Iterator[str]:
-    if case.step and not case.random and all(each.what == "parameter" for each in case.found):
+    if not case.step or case.random or any(each.what != "parameter" for each in case.found):
+        return
+    name = case.found[0].name
+    parameter = parameters_of(case.reference.model).get(name)
+    if parameter is not None and parameter.is_complex():
         yield (
-            f"Losses and gradients agree, but optimizer.step() does not update {case.found[0].name} equally. Build the "
-            "optimizer from the sharded model. Optimizers that use norms or products of whole tensors see only shards."
+            f"{name} is complex. Adam and other optimizers of torch step a complex DTensor as real numbers, which "
+            "changes only a temporary copy. Store real and imaginary part as one real parameter, and call "
+            "torch.view_as_complex in forward."
         )
+    yield (
+        f"Losses and gradients agree, but optimizer.step() does not update {name} equally. Build the optimizer from "
+        "the sharded model. Optimizers that use norms or products of whole tensors see only shards."
+    )
 
 
 _SEARCHES: tuple[Callable[[Case], Iterator[str]], ...] = (

@@ -52,7 +52,8 @@ def _compare(job: Job, world: int) -> Run:
     starts: list[Start] = [_load(job, world, "start", rank) for rank in range(world)]
     full = {name: copies[0] for name, copies in put_together([each.pieces for each in starts]).items()}
     reference, twin = (Reference(job, program, world, starts[0], full) for _ in range(2))
-    tolerance, notes = job.tolerance or _TOLERANCES.get(starts[0].narrowest, 5e-2), []
+    notes: list[str] = []
+    tolerance = _TOLERANCES.get(starts[0].narrowest, 5e-2) if job.tolerance is None else job.tolerance
     if starts[0].narrowest.itemsize < 4:
         notes.append(
             f"The sharded model computes in {starts[0].narrowest}, so differences below {tolerance:g} are not reported."
