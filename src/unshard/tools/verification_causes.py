@@ -89,22 +89,25 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
-def weights_of(own: Sequence[Tensors], gradient: torch.Tensor | None, name: str) -> list[float] | None:
-    """Return the weights with which the gradients of ranks add up to `gradient`, or None if they do not."""
-    if not any(name in each for each in own):
+def weights_of(own: Sequence[Tensors], gradients: Tensors, names: Iterable[str]) -> list[float] | None:
+    """Return the weights with which the gradients of ranks add up to `gradients`. Return None if they do not."""
+    like = {name: each[name] for name in names for each in own if name in each}
+    if not like:
         return None
-    like = next(each[name] for each in own if name in each)
-    columns = [in_float64(each.get(name, torch.zeros_like(like))).reshape(-1) for each in own]
-    matrix = torch.stack(columns, 1)
-    target = torch.zeros_like(columns[0]) if gradient is None else in_float64(gradient).reshape(-1)
+    columns = [_in_a_row(each, like) for each in own]
+    matrix, target = torch.stack(columns, 1), _in_a_row(gradients, like)
     weights = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution
     rest = (matrix @ weights - target[:, None]).norm()
+    singular = torch.linalg.svdvals(matrix)
+    if len(target) <= len(own) or singular[-1] <= 1e-4 * singular[0]:
+        return None  # other weights would do as well
     if not rest <= 1e-2 * max(float(target.norm()), 1e-2 * float(matrix.norm())):
         return None
-    singular = torch.linalg.svdvals(matrix)
-    if singular[-1] <= 1e-4 * singular[0]:
-        return None  # equal gradients on several ranks
     return [float(each) for each in weights.flatten()]
+
+
+def _in_a_row(tensors: Tensors, like: Tensors) -> torch.Tensor:
+    return torch.cat([in_float64(tensors.get(name, torch.zeros_like(each))).reshape(-1) for name, each in like.items()])
 
 
 def shown(weights: Sequence[float]) -> str:
@@ -142,15 +145,15 @@ def _different_start(case: Case) -> Iterator[str]:
 
 
 def random_losses(reference: Reference) -> str:
-    """Compute the same loss twice. Return both losses if they differ, and "" otherwise."""
+    """Compute the same loss several times. Return two different losses, or "" if all are equal."""
     before = {**reference.parameters(), **buffers_of(reference.model)}
     before = {name: each.clone() for name, each in before.items()}
     losses = []
-    for _ in range(2):
+    for _ in range(3):
         losses.append(reference.gradients(reference.batch(0, 1), 0, 1)[0])
         reference.load(before)
-    one, other = losses
-    return f"{one:.6g} and {other:.6g}" if abs(one - other) > 1e-6 * abs(one) else ""
+    one, other = min(losses), max(losses)
+    return f"{one:.6g} and {other:.6g}" if other - one > 1e-6 * abs(one) else ""
 
 
 def _random_forward(case: Case) -> Iterator[str]:
@@ -204,9 +207,10 @@ def _gradient_weights(case: Case) -> Iterator[str]:
         return
     aliases = aliases_of(case.reference.model)
     name, world = aliases.get(first.name, first.name), case.reference.world
-    copies = put_together([each.gradients for each in case.dumps]).get(first.name) or [None]
-    weights = [weights_of(case.own, copy, name) for copy in copies]
-    if any(each is None for each in weights):
+    copies = put_together([each.gradients for each in case.dumps]).get(first.name, [])
+    found = [weights_of(case.own, {name: each}, [name]) for each in copies] or [weights_of(case.own, {}, [name])]
+    weights = [each for each in found if each is not None]
+    if len(weights) < len(found):
         return
     one = weights[0]
     if len(weights) == world and all(_near(w, _unit(rank, world)) for rank, w in enumerate(weights)):
@@ -227,8 +231,8 @@ def _gradient_weights(case: Case) -> Iterator[str]:
         )
 
 
-def _near(one: Sequence[float] | None, other: Sequence[float]) -> bool:
-    return one is not None and all(abs(a - b) < CLOSE for a, b in zip(one, other, strict=True))
+def _near(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(a - b) < CLOSE for a, b in zip(one, other, strict=True))
 
 
 def _unit(rank: int, world: int) -> list[float]:

@@ -170,7 +170,7 @@ def _differing(
 ) -> Iterator[Difference]:
     order = {name: number for number, name in enumerate(dict.fromkeys(aliases.values()))}
     for name in sorted(copies, key=lambda each: order.get(aliases.get(each, each), len(order))):
-        for copy in copies[name] or [None]:
+        for copy in copies[name] or (None,):
             difference, allowed = sizes.distance(aliases.get(name, name), copy)
             if not difference <= allowed:
                 yield Difference(what, name, step, difference, allowed)
@@ -186,13 +186,13 @@ def _whole_batch(reference: Reference, notes: list[str]) -> Run | None:
         return None
     model, world = reference.model, reference.world
     buffers = buffers_of(model)
-    dropout = [each for each in model.modules() if "Dropout" in type(each).__name__ and each.training]
+    dropout = [each for each in model.modules() if each.training and _draws(each)]
     norms = [each for each in model.modules() if isinstance(each, BATCH_NORM_BASE) and each.training]
     batches = [reference.batch(rank, 1) for rank in range(world)]
     why = ""
     try:
         for module in dropout:
-            module.eval()
+            module.training = False  # not eval(), which changes the modules inside
         state = torch.get_rng_state()
         own = []
         for rank, batch in enumerate(batches):
@@ -224,8 +224,15 @@ def _whole_batch(reference: Reference, notes: list[str]) -> Run | None:
         return None
     finally:
         for module in dropout:
-            module.train()
+            module.training = True
         reference.set_buffers(buffers)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Return True for dropout, also if the module has only its probability, as attention and LSTM do."""
+    return "Dropout" in type(module).__name__ or any(
+        "dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()
+    )
 
 
 def _state_after_seed(rank: int) -> torch.Tensor:
@@ -277,7 +284,7 @@ def _whole_cause(
             )
             return Run(world, found[0], [text])
     for dim, difference in found.items():
-        weights = weights_of([each for _, each in own], wholes[dim].get(difference.name), difference.name)
+        weights = weights_of([each for _, each in own], wholes[dim], wholes[dim])
         if weights is None:
             continue
         if all(abs(each - 1) < CLOSE for each in weights):

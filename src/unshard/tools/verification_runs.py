@@ -251,7 +251,9 @@ def _pieces(model: nn.Module, gradients: bool = False) -> Pieces:
     state = model_state(model)
     for parameter in behind_data_parallel(model).parameters():
         value = parameter.grad if gradients else parameter
-        for each in state.optimized.get(id(parameter), ()) if value is not None else ():
+        if value is None:
+            continue
+        for each in state.optimized.get(id(parameter), ()):
             local = as_plain(each.local_of(value.detach()))
             views = each.box_map.views(local)
             found[each.name] = [(b, v.cpu().clone()) for b, v in zip(each.box_map.boxes, views, strict=True)]
