@@ -83,6 +83,7 @@ def test_losses_of_other_models() -> None:
     assert default_loss(Two(), [a, b]) == 36
     assert default_loss(WithLoss(), {"input_ids": a, "labels": b}) == 10
     assert default_loss(nn.Identity(), a) == 4
+    assert default_loss(nn.Identity(), torch.tensor(3.0)) == 3  # forward has computed the loss
 
 
 def test_examples_of_batches() -> None:

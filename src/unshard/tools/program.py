@@ -33,7 +33,7 @@ def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call `model(batch)` and return the loss in its output, or the mean of the squared output.
+    """Call `model(batch)` and return the loss in its output, an output of one number, or the mean of its square.
 
     A dict is passed as keyword arguments, a tuple or list as positional arguments. If forward takes only one argument
     and the batch is a pair (input, target), return the cross entropy with integer targets, or the mean squared error.
@@ -49,8 +49,10 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    loss = getattr(output, "loss", None)
-    return loss if loss is not None else _tensor_in(output).float().square().mean()
+    if (loss := getattr(output, "loss", None)) is not None:
+        return loss
+    output = _tensor_in(output)
+    return output if output.dim() == 0 else output.float().square().mean()
 
 
 def _tensor_in(output: Any) -> torch.Tensor:

@@ -168,8 +168,8 @@ class _Sizes:
 def _differing(
     what: str, step: int, copies: dict[str, list[torch.Tensor]], sizes: _Sizes, aliases: dict[str, str]
 ) -> Iterator[Difference]:
-    order = {name: number for number, name in enumerate(dict.fromkeys(aliases.values()))}
-    for name in sorted(copies, key=lambda each: order.get(aliases.get(each, each), len(order))):
+    order = {name: number for number, name in enumerate(aliases)}
+    for name in sorted(copies, key=lambda each: order.get(each, len(order))):
         for copy in copies[name] or (None,):
             difference, allowed = sizes.distance(aliases.get(name, name), copy)
             if not difference <= allowed:
@@ -296,8 +296,9 @@ def _whole_cause(
         elif abs(sum(weights) - 1) < CLOSE:
             text = (
                 f"In one batch of all ranks, the ranks have the weights {shown(weights)}, but sharding gives "
-                f"{1 / world:.3g} to each. The loss is a mean over uneven numbers, for example of tokens. Divide the "
-                "sum of each rank by the mean number over ranks (see docs/uneven_steps.md)."
+                f"{1 / world:.3g} to each. The loss is no mean over samples: it may be a mean over tokens, and ranks "
+                "have different numbers of tokens. Divide the sum of each rank by the mean number over ranks "
+                "(see docs/uneven_steps.md)."
             )
         else:
             continue
