@@ -106,7 +106,9 @@ def verify(
     worlds = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     _check(worlds, steps, device, batch)
     with tempfile.TemporaryDirectory(prefix="unshard-verify-") as folder:
-        job = Job(loaded.target or loaded, batch, steps, device, Path(folder), tolerance)
+        # A process forked from one with OpenMP threads must not start threads itself.
+        threads = max(1, torch.get_num_threads() // max(worlds)) if loaded.target else 1
+        job = Job(loaded.target or loaded, batch, steps, device, Path(folder), tolerance, threads)
         _run(job, [(probe, ())])
         runs = []
         for world in worlds:
@@ -164,8 +166,7 @@ def _run(job: Job, tasks: Sequence[tuple[Callable[..., Any], tuple[int, ...]]]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks; the children use one thread
             for (task, arguments), file in zip(tasks, files, strict=True):
-                threads = 1 if context.get_start_method() == "fork" else max(1, (os.cpu_count() or 1) // len(tasks))
-                processes.append(context.Process(target=_work, args=(task, job, arguments, file, threads)))
+                processes.append(context.Process(target=_work, args=(task, job, arguments, file)))
                 processes[-1].start()
         end = time.monotonic() + LIMIT_S
         running = dict(enumerate(processes))
@@ -218,10 +219,10 @@ def _place(error: BaseException) -> str:
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: Path, threads: int) -> None:
+def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: Path) -> None:
     os.dup2(2, 1)  # what the program prints must not get into the report
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the name of the host
-    torch.set_num_threads(threads)
+    torch.set_num_threads(job.threads)
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fully_shard would choose CUDA
     try:

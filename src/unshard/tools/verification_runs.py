@@ -44,6 +44,7 @@ class Job:
     device: str
     folder: Path
     tolerance: float | None = None
+    threads: int = 1
 
     def load(self) -> Program:
         return load_program(self.program) if isinstance(self.program, str) else self.program
