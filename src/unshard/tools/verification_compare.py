@@ -263,7 +263,7 @@ def _whole_cause(
     found: dict[int, Difference],
     buffers: Tensors,
 ) -> Run | None:
-    world = reference.world
+    world, gradients = reference.world, [each for _, each in own]
     if norms and 0 in found:
         for module in norms:
             module.eval()
@@ -283,8 +283,9 @@ def _whole_cause(
                 "nn.SyncBatchNorm.convert_sync_batchnorm(model) before sharding, or a norm without batch statistics."
             )
             return Run(world, found[0], [text])
+        gradients, wholes = again, {0: whole}
     for dim, difference in found.items():
-        weights = weights_of([each for _, each in own], wholes[dim], wholes[dim])
+        weights = weights_of(gradients, wholes[dim], wholes[dim]) if dim in wholes else None
         if weights is None:
             continue
         if all(abs(each - 1) < CLOSE for each in weights):
