@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import runpy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +33,42 @@ def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call `model(batch)` and return the loss in its output, or the mean of the squared output.
+    """Call `model(batch)` and return the loss in its output, an output of one number, or the mean of its square.
 
-    A dict is passed as keyword arguments, a tuple as positional arguments.
+    A dict is passed as keyword arguments, a tuple or list as positional arguments. If forward takes only one argument
+    and the batch is a pair (input, target), return the cross entropy with integer targets, or the mean squared error.
     """
-    output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
-    loss = getattr(output, "loss", None)
-    if loss is not None:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and _most_arguments(model) == 1:
+        output, target = _tensor_in(model(batch[0])).float(), batch[1]
+        if target.is_floating_point():
+            return nn.functional.mse_loss(output, target.reshape(output.shape).float())
+        if output.dim() == target.dim() + 1 and output.dim() > 2 and output.shape[:-1] == target.shape:
+            output, target = output.flatten(0, -2), target.flatten()  # classes of each token are the last dimension
+        return nn.functional.cross_entropy(output, target)
+    if isinstance(batch, dict):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if (loss := getattr(output, "loss", None)) is not None:
         return loss
+    output = _tensor_in(output)
+    return output if output.dim() == 0 else output.float().square().mean()
+
+
+def _tensor_in(output: Any) -> torch.Tensor:
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values())) if isinstance(output, dict) else output[0]
-    return output.float().square().mean()
+    return output
+
+
+def _most_arguments(model: nn.Module) -> float:
+    """Return how many positional arguments forward takes. Wrappers such as DDP do not count."""
+    while isinstance(inside := getattr(model, "module", None), nn.Module):
+        model = inside
+    kinds = [each.kind for each in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return inf
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -60,6 +87,8 @@ class Program:
     loss: Callable[[nn.Module, Any], torch.Tensor] = default_loss
     optimizer: Callable[[nn.Module], Any] = default_optimizer
     name: str = ""
+    target: str = field(default="", init=False)
+    """What `load_program` loaded without changes, so that other processes can load it again. `replace` clears it."""
 
     def model(self) -> nn.Module:
         """Build the unsharded model. Raise `ArgumentError` if `build` fails or returns no module."""
@@ -83,7 +112,7 @@ def load_program(target: str, **changed: Any) -> Program:
     """Return the program that `target` names: `FILE:FUNCTION` or `package.module:FUNCTION`.
 
     The function builds the model. Functions named `shard`, `loss`, `batch` and `optimizer` in the same file replace the
-    defaults. Values in `changed` that are not None win over both.
+    defaults, and so does a constant `batch`. Values in `changed` that are not None win over both.
     """
     place, colon, function = target.rpartition(":")
     if not colon or not place or not function:
@@ -93,8 +122,13 @@ def load_program(target: str, **changed: Any) -> Program:
         known = ", ".join(each for each, value in names.items() if callable(value) and not each.startswith("_"))
         raise ArgumentError(f"{place} has no function {function!r}. It defines: {known or 'no functions'}.")
     parts = {each: names[each] for each in _PARTS if callable(names.get(each))}
+    if "batch" not in parts and names.get("batch") is not None:
+        parts["batch"] = names["batch"]  # a constant
     given = {key: value for key, value in changed.items() if value is not None}
-    return replace(Program(build, name=function), **{**parts, **given})
+    program = replace(Program(build, name=function), **{**parts, **given})
+    if not given:
+        object.__setattr__(program, "target", target)
+    return program
 
 
 def _names_in(place: str) -> dict[str, Any]:
@@ -108,12 +142,52 @@ def _names_in(place: str) -> dict[str, Any]:
         raise ArgumentError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def tokens(shape: str, vocabulary: int = 256) -> torch.Tensor:
+def tokens(shape: str | Sequence[int], vocabulary: int = 256) -> torch.Tensor:
     """Return random tokens of a shape such as `"4x2048"`."""
+    return torch.randint(vocabulary, sizes_in(shape))
+
+
+def sizes_in(shape: str | Sequence[int]) -> list[int]:
     try:
-        sizes = [int(each) for each in shape.split("x")]
-        if min(sizes) < 1:
+        sizes = [int(each) for each in (shape.split("x") if isinstance(shape, str) else shape)]
+        if not sizes or min(sizes) < 1:
             raise ValueError
     except ValueError:
         raise ArgumentError(f"Expected a batch such as 4x2048 (positive integers), got {shape!r}.") from None
-    return torch.randint(vocabulary, sizes)
+    return sizes
+
+
+def example_batch(model: nn.Module, shape: str | Sequence[int] | None = None) -> Any:
+    """Return a random batch of `shape`: tokens if `model` begins with an embedding, floats otherwise.
+
+    Without a shape, the first layer determines it. Hugging Face models that compute a loss get a dict with labels.
+    """
+    first = next((each for each in model.modules() if isinstance(each, _KNOWN_FIRST)), None)
+    if shape is None:
+        shape = _example_shape(first)
+    if shape is None:
+        raise ArgumentError(
+            f"No batch is given, and none can be derived from the first layer of {type(model).__name__}. Pass a shape "
+            "such as 4x16, or define a function batch(rank, step)."
+        )
+    if not isinstance(first, nn.Embedding | nn.EmbeddingBag):
+        return torch.randn(sizes_in(shape))
+    drawn = tokens(shape, first.num_embeddings)
+    if hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:
+        return {"input_ids": drawn, "labels": drawn.clone()}
+    return drawn
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
+_KNOWN_FIRST = (nn.Embedding, nn.EmbeddingBag, nn.Linear, *_CONVOLUTIONS, *_RECURRENT)
+
+
+def _example_shape(first: nn.Module | None) -> Sequence[int] | None:
+    if isinstance(first, nn.Embedding | nn.EmbeddingBag):
+        return (2, 16)
+    if isinstance(first, nn.Linear):
+        return (4, first.in_features)
+    if isinstance(first, _CONVOLUTIONS):
+        return (2, first.in_channels, *[32] * len(first.kernel_size))
+    return (4, 8, first.input_size) if isinstance(first, _RECURRENT) else None
