@@ -26,11 +26,20 @@ class Observer:
     observers, because autograd runs backward in its own threads. `params` are the `ManagedParam`s of a param group.
     """
 
+    reads_sent = True
+    """False if `reducing` is a no-op. Reductions then stay on their side stream, where no observer may read tensors."""
+
     def all_gathering(self, params: Any, members: Members, sent: Sequence[Any]) -> None:
         """Called when a unit has issued an all-gather."""
 
     def unsharded(self, params: Any) -> None:
         """Called when the unsharded parameters are complete."""
+
+    def packing(self, params: Any, gradients: Any) -> None:
+        """Called on the compute stream before local gradients are packed and freed.
+
+        `gradients` are the local gradients of all `params`, or a dict that maps indices of `params` to them.
+        """
 
     def reducing(
         self, params: Any, members: Members, gradients: Any, sent: Sequence[Any], received: Sequence[Any]
@@ -55,6 +64,10 @@ _observers: list[Observer] = []
 
 class _All:
     """Calls every observer."""
+
+    @property
+    def reads_sent(self) -> bool:
+        return any(each.reads_sent for each in _observers)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         methods = [getattr(each, name) for each in _observers]

@@ -222,6 +222,9 @@ class Reduction:
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack and clear `gradients`, then issue the reduce-scatter. `last` is True if backward is over."""
         flight, watcher = self._new_flight(options), observer.current
+        if watcher is not None:
+            watcher.packing(self._params, gradients)
+            watcher = watcher if watcher.reads_sent else None
         # At the end nothing overlaps, so the compute stream is as good. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
             self._start_on_side_stream(flight, gradients, self._side_stream)
