@@ -194,7 +194,7 @@ class Watch(observer.Observer):
                 "watch() cannot check the steps of unshard.capture, because a replay runs no hooks. Stop the watch, or "
                 "train without capture while you look for non-finite values."
             )
-        if self._delivered and not inside_backward() and self._is_consumed():
+        if (self._delivered or self._is_closed) and not inside_backward() and self._is_consumed():
             self._next_step()
 
     def _is_consumed(self) -> bool:
@@ -367,6 +367,8 @@ class Watch(observer.Observer):
         if scale is not None:
             self._scales = [each for each in self._scales if each[0] != record.step] + [(record.step, scale)]
         self._last_read, layout = record.step, tuple(record.checks)
+        if not layout:
+            return
         before = self._largest.get(layout)
         if bool(values.isfinite().all()):
             self._largest[layout] = values if before is None else torch.maximum(before, values)
