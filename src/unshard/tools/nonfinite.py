@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from .precision_report import short
 
 _MOST_REPORTS = 1000  # of one rank: a training run with NaN weights would write one in every step
 _PATIENCE = timedelta(seconds=10)
+
+
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Stage(IntEnum):
@@ -102,6 +107,46 @@ class Check:
     unit: str
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    indices: tuple[int, ...]
+    """The order in which the program computed the tensors, among those that were checked together."""
+
+
+Place = tuple[str, str, torch.dtype]
+"""A unit, a parameter (or an empty string), and the dtype to report."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one dtype and device, by index, which are checked together."""
+
+    indices: list[int]
+    wide: torch.dtype | None
+    """The dtype of the results, or None for the tensors' own. The device concatenates equal dtypes in one kernel."""
+    checks: list[Check]
+
+
+def batches_of(stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]) -> list[Batch]:
+    """Group `tensors` into batches. Skip tensors without a place, without elements, or of dtypes without checks."""
+    groups: dict[Any, dict[str, list[tuple[int, Place]]]] = {}
+    for index, tensor in enumerate(tensors):
+        place = place_of(index)
+        if place is not None and tensor.numel() and tensor.dtype in CHECKED:
+            groups.setdefault((tensor.device, tensor.dtype), {}).setdefault(place[0], []).append((index, place))
+    batches = []
+    for (_, dtype), units in groups.items():
+        indices = [index for members in units.values() for index, _ in members]
+        checks = [
+            Check(
+                stage,
+                unit,
+                tuple(place[1] for _, place in members),
+                tuple(place[2] for _, place in members),
+                tuple(index for index, _ in members),
+            )
+            for unit, members in units.items()
+        ]
+        batches.append(Batch(indices, torch.float32 if dtype.itemsize == 2 else None, checks))
+    return batches
 
 
 @dataclass
@@ -109,9 +154,10 @@ class Record:
     """The checks of one step, and the largest absolute value of every tensor, which the host reads a step late."""
 
     step: int
-    checks: list[Check] = field(default_factory=list)
+    checks: list[tuple[int, Check]] = field(default_factory=list)
+    """Each check with the number of tensors that were checked before."""
     maxima: list[torch.Tensor] = field(default_factory=list)
-    """Vectors on the device. Together, they have one value per tensor, in the order of `checks`."""
+    """One number per tensor, on the device of the tensor."""
     exact: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     """The number of non-finite elements and the module that computed them, by numbers of check and tensor."""
     _values: torch.Tensor | None = None
@@ -120,7 +166,9 @@ class Record:
 
     def pack(self, scale: torch.Tensor | None) -> bool:
         """Queue the copy of all values to the host. Return False if there are none."""
-        vectors = self.maxima if scale is None else [*self.maxima, scale.detach().reshape(1)]
+        vectors = [torch.stack(list(run)) for _, run in groupby(self.maxima, attrgetter("device"))]
+        if scale is not None:
+            vectors.append(scale.detach().reshape(1))
         if not vectors:
             return False
         device = next((each.device for each in vectors if each.device.type != "cpu"), vectors[0].device)
@@ -141,7 +189,7 @@ class Record:
     def seen(self, values: list[float], before: list[float] | None) -> Iterator[Seen]:
         """Yield the non-finite values. `before` are the largest finite ones of earlier steps."""
         number, local = 0, dict[str, float]()
-        for position, check in enumerate(self.checks):
+        for place, (start, check) in enumerate(self.checks):
             for index, (name, dtype) in enumerate(zip(check.names, check.dtypes, strict=True)):
                 value, largest = values[number], None if before is None else before[number]
                 number += 1
@@ -149,12 +197,13 @@ class Record:
                     local[name] = value
                 if math.isfinite(value):
                     continue
-                count, module = self.exact.get((position, index), (None, ""))
-                place = module if check.stage is Stage.FORWARD else clean(name)
+                count, module = self.exact.get((place, index), (None, ""))
+                position = start + check.indices[index]
                 if check.stage is Stage.REDUCED:
                     largest = local.get(name)
+                parameter = module if check.stage is Stage.FORWARD else clean(name)
                 nan = math.isnan(value)
-                yield Seen(check.stage, number, check.unit, place, short(dtype), nan, count, largest)
+                yield Seen(check.stage, position, check.unit, parameter, short(dtype), nan, count, largest)
 
 
 def first_stage(seen: Iterable[Seen]) -> list[Seen]:

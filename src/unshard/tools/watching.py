@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,28 @@ from ..torch_private import (
     round_of,
     scale_of,
 )
-from .nonfinite import Check, Exchange, Finding, Record, Stage, clean, findings_of, first_stage, save_tensors
+from .nonfinite import (
+    CHECKED,
+    Batch,
+    Check,
+    Exchange,
+    Finding,
+    Place,
+    Record,
+    Stage,
+    batches_of,
+    clean,
+    findings_of,
+    first_stage,
+    save_tensors,
+)
 from .norms import Statistics, tensor_norms
 from .precision_plan import ParamPlan, UnitPlan, owned_modules, plan_of
 from .precision_report import table, unit_title
 
 _log = logging.getLogger("unshard")
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MOST_SHOWN = 20
+_MOST_BATCHES = 1000
 _MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
 _SETTLED = 2  # other ranks have read their values of a step once this rank has read those of two steps later
 
@@ -55,9 +69,10 @@ class Watch(observer.Observer):
         """Outputs of units in the running forward, which is over before anything could free them."""
         self._reduced: list[ManagedParam] = []
         self._record, self._pending = Record(1), deque[Record]()
-        self._largest: dict[tuple[Check, ...], torch.Tensor] = {}
+        self._largest: dict[Any, torch.Tensor] = {}
         self._last_seen: set[Any] = set()
         self._first_reduced: Any = None
+        self._batches: dict[Any, list[Batch]] = {}
         self._delivered = self._stepped = self._is_closed = False
         self._round = None if scaler is None else round_of(scaler)
         self._scales: list[tuple[int, float]] = [(0, scaler.get_scale())] if scaler is not None else []
@@ -210,8 +225,7 @@ class Watch(observer.Observer):
         if inside_backward() or not torch.is_grad_enabled():
             return  # recomputed by activation checkpointing, or an evaluation
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        tensors = [each.detach() for each in outputs if each.dtype in _CHECKED]
-        self._forwards.append((unit, tensors))
+        self._forwards.append((unit, [each.detach() for each in outputs]))
         for each in outputs if outermost else ():
             if each.requires_grad:
                 each.register_hook(partial(self._check_output_gradient, unit))
@@ -224,7 +238,7 @@ class Watch(observer.Observer):
     def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._bad_module or inside_backward() or not torch.is_grad_enabled():
             return
-        tensors = [local_part(each.detach()) for each in tensors_in(output) if each.dtype in _CHECKED]
+        tensors = [local_part(each.detach()) for each in tensors_in(output) if each.dtype in CHECKED]
         if not all(bool(each.isfinite().all()) for each in tensors):
             self._bad_module = name
 
@@ -235,9 +249,9 @@ class Watch(observer.Observer):
     @never_compiled
     @torch.no_grad()
     def _check_output_gradient(self, unit: str, gradient: torch.Tensor) -> None:
-        local = local_part(gradient)
-        if self._on and local.numel() and local.dtype in _CHECKED:
-            self._check([Check(Stage.OUTPUT, unit, ("",), (local.dtype,))], [local])
+        if self._on:
+            local = local_part(gradient)
+            self._check((Stage.OUTPUT, unit, local.dtype), Stage.OUTPUT, [local], lambda index: (unit, "", local.dtype))
 
     # -- called by the engine -----------------------------------------------------------------------------------
 
@@ -247,9 +261,9 @@ class Watch(observer.Observer):
             return  # of another model
         if self._forwards:
             self._check_forwards()
-        numbered = gradients.items() if isinstance(gradients, Mapping) else enumerate(gradients)
-        found = [(params[index], each) for index, each in numbered]
-        self._check_gradients(Stage.LOCAL, found)
+        if isinstance(gradients, Mapping):
+            params, gradients = [params[index] for index in gradients], gradients.values()
+        self._check_gradients(Stage.LOCAL, params, list(gradients))
 
     def delivered(self, params: Sequence[Any]) -> None:
         """Check reduced gradients at the end of backward, all units together."""
@@ -268,66 +282,68 @@ class Watch(observer.Observer):
             return
         self._delivered = True
         self._first_reduced = params[0]
-        found: list[tuple[ManagedParam, torch.Tensor]] = []
+        owners: list[ManagedParam] = []
+        tensors: list[torch.Tensor] = []
         for param in params:
             gradient = param.sharded.grad
             if gradient is None:
                 continue  # an optimizer has stepped in backward
             if param not in self._flat:
-                found.append((param, local_part(gradient)))
+                owners.append(param)
+                tensors.append(local_part(gradient))
                 continue
             members, rank = self._flat[param]
             for each in members:
                 sharding: Any = each.sharding
                 begin = max(sharding.begin - rank * sharding.shard_numel, 0)
-                found.append((each, gradient[begin : begin + sharding.elements(rank)[1]]))
-        self._check_gradients(Stage.REDUCED, found)
+                owners.append(each)
+                tensors.append(gradient[begin : begin + sharding.elements(rank)[1]])
+        self._check_gradients(Stage.REDUCED, owners, tensors)
 
-    def _check_gradients(self, stage: Stage, found: list[tuple[ManagedParam, torch.Tensor]]) -> None:
-        known = [
-            (self._params[param], each)
-            for param, each in found
-            if each.numel() and param in self._params and each.dtype in _CHECKED
-        ]
-        by_unit: dict[str, list[tuple[ParamPlan, torch.Tensor]]] = {}
-        for (unit, plan), tensor in known:
-            by_unit.setdefault(unit, []).append((plan, tensor))
-        checks = []
-        for unit, members in by_unit.items():
-            names = tuple(plan.name for plan, _ in members)
-            dtypes = tuple(plan.dtypes.wire if stage is Stage.REDUCED else each.dtype for plan, each in members)
-            checks.append(Check(stage, unit, names, dtypes))
-        self._check(checks, [each for members in by_unit.values() for _, each in members])
+    def _check_gradients(self, stage: Stage, params: Sequence[ManagedParam], tensors: list[torch.Tensor]) -> None:
+        def place_of(index: int) -> Place | None:
+            unit, plan = self._params.get(params[index], ("", None))
+            wire = plan.dtypes.wire if plan is not None and stage is Stage.REDUCED else tensors[index].dtype
+            return None if plan is None else (unit, plan.name, wire)
+
+        if tensors:
+            self._check((stage, tensors[0].dtype, *params), stage, tensors, place_of)
 
     @torch.no_grad()
     def _check_forwards(self) -> None:
-        checks, tensors = [], []
         forwards, self._forwards = self._forwards, []
-        for unit, outputs in forwards:
-            locals_ = [local for each in outputs if (local := local_part(each)).numel()]
-            if locals_:
-                names = ("",) * len(locals_)
-                checks.append(Check(Stage.FORWARD, unit, names, tuple(each.dtype for each in locals_)))
-                tensors += locals_
-        self._check(checks, tensors)
-
-    def _check(self, checks: list[Check], tensors: list[torch.Tensor]) -> None:
-        if not tensors:
+        found = [(unit, local) for unit, outputs in forwards for each in outputs if (local := local_part(each)).numel()]
+        if not found:
             return
-        record = self._record
-        first = len(record.checks)
-        record.checks += checks
-        # One dtype for all checks: the device concatenates vectors of one dtype in one kernel.
-        narrow = all(each.dtype.itemsize == 2 for each in tensors)
-        maxima = torch.stack(foreach_norm(tensors, math.inf, torch.float32 if narrow else None))
-        record.maxima.append(maxima)
-        if self._is_exact and not bool(maxima.isfinite().all()):
-            numbers = [(first + number, i) for number, check in enumerate(checks) for i in range(len(check.names))]
-            for key, tensor in zip(numbers, tensors, strict=True):
-                count = int(tensor.numel() - tensor.isfinite().sum())
-                if count:
-                    record.exact[key] = count, self._bad_module
-            self._save(checks, tensors)
+        units, tensors = zip(*found, strict=True)
+        key = (Stage.FORWARD, *units, *(each.dtype for each in tensors), *(each.device for each in tensors))
+        self._check(key, Stage.FORWARD, tensors, lambda index: (units[index], "", tensors[index].dtype))
+
+    def _check(
+        self, key: Any, stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]
+    ) -> None:
+        """Queue the kernels that find the largest absolute value of each tensor. Equal keys have equal batches."""
+        batches = self._batches.get(key)
+        if batches is None:
+            if len(self._batches) > _MOST_BATCHES:
+                self._batches.clear()
+            batches = self._batches[key] = batches_of(stage, tensors, place_of)
+        record, start = self._record, len(self._record.maxima)
+        for batch in batches:
+            mine = [tensors[index] for index in batch.indices]
+            maxima = foreach_norm(mine, math.inf, batch.wide)
+            if self._is_exact and not bool(torch.stack(maxima).isfinite().all()):
+                self._count(len(record.checks), batch.checks, mine)
+            record.checks += [(start, check) for check in batch.checks]
+            record.maxima += maxima
+
+    def _count(self, first: int, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
+        numbers = [(first + number, i) for number, check in enumerate(checks) for i in range(len(check.names))]
+        for key, tensor in zip(numbers, tensors, strict=True):
+            count = int(tensor.numel() - tensor.isfinite().sum())
+            if count:
+                self._record.exact[key] = count, self._bad_module
+        self._save(checks, tensors)
 
     # -- records, which are read a step late --------------------------------------------------------------------
 
@@ -393,7 +409,7 @@ class Watch(observer.Observer):
                 _log.warning("watch: %s", each.text)
                 self._logged = each.step
 
-    def _save(self, checks: list[Check], tensors: list[torch.Tensor]) -> None:
+    def _save(self, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
         """Save the tensors of the first bad check of a step. Do nothing if the step before has saved some, too."""
         step, before, number = self._record.step, self._saved, 0
         self._saved = step
