@@ -25,7 +25,7 @@ from unshard.engine import observer
 from unshard.errors import ArgumentError, StateError
 from unshard.optim import GradScaler
 from unshard.tools import watch
-from unshard.tools.nonfinite import Exchange, Seen, Stage, findings_of
+from unshard.tools.nonfinite import Exchange, Record, Seen, Stage, batches_of, findings_of
 
 F16 = torch.float16
 
@@ -202,21 +202,20 @@ def test_skipped_steps(caplog: Any = None) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("unshard").addHandler(handler)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    weights = [each.detach().clone() for each in model.parameters()]
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def plant(step: int) -> None:
         block(model, 0).weight = math.inf if step in (2, 3) and dist.get_rank() == last() else 1.0
 
     with watch(model, scaler=scaler) as watched:
-        optimizer = train(model, 5, plant, scaler)
+        train(model, 5, plant, scaler)
     logging.getLogger("unshard").removeHandler(handler)
-    assert [(row["step"], row["scale"], row["skipped"]) for row in watched.scaler] == [(2, 512, True), (3, 256, True)]
+    scales = [(row["step"], row["scale"], row["skipped"]) for row in watched.scaler]
+    assert scales == [(2, 512, True), (3, 256, True), (5, 512, False)] and watched.scaler[-1]["why"] == ""
     (found,) = watched.findings  # the second one is the same again
     assert watched.scaler[0]["why"] == found.text and f"rank {last()}" in found.text
     assert records == ([f"watch: {found.text}"] if dist.get_rank() == 0 else [])
     assert json.loads(json.dumps(watched.to_dict()))["findings"][0]["parameter"] == "blocks.0.first.weight"
-    assert optimizer is not None and len(weights) > 0
 
 
 @world(3)
@@ -302,6 +301,19 @@ def test_what_is_a_step() -> None:
 
 
 @world(2)
+def test_recomputed_forwards() -> None:
+    """Values that only a recomputation of activation checkpointing sees are not outputs of the model."""
+    model = Model()
+    model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    fully_sharded(model)
+    with watch(model) as watched:
+        loss = model(batch()).square().mean()
+        block(model, 1).output = math.nan
+        loss.backward()
+    assert watched.findings == []
+
+
+@world(2)
 def test_dump(tmp_path: Path) -> None:
     model = fully_sharded(Model())
     rank = dist.get_rank()
@@ -361,10 +373,24 @@ def seen(stage: Stage, position: int = 1, parameter: str = "a", nan: bool = Fals
     return Seen(stage, position, "unit", parameter, "fp16", nan, 2, 1.0)
 
 
+def test_the_order_of_checks() -> None:
+    """The order of the program decides, also between units and between dtypes."""
+    record = Record(1)
+    wide, narrow = torch.ones(2), torch.ones(2, dtype=F16)
+    places = [("first", "a", F16), ("first", "b", F16), ("second", "c", F16)]
+    (*batches,) = batches_of(Stage.LOCAL, [narrow, wide, narrow], places.__getitem__)
+    record.checks = [(number, check) for number in (0, 3) for batch in batches for check in batch.checks]
+    names = [name for _, check in record.checks for name in check.names]
+    assert names == ["a", "c", "b"] * 2
+    found = list(record.seen([1.0, math.inf, math.nan] + [math.inf] * 3, None))
+    by_order = sorted((each.position, each.parameter, each.nan) for each in found)
+    assert by_order == [(1, "b", True), (2, "c", False), (3, "a", False), (4, "b", False), (5, "c", False)]
+
+
 def test_the_first_place_wins() -> None:
     reports = {
         5: {
-            0: [seen(Stage.REDUCED, 3, "b")],
+            0: [seen(Stage.REDUCED, 0, "b")],
             2: [seen(Stage.LOCAL, 2, "b"), seen(Stage.LOCAL, 7, "c")],
             1: [seen(Stage.LOCAL, 2, "b")],
         },
