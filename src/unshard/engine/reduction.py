@@ -225,6 +225,7 @@ class Reduction:
         if watcher is not None:
             watcher.packing(self._params, gradients)
             watcher = watcher if watcher.reads_sent else None
+            given = dict(gradients if isinstance(gradients, dict) else enumerate(gradients)) if watcher else {}
         # At the end nothing overlaps, so the compute stream is as good. An observer reads tensors on that stream.
         if self._side_stream is not None and watcher is None and not last and options.reduce_buffers == 1:
             self._start_on_side_stream(flight, gradients, self._side_stream)
@@ -232,7 +233,6 @@ class Reduction:
         (flight.outputs if self._in_place else self._input).take()
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
-        given = dict(gradients if isinstance(gradients, dict) else enumerate(gradients)) if watcher else {}
         gradients.clear()  # frees them before the output takes memory
         flight.outputs.take()
         flight.work = self._transport.reduce_scatter(
