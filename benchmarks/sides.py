@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from .models import UNIT_CLASSES, Case, units
 from .places import Place
 
-OURS = ("unshard", "unshard-flat", "unshard-wrapper")
+OURS = ("unshard", "unshard-flat", "unshard-wrapper", "unshard-watched")
 OURS += ("unshard-offload", "unshard-offload-flat", "unshard-offload-step-in-backward", "unshard-offload-state")
 PEERS = ("fsdp2", "fsdp1", "fsdp2-offload", "unsharded")
+PEER_OF_OURS = {"unshard-watched": "unshard"}  # beside the others
 MAX_NORM = 1.0
 GROUP = 400
 
@@ -54,7 +56,12 @@ def start(side: str, case: Case, place: Place) -> Training:
         optimizer: Any = torch.optim.AdamW(_groups(model), lr=1e-5, fused=True)
         if side.endswith(("-flat", "-step-in-backward", "-state")):
             optimizer = _flat(optimizer, step_in_backward=side.endswith("-step-in-backward"))
-    return Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
+    training = Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
+    if side == "unshard-watched":  # sees the units of other sides, too, so do not keep sides beside it (--interleave)
+        from unshard.tools import watch
+
+        weakref.finalize(training, watch(model, optimizer).stop)
+    return training
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -70,7 +77,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 def known(names: str) -> list[str]:
     """The sides that a comma-separated list names; `all` are those that offload nothing."""
     if names == "all":
-        return [name for name in _SHARDERS if "-offload" not in name]
+        return [name for name in _SHARDERS if "-offload" not in name and name not in PEER_OF_OURS]
     chosen = [name.replace("_", "-") for name in names.split(",")]
     if missing := [name for name in chosen if name not in _SHARDERS]:
         raise ValueError(f"no such side: {', '.join(missing)}; there are {', '.join(_SHARDERS)}")
@@ -156,6 +163,7 @@ _SHARDERS: dict[str, Callable[[nn.Module, Case, Place], nn.Module]] = {
     "fsdp1": _fsdp1,
     "unshard": _unshard,
     "unshard-flat": _unshard,
+    "unshard-watched": _unshard,
     "unshard-wrapper": _unshard_wrapper,
     "fsdp2-offload": _fsdp2_offload,
     "unshard-offload": _unshard_offload,

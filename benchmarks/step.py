@@ -4,6 +4,7 @@
     python -m benchmarks.step --place nccl --cases 1b:1x1024,small:1x64    # a GPU as the only rank
     python -m benchmarks.step --place nccl --world 4 --cases 100m:8x1024   # four ranks on as many GPUs, or on one
     python -m benchmarks.step --place gloo --cases 10m:1x128:fp32,10m:1x1:bf16   # two CPU processes
+    python -m benchmarks.step --cases 1b:4x2048,1b:1x1024 --sides unshard,unshard-watched --rounds 9   # cost of watch
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .places import Place
-from .sides import OURS, PEERS
+from .sides import OURS, PEER_OF_OURS, PEERS
 
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ def ratios(rows: Sequence[Row], figures: Mapping[str, str]) -> list[Row]:
     by_side = {row["side"]: row for row in rows if "error" not in row}
     found = []
     for ours in OURS:
-        for peer in PEERS:
+        for peer in (*PEERS, PEER_OF_OURS.get(ours)):
             if ours in by_side and peer in by_side:
                 pairs = {key: (by_side[ours].get(key), by_side[peer].get(key)) for key in figures}
                 values = {key: a / b for key, (a, b) in pairs.items() if a is not None and b is not None and b > 0}
@@ -74,9 +74,10 @@ def show_ratios(place: Place, rows: Sequence[Row], figures: Mapping[str, str]) -
     if not place.speaks:
         return
     for row in rows:
-        parts = ", ".join(f"{name} {row[key]:.2f}x" for key, name in figures.items() if key in row)
+        digits = 3 if row["side"] in PEER_OF_OURS else 2
+        parts = ", ".join(f"{name} {row[key]:.{digits}f}x" for key, name in figures.items() if key in row)
         spread = row.get("wall_spread")
-        parts += f" (wall by round {spread[0]:.2f}-{spread[1]:.2f}x)" if spread else ""
+        parts += f" (wall by round {spread[0]:.{digits}f}-{spread[1]:.{digits}f}x)" if spread else ""
         print(f"  {row['side']} / {row['peer']}: {parts}", flush=True)
 
 

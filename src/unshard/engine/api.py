@@ -1,6 +1,6 @@
 """The names of the engine that other packages may import. All other names of the engine may change at any time."""
 
-from . import observer
+from . import observer, side_stream
 from .all_gather import Slicing
 from .checks import refuse_shards_of_another_rank, refuse_shared_memory
 from .extension import is_extended, refuse_opaque

@@ -27,7 +27,10 @@ class Observer:
     """
 
     on_compute_stream = True
-    """True if reductions must be issued on the compute stream, because the observer reads their tensors there."""
+    """True if reductions must be issued on the compute stream, because `reducing` reads their tensors there.
+
+    If this is False for all observers, `reducing` is not called, and reductions stay on their side stream.
+    """
 
     def entering(self, stage: str, unit: Any) -> None:
         """Called before a stage of a unit. Stages are the methods with the decorator `traced`."""
@@ -49,6 +52,12 @@ class Observer:
 
     def unsharded(self, params: Any) -> None:
         """Called when the unsharded parameters are complete."""
+
+    def packing(self, params: Any, gradients: Any) -> None:
+        """Called on the compute stream before local gradients are packed and freed.
+
+        `gradients` are the local gradients of all `params`, or a dict that maps indices of `params` to them.
+        """
 
     def reducing(
         self, params: Any, members: Members, gradients: Any, sent: Sequence[Any], received: Sequence[Any]

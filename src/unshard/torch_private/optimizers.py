@@ -92,6 +92,16 @@ def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
     scaler._per_optimizer_states.clear()
 
 
+def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the current scale as a tensor on the device. The public `get_scale` waits for the device."""
+    return scaler._scale
+
+
+def round_of(scaler: torch.amp.GradScaler) -> object:
+    """Return an object that `scaler.update()` replaces."""
+    return scaler._per_optimizer_states
+
+
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a learning rate scheduler has wrapped the `step` of this optimizer."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")

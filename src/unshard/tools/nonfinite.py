@@ -1,0 +1,362 @@
+"""Findings about non-finite values: what each rank reports, and which rank and place came first.
+
+Ranks exchange reports through the job's store. A rank writes to the store only if it has seen a non-finite value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine.api import StreamEvent
+from ..errors import listed
+from ..names import ALL_PREFIXES, clean_tensor_name
+from ..torch_private import job_store, local_part, tree_map
+from .precision_report import short
+
+_MOST_REPORTS = 1000  # of one rank: a training run with NaN weights would write one in every step
+_PATIENCE = timedelta(seconds=10)
+
+
+CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class Stage(IntEnum):
+    """Where a value was checked. In a step, a non-finite value of one stage spreads to all later stages."""
+
+    FORWARD = 0
+    OUTPUT = 1
+    LOCAL = 2
+    REDUCED = 3
+
+
+WHAT = {
+    Stage.FORWARD: "forward output",
+    Stage.OUTPUT: "output gradient",
+    Stage.LOCAL: "local gradient",
+    Stage.REDUCED: "reduced gradient",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A non-finite value at one place, as one rank reports it. `position` orders the checks of a stage in a step."""
+
+    stage: int
+    position: int
+    unit: str
+    parameter: str
+    """The parameter whose gradient this is. For forward outputs, the module that computed it, if it is known."""
+    dtype: str
+    nan: bool
+    elements: int | None
+    largest_finite: float | None
+
+    @property
+    def place(self) -> tuple[int, str, str]:
+        return self.stage, self.unit, "" if self.stage == Stage.FORWARD else self.parameter
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first non-finite value of one step. `str()` returns `text`."""
+
+    step: int
+    what: str
+    """`forward output`, `output gradient` (of the loss), `local gradient` or `reduced gradient`."""
+    unit: str
+    parameter: str | None
+    ranks: tuple[int, ...]
+    elements: int | None
+    """Number of non-finite elements on all of `ranks`, or None if they were not counted."""
+    dtype: str
+    largest_finite: float | None
+    """The largest finite absolute value before. See docs/nonfinite_values.md for what `before` means."""
+    text: str
+    module: str | None = None
+    """The module inside the unit that computed the first non-finite output, if it is known."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ranks": list(self.ranks)}
+
+
+# -- checks of one step -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check covers: tensors of one stage and unit. Equal checks of different steps can be compared."""
+
+    stage: Stage
+    unit: str
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    indices: tuple[int, ...]
+    """The order in which the program computed the tensors, among those that were checked together."""
+
+
+Place = tuple[str, str, torch.dtype]
+"""A unit, a parameter (or an empty string), and the dtype to report."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one dtype and device, by index, which are checked together."""
+
+    indices: list[int]
+    wide: torch.dtype | None
+    """The dtype of the results, or None for the tensors' own. The device concatenates equal dtypes in one kernel."""
+    checks: list[Check]
+
+
+def batches_of(stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]) -> list[Batch]:
+    """Group `tensors` into batches. Skip tensors without a place, without elements, or of dtypes without checks."""
+    groups: dict[Any, dict[str, list[tuple[int, Place]]]] = {}
+    for index, tensor in enumerate(tensors):
+        place = place_of(index)
+        if place is not None and tensor.numel() and tensor.dtype in CHECKED:
+            groups.setdefault((tensor.device, tensor.dtype), {}).setdefault(place[0], []).append((index, place))
+    batches = []
+    for (_, dtype), units in groups.items():
+        indices = [index for members in units.values() for index, _ in members]
+        checks = [
+            Check(
+                stage,
+                unit,
+                tuple(place[1] for _, place in members),
+                tuple(place[2] for _, place in members),
+                tuple(index for index, _ in members),
+            )
+            for unit, members in units.items()
+        ]
+        batches.append(Batch(indices, torch.float32 if dtype.itemsize == 2 else None, checks))
+    return batches
+
+
+@dataclass
+class Record:
+    """The checks of one step, and the largest absolute value of every tensor, which the host reads a step late."""
+
+    step: int
+    checks: list[tuple[int, Check]] = field(default_factory=list)
+    """Each check with the number of tensors that were checked before."""
+    maxima: list[torch.Tensor] = field(default_factory=list)
+    """One number per tensor, on the device of the tensor."""
+    exact: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
+    """The number of non-finite elements and the module that computed them, by numbers of check and tensor."""
+    _values: torch.Tensor | None = None
+    _copied: StreamEvent | None = None
+    _has_scale: bool = False
+
+    def pack(self, scale: torch.Tensor | None) -> bool:
+        """Queue the copy of all values to the host. Return False if there are none."""
+        vectors = [torch.stack(list(run)) for _, run in groupby(self.maxima, attrgetter("device"))]
+        if scale is not None:
+            vectors.append(scale.detach().reshape(1))
+        if not vectors:
+            return False
+        device = next((each.device for each in vectors if each.device.type != "cpu"), vectors[0].device)
+        values = torch.cat([each.to(device, non_blocking=True) for each in vectors])
+        if device.type != "cpu":
+            values = values.to("cpu", non_blocking=True)  # into page-locked memory
+            self._copied = StreamEvent(device).record()
+        self._values, self._has_scale, self.maxima = values, scale is not None, []
+        return True
+
+    def read(self) -> tuple[torch.Tensor, float | None]:
+        """Wait for the copy, and return the values and the scale of the gradient scaler."""
+        assert self._values is not None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return (self._values[:-1], float(self._values[-1])) if self._has_scale else (self._values, None)
+
+    def seen(self, values: list[float], before: list[float] | None) -> Iterator[Seen]:
+        """Yield the non-finite values. `before` are the largest finite ones of earlier steps."""
+        number, local = 0, dict[str, float]()
+        for place, (start, check) in enumerate(self.checks):
+            for index, (name, dtype) in enumerate(zip(check.names, check.dtypes, strict=True)):
+                value, largest = values[number], None if before is None else before[number]
+                number += 1
+                if check.stage is Stage.LOCAL:
+                    local[name] = value
+                if math.isfinite(value):
+                    continue
+                count, module = self.exact.get((place, index), (None, ""))
+                position = start + check.indices[index]
+                if check.stage is Stage.REDUCED:
+                    largest = local.get(name)
+                parameter = module if check.stage is Stage.FORWARD else clean(name)
+                nan = math.isnan(value)
+                yield Seen(check.stage, position, check.unit, parameter, short(dtype), nan, count, largest)
+
+
+def first_stage(seen: Iterable[Seen]) -> list[Seen]:
+    """Return what was seen in the earliest stage. The rest are consequences."""
+    seen = list(seen)
+    earliest = min((each.stage for each in seen), default=None)
+    return [each for each in seen if each.stage == earliest]
+
+
+def clean(name: str) -> str:
+    """Return the name of a module or parameter without the prefixes of wrappers."""
+    return clean_tensor_name(f"{name}.", ALL_PREFIXES).rstrip(".")
+
+
+# -- findings of all ranks ----------------------------------------------------------------------------------------
+
+Reports = dict[int, dict[int, list[Seen]]]
+"""What the ranks have seen, by step and rank."""
+
+
+def findings_of(reports: Reports, world: int) -> list[Finding]:
+    """Return one finding per step. Leave out steps that only repeat the finding of the step before."""
+    found: list[Finding] = []
+    before: tuple[int, Any] | None = None
+    for step in sorted(reports):
+        place, finding = _first_of(step, reports[step], world)
+        if before != (step - 1, place):
+            found.append(finding)
+        before = step, place
+    return found
+
+
+def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int) -> tuple[Any, Finding]:
+    first = min((each for seen in by_rank.values() for each in seen), key=lambda each: (each.stage, each.position))
+    same = {r: each for r, seen in sorted(by_rank.items()) for each in seen if each.place == first.place}
+    ranks, counts = tuple(same), [each.elements for each in same.values()]
+    elements = None if None in counts else sum(each or 0 for each in counts)
+    finite = [each.largest_finite for each in same.values() if each.largest_finite is not None]
+    nan, largest = all(each.nan for each in same.values()), max(finite, default=None)
+    stage = Stage(first.stage)
+    module = first.parameter if stage is Stage.FORWARD and first.parameter else None
+    text = _text(step, first, stage, ranks, world, nan, elements, largest)
+    parameter = first.parameter if stage in (Stage.LOCAL, Stage.REDUCED) else None
+    what = WHAT[stage]
+    finding = Finding(step, what, first.unit, parameter, ranks, elements, first.dtype, largest, text, module)
+    return first.place, finding
+
+
+def _text(
+    step: int,
+    first: Seen,
+    stage: Stage,
+    ranks: tuple[int, ...],
+    world: int,
+    nan: bool,
+    elements: int | None,
+    largest: float | None,
+) -> str:
+    who = "all ranks" if len(ranks) == world > 1 else f"ranks {listed(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    alone = " alone" if len(ranks) == 1 < world else ""
+    count = "" if elements is None else f", {elements} {'element' if elements == 1 else 'elements'}"
+    did = "got NaN" if nan else "overflowed"
+    if stage is Stage.FORWARD:
+        where = f"module {first.parameter!r} of unit {first.unit!r}" if first.parameter else f"unit {first.unit!r}"
+        text = f"{who}{alone} {did} in forward: output of {where} ({first.dtype}{count})"
+        before = "largest finite output there in earlier steps"
+    elif stage is Stage.OUTPUT:
+        text = f"{who}{alone} {did} in the loss: gradient of the output of unit {first.unit!r} ({first.dtype}{count})"
+        before = "largest finite gradient there in earlier steps"
+    elif stage is Stage.LOCAL:
+        text = f"{who}{alone} {did} in {first.parameter}: local gradient of unit {first.unit!r} ({first.dtype}{count})"
+        before = "largest finite gradient there in earlier steps"
+    else:
+        verb = "NaN" if nan else "overflow"
+        text = f"{verb} only in the {first.dtype} reduction of {first.parameter} (unit {first.unit!r}{count} on {who})"
+        text += ": local gradients of all ranks were finite"
+        before = "largest of them on these ranks"
+    return f"Step {step}: {text}" + ("." if largest is None else f"; {before}: {largest:.4g}.")
+
+
+# -- exchange -----------------------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Sends this rank's reports to all ranks and reads theirs, without collectives."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.reports = 0, 1, Reports()
+        self._store: Any = None
+        self._read = self._sent = 0
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            job = dist.PrefixStore("unshard watch", job_store())
+            number = job.add(f"watches of {self.rank}", 1)
+            self._store = dist.PrefixStore(f"{number}", job)
+            self._store.add("started", 1)
+
+    def report(self, step: int, seen: list[Seen]) -> None:
+        self._add(self.rank, step, seen)
+        if self._store is not None and self._sent < _MOST_REPORTS:
+            self._sent += 1
+            with suppress(RuntimeError):  # the store cannot be reached: the job is ending
+                number = self._store.add("reports", 1)
+                self._store.set(f"report {number}", json.dumps([self.rank, step, [asdict(each) for each in seen]]))
+
+    def read(self) -> None:
+        """Read new reports of other ranks. One request if there are none."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):
+            count = self._store.add("reports", 0)
+            while self._read < count:
+                key = f"report {self._read + 1}"
+                self._store.wait([key], _PATIENCE)  # its writer has only counted it so far
+                rank, step, seen = json.loads(self._store.get(key))
+                self._read += 1
+                if rank != self.rank:
+                    self._add(rank, step, [Seen(**each) for each in seen])
+
+    def _add(self, rank: int, step: int, seen: list[Seen]) -> None:
+        known = self.reports.setdefault(step, {}).setdefault(rank, [])
+        known += [each for each in seen if each not in known]
+
+    def end(self, wait: bool, patience: timedelta = _PATIENCE) -> bool:
+        """Say that this rank reports no more. With `wait`, wait for the others. Return False if any did not end."""
+        if self._store is None:
+            return True
+        with suppress(RuntimeError):
+            ended = self._store.add("ended", 1)
+            if wait:
+                done = _until(lambda: self._store.add("ended", 0) >= self._store.add("started", 0), patience)
+                self.read()
+                return done
+            return bool(ended)
+        return False
+
+
+def _until(met: Callable[[], bool], patience: timedelta) -> bool:
+    limit, pause = time.monotonic() + patience.total_seconds(), 0.001
+    while not met():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return True
+
+
+def save_tensors(folder: Path, name: str, content: dict[str, Any]) -> None:
+    """Save copies of the tensors in `content` as plain tensors on the host."""
+
+    def saved(value: Any) -> Any:
+        return local_part(value).detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+    folder.mkdir(parents=True, exist_ok=True)
+    name = name.replace("(root)", "root").replace("/", "_").replace(", ", "+")
+    torch.save(tree_map(saved, content), folder / f"{name}.pt")

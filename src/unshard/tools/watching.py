@@ -1,0 +1,450 @@
+"""Watches training steps for non-finite values and names the unit, the parameter and the ranks where they began."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import __version__
+from ..engine.api import FlatShardedParams, ManagedParam, observer, side_stream, tensors_in
+from ..errors import ArgumentError, StateError
+from ..torch_private import (
+    foreach_norm,
+    inside_backward,
+    local_part,
+    never_compiled,
+    queue_backward_callback,
+    round_of,
+    scale_of,
+)
+from .nonfinite import (
+    CHECKED,
+    Batch,
+    Check,
+    Exchange,
+    Finding,
+    Place,
+    Record,
+    Stage,
+    batches_of,
+    clean,
+    findings_of,
+    first_stage,
+    save_tensors,
+)
+from .norms import Statistics, tensor_norms
+from .precision_plan import ParamPlan, UnitPlan, owned_modules, plan_of
+from .precision_report import table, unit_title
+
+_log = logging.getLogger("unshard")
+_MOST_SHOWN = 20
+_MOST_BATCHES = 1000
+_MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
+_SETTLED = 2  # other ranks have read their values of a step once this rank has read those of two steps later
+
+
+class Watch(observer.Observer):
+    """Checks steps from its creation until `stop()` or the end of the `with` block. Change nothing in between."""
+
+    on_compute_stream = False
+
+    def __init__(self, model: nn.Module, optimizer: Any, scaler: Any, dump: Path | None, exact: bool):
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._dump, self._is_exact = dump, exact
+        self._plan = plan_of(model)
+        self._exchange = Exchange()
+        self._params: dict[ManagedParam, tuple[str, ParamPlan]] = {}
+        self._flat: dict[Any, tuple[list[ManagedParam], int]] = {}
+        """Params of each flat parameter in the order of its elements, and this rank's number in the unit."""
+        self._forwards: list[tuple[str, list[torch.Tensor]]] = []
+        """Outputs of units in the running forward, which is over before anything could free them."""
+        self._reduced: list[ManagedParam] = []
+        self._record, self._pending = Record(1), deque[Record]()
+        self._largest: dict[Any, torch.Tensor] = {}
+        self._last_seen: set[Any] = set()
+        self._first_reduced: Any = None
+        self._batches: dict[Any, list[Batch]] = {}
+        self._delivered = self._stepped = self._is_closed = False
+        self._round = None if scaler is None else round_of(scaler)
+        self._scales: list[tuple[int, float]] = [(0, scaler.get_scale())] if scaler is not None else []
+        self._inputs: dict[str, Any] = {}
+        self._bad_module, self._saved, self._logged, self._last_read = "", -1, 0, 0
+        self._norms: list[dict[str, Any]] = []
+        self._handles: list[Any] = [register_optimizer_step_pre_hook(self._before_step)]
+        self._prepare()
+        observer.add(self)
+        self._on = True
+
+    def _prepare(self) -> None:
+        tops: dict[nn.Module, None] = {self._model: None}
+        for unit in self._plan.units:
+            title = clean(unit_title(unit.name))
+            for each in unit.params:
+                self._params[each.param] = title, each
+            for group in unit.state.unit.param_groups:
+                if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals:
+                    self._flat[group.sharded.flat] = group.params, group.shards.rank
+            if self._is_exact:
+                self._watch_modules(unit)
+            for module in unit.state.modules():
+                tops.update({module: None} if unit.outermost else {})
+                hook = partial(self._after_forward, title, unit.outermost)
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        for module in tops:
+            self._handles.append(module.register_forward_pre_hook(partial(self._before_forward)))
+            self._handles.append(module.register_forward_hook(partial(self._after_top)))
+
+    def _watch_modules(self, unit: UnitPlan) -> None:
+        names = {module: clean(name) for name, module in self._model.named_modules()}
+        tops = unit.state.modules()
+        for _, _, module in owned_modules(unit.state):
+            if module not in tops and module in names:
+                self._handles.append(module.register_forward_hook(partial(self._after_module, names[module])))
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._stop(wait=kind is None)
+
+    def stop(self) -> None:
+        """Stop watching. Wait up to 10 seconds for the reports of other ranks, which call `stop`, too."""
+        self._stop(wait=True)
+
+    def _stop(self, wait: bool) -> None:
+        if not self._on:
+            return
+        self._on = False
+        observer.remove(self)
+        while self._handles:
+            self._handles.pop().remove()
+        self._inputs.clear()
+        self._flush()
+        if not self._exchange.end(wait):
+            _log.warning("watch: not all ranks have called stop(), so reports of other ranks may be missing.")
+        self._tell(settled=True)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The first non-finite value of each step. Waits for the device.
+
+        Reports of other ranks arrive within two steps, and at the latest when all ranks have called `stop`.
+        """
+        self._flush()
+        self._exchange.read()
+        return findings_of(self._exchange.reports, self._exchange.world)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were watched."""
+        return self._record.step - (0 if self._delivered or self._is_closed else 1)
+
+    @property
+    def scaler(self) -> list[dict[str, Any]]:
+        """The scale after each step that changed it, and why the scaler skipped the step."""
+        texts = {each.step: each.text for each in self.findings}
+        rows, before = [], self._scales[0][1] if self._scales else 0.0
+        for step, scale in self._scales[1:]:
+            if scale != before:
+                why = texts.get(step, "No watched value was non-finite in this step.") if scale < before else ""
+                rows.append({"step": step, "scale": scale, "skipped": scale < before, "why": why})
+            before = scale
+        return rows
+
+    def norms(self) -> dict[str, dict[str, Statistics | None]]:
+        """Return norm, maximum (of absolute values) and mean of each parameter's `gradient` and `value`, by name.
+
+        The numbers are those of the unsharded model. Call this on all ranks, between backward and `zero_grad`. It runs
+        one all-gather and waits for the device. The gradient is None if no rank has one.
+        """
+        found = {clean(name): each for name, each in tensor_norms(self._plan).items()}
+        self._norms += [{"step": self._record.step, "name": name, **each} for name, each in found.items()]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results as plain JSON types."""
+        return {
+            "kind": "watch",
+            "unshard": __version__,
+            "steps": self.steps,
+            "findings": [each.to_dict() for each in self.findings],
+            "norms": list(self._norms),
+            "scaler": self.scaler,
+        }
+
+    def __str__(self) -> str:
+        findings, scaler = self.findings, self.scaler
+        lines = [f"Steps watched: {self.steps}.", ""]
+        lines += ["Non-finite values:", *(f"- {each.text}" for each in findings[:_MOST_SHOWN])] if findings else []
+        if len(findings) > _MOST_SHOWN:
+            lines.append(f"- and {len(findings) - _MOST_SHOWN} more, all of them in `findings`")
+        lines += [] if findings else ["All values were finite."]
+        if scaler:
+            rows = [[str(x["step"]), f"{x['scale']:g}", "skipped" if x["skipped"] else "", x["why"]] for x in scaler]
+            lines += ["", *table(["step", "scale after", "", "why"], rows, numbers=(0, 1))]
+        return "\n".join(lines)
+
+    # -- the program's hooks ------------------------------------------------------------------------------------
+
+    @never_compiled
+    def _before_step(self, optimizer: Any, *unused: Any) -> None:
+        if self._optimizer is None or optimizer is self._optimizer:
+            self._stepped = True
+
+    @never_compiled
+    def _before_forward(self, *unused: Any) -> None:
+        if side_stream.recording:
+            raise StateError(
+                "watch() cannot check the steps of unshard.capture, because a replay runs no hooks. Stop the watch, or "
+                "train without capture while you look for non-finite values."
+            )
+        if (self._delivered or self._is_closed) and not inside_backward() and self._is_consumed():
+            self._next_step()
+
+    def _is_consumed(self) -> bool:
+        """Return True if the gradients of the last backward have been used: by a step, a skipped one or zero_grad."""
+        if self._stepped or (self._scaler is not None and round_of(self._scaler) is not self._round):
+            return True
+        return self._first_reduced.sharded.grad is None
+
+    @never_compiled
+    def _after_forward(
+        self, unit: str, outermost: bool, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if inside_backward() or not torch.is_grad_enabled():
+            return  # recomputed by activation checkpointing, or an evaluation
+        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        self._forwards.append((unit, [each.detach() for each in outputs]))
+        for each in outputs if outermost else ():
+            if each.requires_grad:
+                each.register_hook(partial(self._check_output_gradient, unit))
+        if self._is_exact:
+            if self._dump is not None:
+                self._inputs[unit] = [each.detach() for each in tensors_in((args, kwargs))]
+            self._check_forwards()
+
+    @never_compiled
+    def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._bad_module or inside_backward() or not torch.is_grad_enabled():
+            return
+        tensors = [local_part(each.detach()) for each in tensors_in(output) if each.dtype in CHECKED]
+        if not all(bool(each.isfinite().all()) for each in tensors):
+            self._bad_module = name
+
+    @never_compiled
+    def _after_top(self, *unused: Any) -> None:
+        self._check_forwards()
+
+    @never_compiled
+    @torch.no_grad()
+    def _check_output_gradient(self, unit: str, gradient: torch.Tensor) -> None:
+        if self._on:
+            local = local_part(gradient)
+            self._check((Stage.OUTPUT, unit, local.dtype), Stage.OUTPUT, [local], lambda index: (unit, "", local.dtype))
+
+    # -- called by the engine -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def packing(self, params: Sequence[ManagedParam], gradients: Any) -> None:
+        if not params or params[0] not in self._params:
+            return  # of another model
+        if self._forwards:
+            self._check_forwards()
+        if isinstance(gradients, Mapping):
+            params, gradients = [params[index] for index in gradients], gradients.values()
+        self._check_gradients(Stage.LOCAL, params, list(gradients))
+
+    def delivered(self, params: Sequence[Any]) -> None:
+        """Check reduced gradients at the end of backward, all units together."""
+        if not params or (params[0] not in self._params and params[0] not in self._flat):
+            return
+        if not self._reduced and inside_backward():
+            queue_backward_callback(self._check_reduced)
+        self._reduced += params
+        if not inside_backward():
+            self._check_reduced()
+
+    @torch.no_grad()
+    def _check_reduced(self) -> None:
+        params, self._reduced = self._reduced, []
+        if not params:
+            return
+        self._delivered = True
+        self._first_reduced = params[0]
+        owners: list[ManagedParam] = []
+        tensors: list[torch.Tensor] = []
+        for param in params:
+            gradient = param.sharded.grad
+            if gradient is None:
+                continue  # an optimizer has stepped in backward
+            if param not in self._flat:
+                owners.append(param)
+                tensors.append(local_part(gradient))
+                continue
+            members, rank = self._flat[param]
+            for each in members:
+                sharding: Any = each.sharding
+                begin = max(sharding.begin - rank * sharding.shard_numel, 0)
+                owners.append(each)
+                tensors.append(gradient[begin : begin + sharding.elements(rank)[1]])
+        self._check_gradients(Stage.REDUCED, owners, tensors)
+
+    def _check_gradients(self, stage: Stage, params: Sequence[ManagedParam], tensors: list[torch.Tensor]) -> None:
+        def place_of(index: int) -> Place | None:
+            unit, plan = self._params.get(params[index], ("", None))
+            wire = plan.dtypes.wire if plan is not None and stage is Stage.REDUCED else tensors[index].dtype
+            return None if plan is None else (unit, plan.name, wire)
+
+        if tensors:
+            self._check((stage, tensors[0].dtype, *params), stage, tensors, place_of)
+
+    @torch.no_grad()
+    def _check_forwards(self) -> None:
+        forwards, self._forwards = self._forwards, []
+        found = [(unit, local) for unit, outputs in forwards for each in outputs if (local := local_part(each)).numel()]
+        if not found:
+            return
+        units, tensors = zip(*found, strict=True)
+        key = (Stage.FORWARD, *units, *(each.dtype for each in tensors), *(each.device for each in tensors))
+        self._check(key, Stage.FORWARD, tensors, lambda index: (units[index], "", tensors[index].dtype))
+
+    def _check(
+        self, key: Any, stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]
+    ) -> None:
+        """Queue the kernels that find the largest absolute value of each tensor. Equal keys have equal batches."""
+        batches = self._batches.get(key)
+        if batches is None:
+            if len(self._batches) > _MOST_BATCHES:
+                self._batches.clear()
+            batches = self._batches[key] = batches_of(stage, tensors, place_of)
+        record, start = self._record, len(self._record.maxima)
+        for batch in batches:
+            mine = [tensors[index] for index in batch.indices]
+            maxima = foreach_norm(mine, math.inf, batch.wide)
+            if self._is_exact and not bool(torch.stack(maxima).isfinite().all()):
+                self._count(len(record.checks), batch.checks, mine)
+            record.checks += [(start, check) for check in batch.checks]
+            record.maxima += maxima
+
+    def _count(self, first: int, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
+        numbers = [(first + number, i) for number, check in enumerate(checks) for i in range(len(check.names))]
+        for key, tensor in zip(numbers, tensors, strict=True):
+            count = int(tensor.numel() - tensor.isfinite().sum())
+            if count:
+                self._record.exact[key] = count, self._bad_module
+        self._save(checks, tensors)
+
+    # -- records, which are read a step late --------------------------------------------------------------------
+
+    def _next_step(self) -> None:
+        self._close()
+        self._delivered = self._stepped = self._is_closed = False
+        self._bad_module = ""
+        if self._scaler is not None:
+            self._round = round_of(self._scaler)
+        self._record = Record(self._record.step + 1)
+        while len(self._pending) > 1:
+            self._read(self._pending.popleft())
+        if self._exchange.rank == 0:
+            self._exchange.read()
+            self._tell(settled=False)
+
+    @torch.no_grad()
+    def _close(self) -> None:
+        """Queue the copy of the running record to the host."""
+        self._forwards.clear()
+        if self._record.pack(None if self._scaler is None else scale_of(self._scaler)):
+            self._pending.append(self._record)
+        self._record = Record(self._record.step)
+        self._is_closed = True
+
+    def _flush(self) -> None:
+        if self._delivered:
+            self._delivered = False
+            self._close()
+        elif not self._on and self._record.checks:
+            self._close()
+        while self._pending:
+            self._read(self._pending.popleft())
+
+    def _read(self, record: Record) -> None:
+        values, scale = record.read()
+        if scale is not None:
+            self._scales = [each for each in self._scales if each[0] != record.step] + [(record.step, scale)]
+        self._last_read, layout = record.step, tuple(record.checks)
+        if not layout:
+            return
+        before = self._largest.get(layout)
+        if bool(values.isfinite().all()):
+            self._largest[layout] = values if before is None else torch.maximum(before, values)
+            if len(self._largest) > _MOST_LAYOUTS:
+                del self._largest[next(iter(self._largest))]
+            self._last_seen = set()
+            return
+        seen = first_stage(record.seen(values.tolist(), None if before is None else before.tolist()))
+        places = {each.place for each in seen}
+        if places != self._last_seen:  # a step with NaN weights repeats the one before
+            self._exchange.report(record.step, seen)
+        self._last_seen = places
+
+    def _tell(self, settled: bool) -> None:
+        """Log findings whose reports are complete, once each, on rank 0."""
+        if self._exchange.rank != 0:
+            return
+        settled = settled or self._exchange.world == 1
+        known = findings_of(self._exchange.reports, self._exchange.world)
+        for each in known:
+            if each.step > self._logged and (settled or each.step <= self._last_read - _SETTLED):
+                _log.warning("watch: %s", each.text)
+                self._logged = each.step
+
+    def _save(self, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
+        """Save the tensors of the first bad check of a step. Do nothing if the step before has saved some, too."""
+        step, before, number = self._record.step, self._saved, 0
+        self._saved = step
+        if self._dump is None or step - before in (0, 1):
+            return
+        for check in checks:
+            mine = tensors[number : number + len(check.names)]
+            number += len(check.names)
+            if not all(bool(each.isfinite().all()) for each in mine):
+                key = "outputs" if check.stage is Stage.FORWARD else "gradients"
+                names = [clean(name) or str(i) for i, name in enumerate(check.names)]
+                content = {"step": step, "unit": check.unit, "inputs": self._inputs.get(check.unit, [])}
+                content[key] = dict(zip(names, mine, strict=True))
+                save_tensors(self._dump, f"rank{self._exchange.rank}-step{step}-{check.unit}", content)
+                return
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    scaler: Any = None,
+    dump: str | Path | None = None,
+    exact: bool = False,
+) -> Watch:
+    """Watch the training steps of a sharded `model` for non-finite values, until `stop()` or the end of the context.
+
+    Call this on all ranks. A step ends when `optimizer` (by default, any optimizer) steps, when `scaler` is updated, or
+    when gradients are cleared. `exact` makes the host wait for every check, and counts elements and names modules.
+    `dump` is a folder for the inputs and gradients of the unit with the first non-finite value. It implies `exact`.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(f"scaler must be a gradient scaler, such as unshard.optim.GradScaler, got {scaler!r}.")
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    return Watch(model, optimizer, scaler, None if dump is None else Path(dump), exact or dump is not None)

@@ -1,0 +1,428 @@
+"""`unshard.tools.watch`: values that are planted not to be finite are named, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bed import world
+from bed.recorders import Collectives, TorchCalls
+from bed.stack import WIDTH, Block, Stack, batch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from unshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from unshard.engine import observer
+from unshard.errors import ArgumentError, StateError
+from unshard.optim import GradScaler
+from unshard.tools import watch
+from unshard.tools.nonfinite import Exchange, Record, Seen, Stage, batches_of, findings_of
+
+F16 = torch.float16
+
+
+class Times(torch.autograd.Function):
+    """Multiplies the gradient, and only the gradient, by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Planted(Block):
+    """A block whose output, or the gradient of whose weight `first`, is multiplied by a number."""
+
+    output = weight = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.linear(x, Times.apply(self.first.weight, self.weight), self.first.bias)
+        return x + self.second(torch.tanh(first)) * self.output
+
+
+class Model(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Planted() for _ in range(3))
+
+
+def fully_sharded(model: Model, **options: Any) -> Model:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def wrapped(originals: bool) -> Any:
+    def shard(model: Model, reduce_dtype: torch.dtype | None = None) -> nn.Module:
+        options = {"use_orig_params": originals, "mixed_precision": MixedPrecision(reduce_dtype=reduce_dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank
+            for number, block in enumerate(model.blocks):
+                model.blocks[number] = FullyShardedDataParallel(block, **options)
+            return FullyShardedDataParallel(model, **options)
+
+    return shard
+
+
+SHARD = {"rows": fully_sharded, "flat": wrapped(True), "one flat parameter": wrapped(False)}
+
+
+def block(model: nn.Module, number: int) -> Planted:
+    return next(
+        each for index, each in enumerate(m for m in model.modules() if isinstance(m, Planted)) if index == number
+    )
+
+
+def train(model: nn.Module, steps: int, plant: Any = None, scaler: Any = None) -> torch.optim.Optimizer:
+    """`plant(step)` is called before each step, the first of which is number 1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1, steps + 1):
+        if plant is not None:
+            plant(step)
+        loss = model(batch(step)).float().square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def last() -> int:
+    return dist.get_world_size() - 1
+
+
+@pytest.mark.parametrize("kind", ["rows", pytest.param("one flat parameter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exact", [False, True], ids=["late", "exact"])
+@world(1, 2, 3, 4, slow=(1, 2, 4))
+def test_forward(kind: str, exact: bool, caplog: Any = None) -> None:
+    model = SHARD[kind](Model())
+
+    def plant(step: int) -> None:
+        block(model, 1).output = math.nan if step == 2 and dist.get_rank() == last() else 1.0
+
+    with watch(model, exact=exact) as watched:
+        train(model, 3, plant)
+    first = watched.findings[0]
+    assert (first.step, first.what, first.unit, first.parameter) == (2, "forward output", "blocks.1", None)
+    assert first.ranks == (last(),) and first.dtype == "fp32" and 0 < first.largest_finite < 10
+    assert first.elements == (6 * WIDTH if exact else None)
+    # The optimizer has stepped with NaN, so the weights of all units are NaN in the next step.
+    assert [(each.step, each.what, each.unit) for each in watched.findings[1:]] == [(3, "forward output", "blocks.0")]
+    assert watched.findings[1].ranks == tuple(range(dist.get_world_size()))
+    assert watched.steps == 3
+    text = str(watched)
+    alone = " alone" if last() else ""
+    assert f"Step 2: rank {last()}{alone} got NaN in forward: output of unit 'blocks.1'" in text or exact
+
+
+@world(2)
+def test_the_module_inside_the_unit() -> None:
+    model = Model()
+    model.blocks[2].second.register_forward_hook(lambda module, args, output: output.div(0.0))
+    with watch(fully_sharded(model), exact=True) as watched:
+        train(model, 1)
+    assert (watched.findings[0].unit, watched.findings[0].module) == ("blocks.2", "blocks.2.second")
+    assert "overflowed in forward: output of module 'blocks.2.second' of unit 'blocks.2'" in watched.findings[0].text
+
+
+@pytest.mark.parametrize("kind", ["rows", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARD)[1:])])
+@world(1, 2, 3, 4, slow=(1, 2, 4))
+def test_local_gradient(kind: str) -> None:
+    model = SHARD[kind](Model())
+
+    def plant(step: int) -> None:
+        block(model, 2).weight = math.inf if step == 3 and dist.get_rank() == last() else 1.0
+
+    with watch(model, exact=step_is_exact(kind)) as watched:
+        train(model, 3, plant)
+    (found,) = watched.findings
+    assert (found.step, found.what, found.unit) == (3, "local gradient", "blocks.2")
+    assert found.parameter == "blocks.2.first.weight" and found.ranks == (last(),)
+    assert 0 < found.largest_finite < 10
+    assert (found.elements is not None) == step_is_exact(kind)
+    alone = " alone" if last() else ""
+    assert f"rank {last()}{alone} " in found.text and "in blocks.2.first.weight" in found.text
+
+
+def step_is_exact(kind: str) -> bool:
+    return kind == "flat"
+
+
+@pytest.mark.parametrize("kind", ["rows", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARD)[1:])])
+@world(1, 2, 3, 4, slow=(2, 4))
+def test_overflow_in_the_reduction(kind: str) -> None:
+    """Local gradients are finite in fp32, and too large for the fp16 that is sent."""
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)} if kind == "rows" else {"reduce_dtype": F16}
+    model = SHARD[kind](Model(), **options)
+
+    def plant(step: int) -> None:
+        block(model, 1).weight = 1e12 if step == 2 else 1.0
+
+    with watch(model) as watched:
+        train(model, 2, plant)
+    (found,) = watched.findings
+    assert (found.step, found.what, found.unit) == (2, "reduced gradient", "blocks.1")
+    assert found.parameter == "blocks.1.first.weight" and found.dtype == "fp16"
+    assert found.largest_finite > 65504 and set(found.ranks) <= set(range(dist.get_world_size()))
+    assert "only in the fp16 reduction of blocks.1.first.weight" in found.text
+    assert "local gradients of all ranks were finite" in found.text
+
+
+@world(2, 3)
+def test_the_loss() -> None:
+    model = fully_sharded(Model())
+    with watch(model) as watched:
+        (model(batch()).square().mean() * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
+        model.zero_grad()
+    (found,) = watched.findings
+    assert (found.what, found.unit, found.parameter, found.ranks) == ("output gradient", "(root)", None, (1,))
+
+
+@world(1, 3)
+def test_skipped_steps(caplog: Any = None) -> None:
+    model, records = fully_sharded(Model()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unshard").addHandler(handler)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def plant(step: int) -> None:
+        block(model, 0).weight = math.inf if step in (2, 3) and dist.get_rank() == last() else 1.0
+
+    with watch(model, scaler=scaler) as watched:
+        train(model, 5, plant, scaler)
+    logging.getLogger("unshard").removeHandler(handler)
+    scales = [(row["step"], row["scale"], row["skipped"]) for row in watched.scaler]
+    assert scales == [(2, 512, True), (3, 256, True), (5, 512, False)] and watched.scaler[-1]["why"] == ""
+    (found,) = watched.findings  # the second one is the same again
+    assert watched.scaler[0]["why"] == found.text and f"rank {last()}" in found.text
+    assert records == ([f"watch: {found.text}"] if dist.get_rank() == 0 else [])
+    assert json.loads(json.dumps(watched.to_dict()))["findings"][0]["parameter"] == "blocks.0.first.weight"
+
+
+@world(3)
+def test_findings_are_logged_while_training() -> None:
+    """Two steps later, without `stop`, rank 0 has the reports of all ranks."""
+    model, records = fully_sharded(Model()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unshard").addHandler(handler)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def plant(step: int) -> None:
+        block(model, 0).weight = math.inf if step == 2 and dist.get_rank() else 1.0
+
+    watched = watch(model, scaler=scaler)
+    train(model, 6, plant, scaler)
+    assert len(records) == (dist.get_rank() == 0)
+    assert all("ranks 1, 2 " in each for each in records), records
+    watched.stop()
+    watched.stop()
+    logging.getLogger("unshard").removeHandler(handler)
+    assert len(records) == (dist.get_rank() == 0)
+    assert observer.current is None
+
+
+@world(2)
+def test_nothing_changes(tmp_path: Path) -> None:
+    """The same numbers bit by bit, the same collectives, no hook left."""
+    runs = []
+    for on in (False, True):
+        model = fully_sharded(Model())
+        train(model, 1)
+        hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+        watched = watch(model) if on else None
+        with Collectives() as seen:
+            train(model, 2)
+        if watched is not None:
+            watched.stop()
+            assert watched.findings == [] and "All values were finite." in str(watched) and watched.steps == 2
+        assert hooks == [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
+        runs.append((seen.calls, [each.to_local().clone() for each in model.parameters()]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+@world(1)
+def test_calls_per_step() -> None:
+    """At most ten operations per unit, however many parameters it has."""
+    counts = []
+    for on in (False, True):
+        model = fully_sharded(Model())
+        watched = watch(model) if on else None
+        train(model, 2)
+        with TorchCalls() as seen:
+            train(model, 1)
+        counts.append(sum(n for name, n in seen.counts.items() if "detach" not in name))
+        if watched is not None:
+            watched.stop()
+    assert counts[1] - counts[0] <= 10 * 4, counts
+
+
+@world(2)
+def test_what_is_a_step() -> None:
+    """Accumulation and recomputed forwards belong to their step; evaluations belong to none."""
+    model = Model()
+    model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    fully_sharded(model)
+    with watch(model) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(3):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                block(model, 1).weight = math.inf if (step, micro, dist.get_rank()) == (1, 0, 1) else 1.0
+                model(batch(micro)).square().mean().backward()
+            with torch.no_grad():
+                block(model, 1).output = math.nan
+                model(batch())
+                block(model, 1).output = 1.0
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    assert [(each.step, each.what, each.ranks) for each in watched.findings] == [(2, "local gradient", (1,))]
+    assert watched.steps == 3
+
+
+@world(2)
+def test_recomputed_forwards() -> None:
+    """Values that only a recomputation of activation checkpointing sees are not outputs of the model."""
+    model = Model()
+    model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    fully_sharded(model)
+    with watch(model) as watched, set_checkpoint_early_stop(False):
+        loss = model(batch()).square().mean()
+        block(model, 1).output = math.nan
+        loss.backward()
+    assert watched.findings == []
+
+
+@world(2)
+def test_dump(tmp_path: Path) -> None:
+    model = fully_sharded(Model())
+    rank = dist.get_rank()
+
+    def plant(step: int) -> None:
+        block(model, 1).weight = math.inf if step in (2, 3) and rank == 1 else 1.0
+
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with watch(model, scaler=scaler, dump=tmp_path) as watched:
+        train(model, 4, plant, scaler)
+    dist.barrier()
+    saved = torch.load(tmp_path / "rank1-step2-blocks.1.pt")
+    assert (saved["step"], saved["unit"]) == (2, "blocks.1")
+    assert saved["inputs"][0].shape == (6, WIDTH) and saved["inputs"][0].isfinite().all()
+    bad = saved["gradients"]["blocks.1.first.weight"]
+    assert bad.shape == (WIDTH, WIDTH) and not bad.isfinite().all()
+    assert watched.findings[0].elements == int((~bad.isfinite()).sum())
+    # Rank 0 has only the reduced gradients, which are not finite on its side either.
+    assert {each.name for each in tmp_path.iterdir()} <= {f"rank{r}-step2-blocks.1.pt" for r in range(2)}
+
+
+@world(2)
+def test_several_models_and_late_reads() -> None:
+    """Only the model that is watched counts; `findings` may be read at any time."""
+    model, other = fully_sharded(Model()), fully_sharded(Model())
+    block(other, 0).weight = math.nan
+    with watch(model) as watched:
+        train(other, 1)
+        assert watched.findings == []
+        train(model, 1)
+        assert watched.findings == []
+        block(model, 0).weight = math.inf
+        train(model, 1)
+        dist.barrier()
+        own = [each.parameter for each in watched.findings]
+        assert own == ["blocks.0.first.weight"]
+        train(model, 1)
+    assert [each.step for each in watched.findings] == [2, 3]
+
+
+@world(2)
+def test_a_rank_that_leaves_early() -> None:
+    exchange = Exchange()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert not exchange.end(wait=True, patience=timedelta(seconds=0.1))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        exchange.report(1, [seen(Stage.LOCAL)])
+        assert exchange.end(wait=True)
+    dist.barrier()
+    exchange.read()
+    assert list(exchange.reports[1]) == [1]
+
+
+def seen(stage: Stage, position: int = 1, parameter: str = "a", nan: bool = False) -> Seen:
+    return Seen(stage, position, "unit", parameter, "fp16", nan, 2, 1.0)
+
+
+def test_the_order_of_checks() -> None:
+    """The order of the program decides, also between units and between dtypes."""
+    record = Record(1)
+    wide, narrow = torch.ones(2), torch.ones(2, dtype=F16)
+    places = [("first", "a", F16), ("first", "b", F16), ("second", "c", F16)]
+    (*batches,) = batches_of(Stage.LOCAL, [narrow, wide, narrow], places.__getitem__)
+    record.checks = [(number, check) for number in (0, 3) for batch in batches for check in batch.checks]
+    names = [name for _, check in record.checks for name in check.names]
+    assert names == ["a", "c", "b"] * 2
+    found = list(record.seen([1.0, math.inf, math.nan] + [math.inf] * 3, None))
+    by_order = sorted((each.position, each.parameter, each.nan) for each in found)
+    assert by_order == [(1, "b", True), (2, "c", False), (3, "a", False), (4, "b", False), (5, "c", False)]
+
+
+def test_the_first_place_wins() -> None:
+    reports = {
+        5: {
+            0: [seen(Stage.REDUCED, 0, "b")],
+            2: [seen(Stage.LOCAL, 2, "b"), seen(Stage.LOCAL, 7, "c")],
+            1: [seen(Stage.LOCAL, 2, "b")],
+        },
+        6: {1: [seen(Stage.LOCAL, 2, "b")]},
+        9: {1: [seen(Stage.LOCAL, 2, "b")]},
+    }
+    found = findings_of(reports, 4)
+    assert [(each.step, each.parameter, each.ranks, each.elements) for each in found] == [
+        (5, "b", (1, 2), 4),
+        (9, "b", (1,), 2),
+    ]
+    assert found[0].text.startswith("Step 5: ranks 1, 2 overflowed in b: ")
+    assert findings_of({1: {r: [seen(Stage.LOCAL)] for r in range(2)}}, 2)[0].text.startswith("Step 1: all ranks ")
+
+
+@world(1)
+def test_bad_arguments() -> None:
+    model = fully_sharded(Model())
+    with pytest.raises(ArgumentError, match="optimizer must be"):
+        watch(model, "adam")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="scaler must be"):
+        watch(model, scaler=1.0)
+    with pytest.raises(ArgumentError, match="contains no module"):
+        watch(nn.Linear(2, 2))
+    assert observer.current is None
+
+
+@world(1)
+def test_a_recording_is_refused() -> None:
+    from unshard.engine.side_stream import recording_step
+
+    model = fully_sharded(Model())
+    with watch(model), recording_step(), pytest.raises(StateError, match=r"unshard\.capture"):
+        model(batch())
