@@ -222,16 +222,22 @@ class Reduction:
 
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack and clear `gradients`, then issue the reduce-scatter. `last` is True if backward is over."""
-        flight, watcher, reads = self._new_flight(options), observer.current, observer.on_compute_stream
+        flight, watcher = self._new_flight(options), observer.current
         if watcher is not None:
             watcher.packing(self._params, gradients)
+            read = gradients if observer.on_compute_stream else {}
+            given = dict(read if isinstance(read, dict) else enumerate(read))
         # At the end nothing overlaps, so the compute stream is as good. An observer may read tensors on that stream.
-        if self._side_stream is not None and not reads and not last and options.reduce_buffers == 1:
+        if (
+            self._side_stream is not None
+            and not observer.on_compute_stream
+            and not last
+            and options.reduce_buffers == 1
+        ):
             return self._start_on_side_stream(flight, gradients, self._side_stream, watcher)
         (flight.outputs if self._in_place else self._input).take()
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
-        given = dict(gradients if isinstance(gradients, dict) else enumerate(gradients)) if reads else {}
         gradients.clear()  # frees them before the output takes memory
         flight.outputs.take()
         flight.work = self._transport.reduce_scatter(
@@ -241,7 +247,7 @@ class Reduction:
             average=flight.division.scatter_average,
         )
         if watcher is not None:
-            if reads:
+            if observer.on_compute_stream:
                 members = [region.members for region in self._regions]
                 watcher.reducing(self._params, members, given, packing.tensors, flight.outputs.pieces)
             flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)

@@ -92,11 +92,6 @@ def forget_scaler_stages(scaler: torch.amp.GradScaler) -> None:
     scaler._per_optimizer_states.clear()
 
 
-def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """Return the current scale as a tensor on the device. The public `get_scale` waits for the device."""
-    return scaler._scale
-
-
 def round_of(scaler: torch.amp.GradScaler) -> object:
     """Return an object that `scaler.update()` replaces."""
     return scaler._per_optimizer_states
