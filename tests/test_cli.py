@@ -18,28 +18,34 @@ from unshard import __version__, checkpoint, cli
 ANSWERS = [
     ("--help", 0, "out", "usage: unshard COMMAND"),
     ("--version", 0, "out", f"unshard {__version__} (torch "),
-    ("run --help", 0, "out", "usage: unshard run script.py"),
-    ("checkpoint --help", 0, "out", "usage: unshard checkpoint verify"),
-    ("checkpoint diff --help", 0, "out", "usage: unshard checkpoint verify"),
-    ("export --help", 0, "out", "usage: unshard export CHECKPOINT"),
+    ("run --help", 0, "out", "usage: unshard run [--explain-hangs SECONDS|off] script.py"),
+    ("plan --help", 0, "out", "usage: unshard plan "),
+    ("checkpoint --help", 0, "out", "usage: unshard checkpoint "),
+    ("checkpoint diff --help", 0, "out", "usage: unshard checkpoint diff "),
+    ("export --help", 0, "out", "usage: unshard export "),
     ("", 2, "err", "usage: unshard COMMAND"),
-    ("run", 2, "err", "usage: unshard run script.py"),
-    ("checkpoint", 2, "err", "usage: unshard checkpoint verify"),
-    ("walk", 2, "err", "unshard: unknown command 'walk'. Known: run, checkpoint, export."),
+    ("run", 2, "err", "usage: unshard run "),
+    ("run --explain-hangs 5", 2, "err", "usage: unshard run "),
+    ("run --explain-hangs soon x.py", 2, "err", "unshard run: --explain-hangs expects a number of seconds or `off`, "),
+    ("checkpoint", 2, "err", "usage: unshard checkpoint "),
+    ("walk", 2, "err", "unshard: unknown command 'walk'. Known: run, plan, verify, precision, checkpoint, export, "),
     ("chekpoint x", 2, "err", "unshard: unknown command 'chekpoint'. Did you mean `unshard checkpoint`?"),
     ("train.py", 2, "err", "unshard: unknown command 'train.py'. Did you mean `unshard run train.py`?"),
     ("--verison", 2, "err", "unshard: unknown option '--verison'. Did you mean `unshard --version`?"),
-    (
-        "checkpoint inspct x",
-        2,
-        "err",
-        "unshard checkpoint: unknown command 'inspct'. Did you mean `unshard checkpoint ",
-    ),
-    ("checkpoint verify", 2, "err", "unshard checkpoint verify: expected 1 PATH argument, got 0."),
-    ("checkpoint diff a", 2, "err", "unshard checkpoint diff: expected 2 PATH arguments, got 1."),
-    ("checkpoint verify --all", 2, "err", "unshard checkpoint verify: unknown option '--all'."),
+    ("checkpoint inspct x", 2, "err", "unshard checkpoint: unknown command 'inspct'. Did you mean `unshard checkpoint "),
+    ("checkpoint verify", 2, "err", "unshard checkpoint verify: the following arguments are required: PATH."),
+    ("checkpoint diff a", 2, "err", "unshard checkpoint diff: the following arguments are required: PATH."),
+    ("checkpoint verify a --x", 2, "err", "unshard checkpoint verify: unknown option '--x'. Known: --help, --json, "),
     ("export a", 2, "err", "unshard export: the following arguments are required: FOLDER."),
-    ("export a b --datatype=x", 2, "err", "unshard export: unrecognized arguments: --datatype=x."),
+    ("export a b --datatype=x", 2, "err", "unshard export: unknown option '--datatype'. Did you mean `unshard export -"),
+    ("plan a:b", 2, "err", "unshard plan: the following arguments are required: --world."),
+    ("plan a:b --world 0", 2, "err", "unshard plan: argument --world: expected a positive integer, got '0'."),
+    ("plan a:b --world 4 --mesh 2x", 2, "err", "unshard plan: argument --mesh: expected a positive integer, got ''."),
+    ("plan a:b --world 4 --device-memory 80GX", 2, "err", "unshard plan: argument --device-memory: expected a size such"),
+    ("verify a:b --ranks 2,two", 2, "err", "unshard verify: argument --ranks: expected a positive integer, got 'two'."),
+    ("verify a:b --batch 4x-1", 2, "err", "unshard verify: argument --batch: expected a positive integer, got '-1'."),
+    ("report", 2, "err", "unshard report: the following arguments are required: PATH."),
+    ("doctor --nproc-per-node none", 2, "err", "unshard doctor: argument --nproc-per-node: expected a positive integer"),
 ]
 
 WITHOUT_TORCH = """
@@ -88,7 +94,7 @@ def test_missing_paths(
     words = ["export"] if command == "export" else ["checkpoint", command]
     paths = [str(tmp_path / "nowhere")] * (2 if command in ("diff", "export") else 1)
     monkeypatch.setattr(sys, "argv", ["unshard", *words, *paths])
-    assert cli.main() == 1
+    assert cli.main() == 2
     assert capsys.readouterr().err.startswith(f"unshard {' '.join(words)}: There is no checkpoint in {paths[0]}")
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from .. import __version__
 from ..engine.api import ManagedParam, Members, Phase, Precision, observer, tensors_in, unsharded_name
 from ..errors import StateError
 from ..names import FSDP_PREFIX, optimizer_parameters
@@ -28,6 +29,7 @@ from .precision_report import (
     surprises_of,
     table,
     unit_title,
+    units_of,
 )
 
 _POLICY = Precision.POLICY
@@ -82,6 +84,15 @@ class PrecisionAudit:
     def surprises(self) -> list[str]:
         """Descriptions of dtypes that look unintended, in the plan or in the recorded steps."""
         return surprises_of(plan_of(self._model, self._optimizer), self._optimizer) + self._surprises_of_steps()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "precision",
+            "unshard": __version__,
+            "steps": self.steps,
+            "units": units_of(self._plan),
+            "findings": self.differences + self.surprises,
+        }
 
     def _surprises_of_steps(self) -> list[str]:
         found, recorder, params = [], self._recorder, self._plan.params

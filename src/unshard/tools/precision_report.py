@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import __version__
 from ..engine.api import unsharded_name
 from ..errors import listed
 from ..names import optimizer_parameters
@@ -21,6 +22,7 @@ from .precision_plan import ModelPlan, ParamPlan, Row, UnitPlan, owned_modules, 
 _STAGES = ("stored", "gathered", "computed", "wire", "reduced", "sums kept", ".grad", "updated", "optimizer state")
 _HEAD = ("unit", "parameters", "elements", *_STAGES)
 _BOUNDARIES = ("unit", "inputs cast to", "outputs cast to", "buffers stored", "seen by forward", "in eval()")
+_DTYPES = ("stored", "gathered", "computed", "wire", "reduced", "kept", "grad", "updated")
 NOTHING = "-"
 NOT_CAST = "not cast"
 _MANY_RANKS = 8
@@ -39,6 +41,9 @@ class PrecisionReport:
     @property
     def rows(self) -> list[Row]:
         return [row for unit in self.plan.units for row in unit.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "precision", "unshard": __version__, "units": units_of(self.plan), "findings": self.surprises}
 
     def __str__(self) -> str:
         units, rows = self.plan.units, self.rows
@@ -71,6 +76,23 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report, file=file or sys.stdout)
     return report
+
+
+def units_of(plan: ModelPlan) -> list[dict[str, Any]]:
+    """Return the rows of a plan as plain values, with short names of dtypes."""
+    found = []
+    for row in (row for unit in plan.units for row in unit.rows):
+        dtypes = {name: getattr(row, name) for name in _DTYPES}
+        found.append(
+            {
+                "name": row.unit,
+                "parameters": list(row.names),
+                "elements": row.elements,
+                **{name: None if dtype is None else short(dtype) for name, dtype in dtypes.items()},
+                "state": [short(dtype) for dtype in row.state],
+            }
+        )
+    return found
 
 
 # -- the text ----------------------------------------------------------------------------------------------------
