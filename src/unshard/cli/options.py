@@ -29,14 +29,16 @@ processes as torchrun does. When the program ends, rank 0 prints how many units 
 _RUN_USAGE = """unshard run [--explain-hangs SECONDS|off] script.py [arguments]
        unshard run [--explain-hangs SECONDS|off] -m module [arguments]
        unshard run [--explain-hangs SECONDS|off] --nproc-per-node 8 [other torchrun options] script.py [arguments]"""
-_PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. The functions `shard`,
-`loss`, `batch` and `optimizer` of the same file replace the defaults."""
+_PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. The functions
+`shard`, `loss`, `batch` and `optimizer` of the same file replace the defaults."""
 _CHECKPOINT_PATH = "a checkpoint written by unshard.checkpoint.save, or a folder of several (uses the latest)"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32, width=min(120, max(60, shutil.get_terminal_size((120, 24)).columns)))
+        super().__init__(
+            prog, max_help_position=32, width=min(120, max(60, shutil.get_terminal_size((120, 24)).columns))
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         self.commands: dict[str, Parser] = {}
         if example:
             settings["epilog"] = f"example:\n  {example}"
-        super().__init__(*names, allow_abbrev=False, formatter_class=_Formatter, **settings)
+        settings.update(allow_abbrev=False, formatter_class=_Formatter)
+        super().__init__(*names, **settings)
         self.set_defaults(parser=self, command=None, version=False, json=False, traceback=False)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
@@ -94,7 +97,7 @@ def parser() -> Parser:
     top.epilog = _EXIT_CODES
     top.add_argument("-V", "--version", action="store_true", help="print the versions of unshard and torch")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser, prog="unshard")
-    top.commands = commands.choices  # type: ignore[assignment]
+    top.commands = commands.choices
     _add_run(commands)
     _add_program_commands(commands)
     _add_checkpoint_commands(commands)
@@ -173,7 +176,7 @@ def _add_checkpoint_commands(commands: Any) -> None:
         example="unshard checkpoint verify checkpoints",
     )
     inner = group.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    group.commands = inner.choices  # type: ignore[assignment]
+    group.commands = inner.choices
     verify = _command(
         inner,
         "verify",
@@ -231,9 +234,9 @@ def _add_others(commands: Any) -> None:
         "doctor",
         "check this machine, its limits and the connection of its ranks",
         "unshard doctor --nproc-per-node 8",
-        "Starts local ranks that measure collectives and train a small model. Under torchrun (`torchrun ... -m unshard\n"
-        "doctor`), uses the ranks of the job. The exit code is 1 if a line is red. Attach the output of --json to an "
-        "issue.",
+        "Starts local ranks that measure collectives and train a small model. Under torchrun (`torchrun ... -m\n"
+        "unshard doctor`), uses the ranks of the job. The exit code is 1 if a line is red. Attach the output of\n"
+        "--json to an issue.",
     )
     doctor.add_argument("--nproc-per-node", type=positive, metavar="N", help="local ranks (default: one per GPU, or 2)")
     doctor.add_argument("--quick", action="store_true", help="start no ranks")

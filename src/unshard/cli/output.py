@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from .. import __version__
 
 _COLORS = {"ok": "green", "NO": "bold red", "yes": "green", "no": "bold red"}
+_WRAPPED_COLUMNS = 3
+"""Tables with more columns than this are not wrapped."""
 _documents: list[str] | None = None
 """What `show` has to print as JSON, while `only_json` redirects stdout."""
 
@@ -81,15 +84,22 @@ def _print_text(text: str) -> None:
         return
     console = importlib.import_module("rich.console").Console(highlight=False)
     for part in _parts(text.splitlines()):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(_table(part))
+        if isinstance(part, str):
+            console.print(part, markup=False, soft_wrap=True)
+        else:
+            console.print(_table(part))
 
 
 def _parts(lines: list[str]) -> Iterator[str | list[list[str]]]:
-    """Yield the lines of a text, and each table in it as a list of rows. A line of dashes follows a table's head."""
-    number = 0
+    """Yield the lines of a text, and each table in it as a list of rows. A line of dashes follows a table's head.
+
+    Wide tables of many columns stay lines: in narrow cells, they are hard to read.
+    """
+    number, width = 0, shutil.get_terminal_size().columns
     while number < len(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
-        if not re.fullmatch(r"-+(  -+)+", below):
+        too_wide = len(below) + 2 * below.count("  ") > width and below.count("  ") > _WRAPPED_COLUMNS
+        if not re.fullmatch(r"-+(  -+)+", below) or too_wide:
             yield lines[number]
             number += 1
             continue
