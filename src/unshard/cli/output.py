@@ -35,21 +35,15 @@ def only_json(wanted: bool) -> Iterator[None]:
         return
     documents = _documents = []
     sys.stdout.flush()
+    kept = os.dup(1)
     try:
-        number = sys.stdout.fileno()
-    except (OSError, ValueError):  # not a file
-        number = -1
-    kept = os.dup(number) if number >= 0 else -1
-    try:
-        if kept >= 0:
-            os.dup2(2, number)
+        os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         _documents = None
-        if kept >= 0:
-            os.dup2(kept, number)
-            os.close(kept)
+        os.dup2(kept, 1)
+        os.close(kept)
     print(*documents, sep="\n")
 
 

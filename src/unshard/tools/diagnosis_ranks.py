@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import os
 import re
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,8 +52,6 @@ _LINKS = (
     (r"\bT4\b", 16),
 )
 """GB/s of the NVLink or PCIe connection of a GPU in one direction, by device name."""
-
-_calls = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -177,8 +175,10 @@ def _measure(device: torch.device, say: Callable[[str], object]) -> list[Row]:
 
 def _clocks() -> Row:
     """Measure how far the clock of each rank is from that of rank 0, which answers with its time over the store."""
-    store = dist.PrefixStore(f"unshard doctor {next(_calls)}", job_store())
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names)  # keys of an earlier call stay in the store
+    store = dist.PrefixStore(f"unshard doctor {names[0]}", job_store())
     best = (0.0, 0.0)
     for other in range(1, ranks) if rank == 0 else [rank]:
         rounds = []
