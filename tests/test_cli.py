@@ -24,7 +24,7 @@ from unshard.tools.program import Program
 ANSWERS = [
     ("--help", 0, "out", "usage: unshard COMMAND"),
     ("--version", 0, "out", f"unshard {__version__} (torch "),
-    ("run --help", 0, "out", "usage: unshard run [--explain-hangs SECONDS|off] script.py"),
+    ("run --help", 0, "out", "usage: unshard run [--explain-hangs SECONDS[:FILE]|off] script.py"),
     ("plan --help", 0, "out", "usage: unshard plan "),
     ("checkpoint --help", 0, "out", "usage: unshard checkpoint "),
     ("checkpoint diff --help", 0, "out", "usage: unshard checkpoint diff "),
@@ -32,7 +32,7 @@ ANSWERS = [
     ("", 2, "err", "usage: unshard COMMAND"),
     ("run", 2, "err", "usage: unshard run "),
     ("run --explain-hangs 5", 2, "err", "usage: unshard run "),
-    ("run --explain-hangs soon x.py", 2, "err", "unshard run: --explain-hangs expects a number of seconds or `off`, "),
+    ("run --explain-hangs soon x.py", 2, "err", "unshard run: --explain-hangs expects SECONDS, SECONDS:FILE "),
     ("checkpoint", 2, "err", "usage: unshard checkpoint "),
     ("walk", 2, "err", "unshard: unknown command 'walk'. Known: run, plan, verify, precision, checkpoint, export, "),
     ("chekpoint x", 2, "err", "unshard: unknown command 'chekpoint'. Did you mean `unshard checkpoint`?"),
@@ -195,7 +195,7 @@ CALLS = [
         {"ranks": (2, 3), "steps": 5, "batch": "2x8", "device": "cuda"},
         "agree",
     ),
-    ("verify {}", {"ranks": (2,), "steps": 3, "batch": None, "device": "cpu"}, "agree"),
+    ("verify {}", {"ranks": (2, 3), "steps": 3, "batch": None, "device": "cpu"}, "agree"),
 ]
 
 
@@ -387,7 +387,7 @@ class Reached(Exception):
         ("", "7", "7"),
         ("", "off", None),
         ("--explain-hangs 5", "7", "5"),
-        ("--explain-hangs=2.5", None, "2.5"),
+        ("--explain-hangs=2.5:hangs.json", None, "2.5:hangs.json"),
         ("--explain-hangs off", "7", None),
     ],
 )

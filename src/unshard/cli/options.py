@@ -26,9 +26,9 @@ See `unshard COMMAND --help` for examples."""
 
 _RUN = """Runs a Python program with torch.distributed.fsdp replaced by unshard. With torchrun options, it starts
 processes as torchrun does. When the program ends, rank 0 prints how many units were sharded."""
-_RUN_USAGE = """unshard run [--explain-hangs SECONDS|off] script.py [arguments]
-       unshard run [--explain-hangs SECONDS|off] -m module [arguments]
-       unshard run [--explain-hangs SECONDS|off] --nproc-per-node 8 [other torchrun options] script.py [arguments]"""
+_RUN_USAGE = """unshard run [--explain-hangs SECONDS[:FILE]|off] script.py [arguments]
+       unshard run [--explain-hangs SECONDS[:FILE]|off] -m module [arguments]
+       unshard run [--explain-hangs SECONDS[:FILE]|off] --nproc-per-node 8 [other torchrun options] script.py [arguments]"""
 _PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. The functions
 `shard`, `loss`, `batch` and `optimizer` of the same file replace the defaults."""
 _CHECKPOINT_PATH = "a checkpoint written by unshard.checkpoint.save, or a folder of several (uses the latest)"
@@ -126,8 +126,9 @@ def _add_run(commands: Any) -> None:
     )
     added.add_argument(
         "--explain-hangs",
-        metavar="SECONDS|off",
-        help="if a collective waits longer than this, say which ranks are missing and where they are (default: 30)",
+        metavar="SECONDS[:FILE]|off",
+        help="if a collective waits longer than this, say which ranks are missing and where they are, on stderr and as "
+        "JSON in FILE (default: 30)",
     )
 
 
@@ -153,7 +154,7 @@ def _add_program_commands(commands: Any) -> None:
         f"{_PROGRAM}\nThe exit code is 1 if losses, gradients or parameters differ.",
     )
     verify.add_argument("program", metavar="FILE:FUNCTION")
-    verify.add_argument("--ranks", type=ranks, default=(2,), metavar="2,3,4", help="numbers of ranks (default: 2)")
+    verify.add_argument("--ranks", type=ranks, default=(2, 3), metavar="2,3,4", help="default: 2,3")
     verify.add_argument("--steps", type=positive, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--batch", type=batch, metavar="4x16", help="random tokens of this shape, per rank")
     verify.add_argument("--device", default="cpu", help="cpu (default) or cuda")

@@ -135,10 +135,10 @@ def _take_hangs(options: list[str]) -> list[str]:
     count = 1 if "=" in options[place] else 2
     value = options[place].partition("=")[2] if count == 1 else "".join(options[place + 1 : place + 2])
     try:
-        if value != "off" and not 0 < float(value) < float("inf"):
+        if value != "off" and not 0 < float(value.partition(":")[0]) < float("inf"):
             raise ValueError
     except ValueError:
-        raise ValueError(f"{_OPTION} expects a number of seconds or `off`, got {value!r}.") from None
+        raise ValueError(f"{_OPTION} expects SECONDS, SECONDS:FILE or `off`, got {value!r}.") from None
     os.environ[_HANGS] = value
     return options[:place] + options[place + count :]
 
