@@ -28,7 +28,7 @@ _RUN = """Runs a Python program with torch.distributed.fsdp replaced by unshard.
 processes as torchrun does. When the program ends, rank 0 prints how many units were sharded."""
 _RUN_USAGE = """unshard run [--explain-hangs SECONDS[:FILE]|off] script.py [arguments]
        unshard run [--explain-hangs SECONDS[:FILE]|off] -m module [arguments]
-       unshard run [--explain-hangs SECONDS[:FILE]|off] --nproc-per-node 8 [other torchrun options] script.py [arguments]"""
+       unshard run [--explain-hangs SECONDS[:FILE]|off] --nproc-per-node 8 [torchrun options] script.py [arguments]"""
 _PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. The functions
 `shard`, `loss`, `batch` and `optimizer` of the same file replace the defaults."""
 _CHECKPOINT_PATH = "a checkpoint written by unshard.checkpoint.save, or a folder of several (uses the latest)"
