@@ -314,12 +314,23 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_progress_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = checkpoint.save(tmp_path, model=nn.Linear(64, 64), step=1)
+    folder = checkpoint.save(tmp_path, model=nn.Linear(1024, 1200, bias=False), step=1)  # two blocks
     monkeypatch.setattr("unshard.checkpoint.reports._PROGRESS_BLOCKS", 1)
     said: list[tuple[int, int]] = []
-    checkpoint.verify(folder, progress=lambda done, total: said.append((done, total)))
-    total = sum(each.stat().st_size for each in Path(folder).glob("*.bin"))
-    assert said[-1] == (total, total) and all(done <= total for done, _ in said)
+
+    def progress(done: int, total: int) -> None:
+        said.append((done, total))
+
+    (data,) = Path(folder).glob("*.bin")
+    total = data.stat().st_size
+    checkpoint.verify(folder, progress=progress)
+    assert said == [(4 * 2**20, total), (total, total)]
+    with data.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    for each in (progress, None):
+        with pytest.raises(checkpoint.CheckpointError, match="weight"):
+            checkpoint.verify(folder, progress=each)
 
 
 BAD = {

@@ -49,6 +49,7 @@ def test_this_machine() -> None:
     assert list(told)[:2] == ["kind", "unshard"] and told["kind"] == "doctor" and told["ok"] == found.ok
     assert [row["what"] for row in told["rows"]] == list(rows)
     assert {"what", "value", "ok", "advice"} <= told["rows"][0].keys()
+    assert Diagnosis([Row("a", "1"), Row("b", "2", True)]).ok and not Diagnosis([Row("a", "1", False, "x")]).ok
     with pytest.raises(ArgumentError, match="nproc_per_node must be at least 1, got 0"):
         doctor(0)
 
@@ -88,6 +89,10 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_by_name(doctor(8, quick=True))
     assert rows["OMP_NUM_THREADS"].advice == "8 ranks with 64 threads share 16 cores. Set it to 2."
     assert rows["OMP_NUM_THREADS"].ok is False and rows["CPU cores"].ok
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert not rows_by_name(doctor(8, quick=True))["OMP_NUM_THREADS"].ok
+    assert rows_by_name(doctor(4, quick=True))["OMP_NUM_THREADS"].ok
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert rows["NCCL_P2P_DISABLE"].ok is None and "NVLink" in rows["NCCL_P2P_DISABLE"].advice
     assert rows["CUDA_LAUNCH_BLOCKING"].advice == ""
     assert rows_by_name(doctor(1, quick=True))["OMP_NUM_THREADS"].ok  # one rank may use all cores
