@@ -282,6 +282,9 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.setenv("RANK", "1")  # rank 0 of the job prints
     assert unshard(monkeypatch, "doctor", "--quick") == 1
     assert called == [((4,), {"quick": False}), ((None,), {"quick": True})] and not capsys.readouterr().out
+    assert unshard(monkeypatch, "doctor", "--json") == 0
+    assert unshard(monkeypatch, "checkpoint", "inspect", "nowhere", "--json") == 2
+    assert not capsys.readouterr().out
 
 
 def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,8 @@ def only_json(wanted: bool) -> Iterator[None]:
         _documents = None
         os.dup2(kept, 1)
         os.close(kept)
-    print(*documents, sep="\n")
+    for each in documents:
+        print(each)
 
 
 def show(result: Any, text: str | None = None) -> None:
