@@ -41,7 +41,7 @@ def test_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "The checkpoints are equal.",
     ]
     assert command(monkeypatch, a) == 2
-    assert command(monkeypatch, a, tmp_path / "nothing") == 1
+    assert command(monkeypatch, a, tmp_path / "nothing") == 2
     assert "There is no checkpoint in" in capsys.readouterr().err
 
 

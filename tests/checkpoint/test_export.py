@@ -181,7 +181,7 @@ def test_the_command(
     assert command(folder, out) == 1
     assert "unshard export: " in (text := capsys.readouterr().err) and "--overwrite" in text
     assert command(folder, out, "--overwrite") == 0
-    assert command(folder, tmp_path / "x", "--dtype", "int3") == 1
+    assert command(folder, tmp_path / "x", "--dtype", "int3") == 2
 
 
 MEMORY = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,46 @@ from .files import CheckpointFiles
 from .folders import resolve
 from .manifest import read_manifest
 
+_PROGRESS_BLOCKS = 512
+"""Blocks between two calls of `progress`: 2 GiB with the default block size."""
 
-def verify(path: str | os.PathLike[str]) -> Path:
+
+def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None) -> Path:
     """Verify all checksums of a checkpoint and return its folder. Raise a CheckpointError if any file is damaged.
 
     `path` is a checkpoint, or a folder of checkpoints from which the latest is verified. No process group is needed.
+    `progress` is called with the numbers of verified bytes and of all bytes.
     """
     with CheckpointFiles(resolve(path)) as files:
+        done, total = 0, sum(file.nbytes for file in files.manifest.files)
         for number, file in enumerate(files.manifest.files):
-            files.verify(number, range(len(file.blocks)))
+            blocks = range(len(file.blocks))
+            at_once = _PROGRESS_BLOCKS if progress else max(len(blocks), 1)
+            for first in range(0, len(blocks), at_once):
+                files.verify(number, blocks[first : first + at_once])
+                if progress:
+                    progress(min(done + (first + at_once) * files.manifest.block_bytes, done + file.nbytes), total)
+            done += file.nbytes
         return files.folder
+
+
+def contents(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `inspect` prints as plain values. Only the manifest is read."""
+    folder = resolve(path)
+    manifest = read_manifest(folder)
+    return {
+        "kind": "checkpoint",
+        "folder": str(folder),
+        "step": manifest.step,
+        "ranks": manifest.ranks,
+        "checksums": manifest.algorithm,
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in manifest.files],
+        "tensors": [
+            {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.nbytes}
+            for name, entry in manifest.tensors.items()
+        ],
+        "aliases": dict(manifest.aliases),
+    }
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
