@@ -164,10 +164,10 @@ class Record:
     _copied: StreamEvent | None = None
     _has_scale: bool = False
 
-    def pack(self, scale: torch.Tensor | None) -> bool:
+    def pack(self, scale: object) -> bool:
         """Queue the copy of all values to the host. Return False if there are none."""
         vectors = [torch.stack(list(run)) for _, run in groupby(self.maxima, attrgetter("device"))]
-        if scale is not None:
+        if has_scale := isinstance(scale, torch.Tensor):
             vectors.append(scale.detach().reshape(1))
         if not vectors:
             return False
@@ -176,7 +176,7 @@ class Record:
         if device.type != "cpu":
             values = values.to("cpu", non_blocking=True)  # into page-locked memory
             self._copied = StreamEvent(device).record()
-        self._values, self._has_scale, self.maxima = values, scale is not None, []
+        self._values, self._has_scale, self.maxima = values, has_scale, []
         return True
 
     def read(self) -> tuple[torch.Tensor, float | None]:

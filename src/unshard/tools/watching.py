@@ -364,8 +364,7 @@ class Watch(observer.Observer):
     def _close(self) -> None:
         """Queue the copy of the running record to the host."""
         self._forwards.clear()
-        scale = None if self._scaler is None else scale_of(self._scaler)
-        if self._record.pack(scale if isinstance(scale, torch.Tensor) else None):
+        if self._record.pack(None if self._scaler is None else scale_of(self._scaler)):
             self._pending.append(self._record)
         self._record = Record(self._record.step)
         self._is_closed = True
