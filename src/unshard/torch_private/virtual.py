@@ -1,0 +1,40 @@
+"""Private APIs to run a model on memory that is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._foreach_utils as _foreach_utils
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+no_modes = _disable_current_modes
+
+
+def is_composite(operator: Any) -> bool:
+    """Return True if an operator only calls other operators."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def foreach_on_the_host() -> Iterator[None]:
+    """Let optimizers treat parameters on the CPU as those on a CUDA device, for which they default to `foreach`.
+
+    Optimizers read the list of devices from this function, and their argument `foreach` would have to be set by the
+    program.
+    """
+    original = _foreach_utils._get_foreach_kernels_supported_devices
+    _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]  # type: ignore[assignment]
+    from torch.optim import optimizer
+
+    before = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _foreach_utils._get_foreach_kernels_supported_devices = original
+        optimizer._get_foreach_kernels_supported_devices = before  # type: ignore[attr-defined]
