@@ -50,4 +50,4 @@ from .sharing import lend, refuse_different_units, share, users_of
 from .side_stream import CopyStreams, StreamEvent, recording_step, simulating_device
 from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
 from .uneven_step import StepPlan, UnevenStep, all_gathered
-from .unit import Unit
+from .unit import ROOT, Unit

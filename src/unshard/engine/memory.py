@@ -30,7 +30,7 @@ def memory_of(group: ParamGroup) -> Iterator[tuple[str, str, torch.UntypedStorag
         if slices is not None:
             yield ALL_GATHERS, "slice", slices._buffer.storage
             yield ALL_GATHERS, "staging memory", slices.plan.staging.storage
-        for extension in [] if unsharded._extensions is None else unsharded._extensions._extensions:
+        for extension in [] if unsharded._extensions is None else unsharded._extensions._members:
             for buffer in extension._buffers:
                 yield ALL_GATHERS, "unsharded buffer", buffer.storage
             for storage, _ in extension._inner:

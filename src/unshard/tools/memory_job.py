@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine.api import simulating_device
 from ..errors import StateError
+from ..fsdp2 import fully_shard as fully_shard_module
 from ..torch_private import foreach_on_the_host
 
 BACKEND = "unshard_plan"
@@ -84,8 +85,11 @@ def _create(store: Any, rank: int, world: int, timeout: Any) -> _Group:
 
 
 @contextmanager
-def simulated_job(world: int, device: str) -> Iterator[None]:
-    """Make this process rank 0 of `world` ranks on `device`. All tensors are on the CPU."""
+def simulated_job(world: int, device: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Make this process rank 0 of `world` ranks on `device`. All tensors are on the CPU.
+
+    `options` replace arguments of every `fully_shard` call that the caller leaves out: `mp_policy`, `offload_policy`.
+    """
     if dist.is_initialized():
         raise StateError(
             "plan() simulates a job of its own, and this process is already part of a job. Call plan() before "
@@ -100,6 +104,7 @@ def simulated_job(world: int, device: str) -> Iterator[None]:
             stack.enter_context(simulating_device())
             stack.enter_context(foreach_on_the_host())
         stack.enter_context(_only_the_host())
+        stack.enter_context(mock.patch.object(fully_shard_module, "_checked_type", _with(options)))
         stack.enter_context(_Operators() if on_device else nullcontext())
         try:
             dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world)
@@ -109,6 +114,11 @@ def simulated_job(world: int, device: str) -> Iterator[None]:
                 dist.destroy_process_group()
             _group_class.pop()
             sys.excepthook = hook  # init_process_group wraps it
+
+
+def _with(options: Mapping[str, Any]) -> Callable[..., Any]:
+    original = fully_shard_module._checked_type
+    return lambda name, value, *args: original(name, options.get(name) if value is None else value, *args)
 
 
 @contextmanager
