@@ -107,7 +107,7 @@ def _look(model: nn.Module) -> _Facts:
         facts.casts |= any(param.policy.param_dtype is not None for param in unit.params)
         if name:
             facts.blocks.append(name)
-            if not unit.options.reshard_after_forward:
+            if unit.options.reshard_after_forward is False or unit.options.slice_after_forward:
                 facts.kept.append(name)
         elements = sum(param.sharding.numel for param in unit.params)
         for param in unit.params:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -105,7 +106,11 @@ def simulated_job(world: int, device: str, options: Mapping[str, Any]) -> Iterat
             stack.enter_context(foreach_on_the_host())
         stack.enter_context(_only_the_host())
         stack.enter_context(mock.patch.object(fully_shard_module, "_checked_type", _with(options)))
-        stack.enter_context(_Operators() if on_device else nullcontext())
+        if on_device:
+            stack.enter_context(_Operators())
+            # `F.multi_head_attention_forward` runs outside the mode.
+            attention = partial(_attention, F.scaled_dot_product_attention)
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         try:
             dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world)
             yield
@@ -155,12 +160,15 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
+_SDPA = F.scaled_dot_product_attention
+
+
 class _Operators(TorchFunctionMode):
     """Replaces operators that keep less memory on a CUDA device than on the CPU, and devices by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _SDPA:
             return _attention(func, *args, **kwargs)
         if func is F.rms_norm or func is torch.rms_norm:
             return _rms_norm(func, *args, **kwargs)

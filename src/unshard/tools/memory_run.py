@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..engine.api import ROOT, name_stages, observer, state_of
 from ..errors import ArgumentError, UnshardError, listed
+from ..torch_private import run_backward
 from .memory_job import simulated_job
 from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, unit_rows
 from .memory_virtual import Recording, virtual_memory
@@ -137,8 +138,8 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
             loss = program.loss(model, batch)
             _require_loss(loss)
             recording.in_forward = False
-            recording.enter("backward")
-            loss.backward()
+            recording.enter("backward loss")
+            run_backward(loss)
         except UnshardError:
             raise
         except Exception as error:

@@ -20,6 +20,16 @@ def is_composite(operator: Any) -> bool:
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+def run_backward(loss: torch.Tensor) -> None:
+    """Run backward of `loss` inside a `TorchFunctionMode`, so that recomputations see the mode.
+
+    `loss.backward()` leaves the mode until it returns.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 @contextmanager
 def foreach_on_the_host() -> Iterator[None]:
     """Let optimizers treat parameters on the CPU as those on a CUDA device, for which they default to `foreach`.
