@@ -20,10 +20,14 @@ from ..errors import ArgumentError
 from ..torch_private import FakeTensor, TorchDispatchMode, is_composite, storage_key
 
 _REAL = frozenset(
-    f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "_reshape_alias", "set_", "resize_")
+    f"aten::{name}"
+    for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "_reshape_alias", "set_", "resize_")
+    + ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 )
+"""Operators that run, because they only make views, although most of their schemas do not say so."""
+_ONEDNN_LSTM = 15.5
+"""Numbers that oneDNN keeps for backward, per element of the output of an LSTM layer. Measured for several sizes."""
 _FALSE = frozenset(f"aten::{name}" for name in ("isnan", "isinf", "isposinf", "isneginf"))
-_FACTORIES = frozenset(f"aten::{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full"))
 
 
 @dataclass
@@ -271,7 +275,7 @@ def _kind_of(func: Any) -> str:
         return "view"
     if func.is_view or name in _REAL or torch.Tag.inplace_view in func.tags:
         return "view"
-    if schema.is_mutable:
+    if schema.is_mutable and all(each.alias_info is not None for each in schema.returns):
         return "in place"
     return "functional"
 
@@ -370,6 +374,13 @@ def _flash_backward(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwa
     return NotImplemented
 
 
+def _onednn_lstm(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+    output, hidden, cell, _ = mode._virtual(func, tensors, False, mode._on_host(tensors), args, kwargs)
+    size = int(output.numel() * _ONEDNN_LSTM * output.element_size())
+    kept = torch.empty(size if args[-1] else 0, dtype=torch.uint8, device="meta")
+    return output, hidden, cell, mode._make(func, kept, tensors, False)
+
+
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _item,
     "aten::equal": _equal,
@@ -378,5 +389,6 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::is_pinned": _is_pinned,
     "aten::_chunk_cat": _chunk_cat,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::mkldnn_rnn_layer": _onednn_lstm,
 }
 
