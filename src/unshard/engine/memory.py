@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..torch_private import local_of
+from ..torch_private import local_part
 from .extension import is_extended
 from .param_group import ParamGroup
 
@@ -18,7 +18,7 @@ def memory_of(group: ParamGroup) -> Iterator[tuple[str, str, torch.UntypedStorag
     shard = group.sharded.shard
     yield PARAMETERS, "shard", shard.memory.untyped_storage()
     for param in group.params:
-        if is_extended(local := local_of(param.sharded), param.name):
+        if is_extended(local := local_part(param.sharded), param.name):
             yield PARAMETERS, f"shard of {param.name}", local.untyped_storage()
     for unsharded in group._by_precision.values():
         plan, slices = unsharded.plan, unsharded.slices

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..engine.api import simulating_device
 from ..errors import StateError
 from ..fsdp2 import fully_shard as fully_shard_module
-from ..torch_private import foreach_on_the_host
+from ..torch_private import foreach_on_the_host, without_onednn
 
 BACKEND = "unshard_plan"
 
@@ -108,7 +108,7 @@ def simulated_job(world: int, device: str, options: Mapping[str, Any]) -> Iterat
         stack.enter_context(mock.patch.object(fully_shard_module, "_checked_type", _with(options)))
         if on_device:
             stack.enter_context(_Operators())
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its LSTM differs from that of a device
+            stack.enter_context(without_onednn())  # its LSTM differs from that of a device
             # `F.multi_head_attention_forward` runs outside the mode.
             attention = partial(_attention, F.scaled_dot_product_attention)
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))

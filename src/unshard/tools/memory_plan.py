@@ -37,7 +37,7 @@ class MemoryPlan:
 
     @property
     def peak_at(self) -> str:
-        return _title(self.run.peak.at)
+        return title_of(self.run.peak.at)
 
     @property
     def fits(self) -> bool | None:
@@ -168,7 +168,7 @@ def memory_table(rows: Sequence[dict[str, Any]], host: dict[str, int] | None) ->
     return table(("kind", "at rest", "at peak"), cells, numbers=(1, 2))
 
 
-def _title(stage: str) -> str:
+def title_of(stage: str) -> str:
     name, _, unit = stage.partition(" ")
     return f"{name} of {unit}" if unit else name
 

@@ -10,14 +10,22 @@ import torch
 import torch.utils._foreach_utils as _foreach_utils
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
-
-no_modes = _disable_current_modes
 
 
 def is_composite(operator: Any) -> bool:
     """Return True if an operator only calls other operators."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Disable oneDNN. The public `torch.backends.mkldnn.flags` also sets TF32, and warns about that."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def run_backward(loss: torch.Tensor) -> None:
