@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,15 +105,21 @@ class Ledger:
         return "\n".join(lines)
 
     def beside(self, plan: MemoryPlan) -> str:
-        """Return a table of this ledger beside `plan`: at the peak after a recorded step, else at rest."""
-        when = "at_peak" if self.timeline else "at_rest"
-        mine, planned = ({row["kind"]: row[when] for row in each.rows} for each in (self, plan))
-        cells = [[kind, size(planned[kind]), size(mine[kind]), _ratio(mine[kind], planned[kind])] for kind in KINDS]
-        sums = total(planned), total(mine)
-        cells.append(["total", size(sums[0]), size(sums[1]), _ratio(sums[1], sums[0])])
+        """Return a table of this ledger beside `plan`: the most of each kind in a recorded step, else what is at rest.
+
+        On the CPU, activations and other memory are unknown.
+        """
+        recorded = bool(self.timeline)
+        mine = _most(self.timeline) if recorded else self.now
+        planned = plan.run.most if recorded else plan.run.rest
+        known = KINDS if self._device.type == "cuda" else [each for each in KINDS if each not in (ACTIVATIONS, OTHER)]
+        cells = [[kind, size(planned[kind]), size(mine[kind]), _ratio(mine[kind], planned[kind])] for kind in known]
+        if not recorded:
+            sums = total(planned, known), total(mine, known)
+            cells.append(["total", size(sums[0]), size(sums[1]), _ratio(sums[1], sums[0])])
         if peak := self.allocator.get("peak"):
             cells.append(["allocator's peak", size(plan.peak), size(peak), _ratio(peak, plan.peak)])
-        head = ("kind", "planned", "now" if when == "at_rest" else "at the peak", "of plan")
+        head = ("most in the step" if recorded else "at rest", "planned", "here", "of plan")
         return "\n".join(table(head, cells, numbers=(1, 2, 3)))
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -167,6 +173,10 @@ class _Watcher(observer.Observer):
 
     def reducing(self, params: Any, members: Members, gradients: Any, sent: Any, received: Any) -> None:
         self._note("reduce", params)
+
+
+def _most(points: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {kind: max((point[kind] for point in points), default=0) for kind in KINDS}
 
 
 def _ratio(mine: int, planned: int) -> str:

@@ -169,8 +169,9 @@ def memory_table(rows: Sequence[dict[str, Any]], host: dict[str, int] | None) ->
 
 
 def title_of(stage: str) -> str:
+    """Return "backward of blocks.3" for the stage "backward blocks.3"."""
     name, _, unit = stage.partition(" ")
-    return f"{name} of {unit}" if unit else name
+    return f"{name} of {unit}" if name in ("forward", "backward", "recompute", "reduce") and unit else stage
 
 
 def _answer(fits: bool | None) -> str:

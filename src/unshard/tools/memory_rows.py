@@ -63,6 +63,10 @@ def _held_by(model: nn.Module, optimizer: Any) -> Iterator[Held]:
             offloaded = group.sharded.offload.offloaded
             inside.update(id(param.sharded) for param in group.params)
             inside.update(id(each) for each in group.sharded.parameters())
+            for param in group.params:
+                grad = None if param.unsharded is None else param.unsharded.grad
+                if grad is not None:
+                    yield Held(GRADIENTS, f"unsharded gradient of {param.name}", False, local_part(grad).untyped_storage())
             for kind, what, storage in memory_of(group):
                 on_host = offloaded and (kind in (PARAMETERS, GRADIENTS)) and what != "unreduced gradients"
                 yield Held(kind, f"{what} of {name}", on_host, storage)
@@ -116,8 +120,8 @@ def unit_rows(model: nn.Module, most_ranks: int = 64) -> list[dict[str, Any]]:
 
 
 def size(nbytes: float) -> str:
-    """Format bytes as MiB, or as GiB from 10 GiB on."""
-    return f"{nbytes / 2**30:,.2f} GiB" if abs(nbytes) >= 10 * 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+    """Format bytes as MiB, or as GiB from 1 GiB on."""
+    return f"{nbytes / 2**30:,.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def total(values: Mapping[str, int], kinds: Iterable[str] = KINDS) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..engine.api import ROOT, name_stages, observer, state_of
-from ..errors import ArgumentError, UnshardError, listed
+from ..errors import ArgumentError, UnshardError
 from ..torch_private import run_backward
 from .memory_job import simulated_job
 from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, unit_rows
@@ -48,6 +49,8 @@ class Run:
     """Figures of the second step."""
 
     rest: dict[str, int]
+    most: dict[str, int]
+    """The largest size of each kind. These need not coincide."""
     timeline: list[Point]
     largest: list[dict[str, Any]]
     host: dict[str, int]
@@ -196,6 +199,8 @@ def _stages(recording: Recording) -> Iterator[None]:
                 recording.enter(f"{'forward' if recording.in_forward else 'recompute'} {unit}")
             elif stage == "post_forward" and recording.in_forward:
                 recording.enter("loss" if unit == ROOT else f"forward {ROOT}")
+            elif stage == "root_post_backward":
+                recording.enter("end of backward")
             elif stage == "pre_backward" and now != "recompute":
                 recording.enter(f"backward {unit}")
 
@@ -234,12 +239,14 @@ def _name(recording: Recording, model: nn.Module, optimizer: Any) -> None:
         if recording.blocks[target].kind != REDUCTIONS:
             continue
         unit = recording.blocks[target].what.partition(" of ")[2]
+        copied: Counter[tuple[int, ...]] = Counter()
         for number in sources:
             block = recording.blocks[number]
-            if not block.kind:
-                named = names.get((unit, block.shape), [f"{unit} {list(block.shape)}"])
-                prefix = "" if unit == ROOT or len(named) > 1 else f"{unit}."
-                block.kind, block.what = GRADIENTS, f"{prefix}{listed(named)} gradient"
+            if not block.kind:  # the gradients of equal shapes are copied in the order of their parameters
+                named, position = names.get((unit, block.shape), []), copied[block.shape]
+                name = named[position] if position < len(named) else str(list(block.shape))
+                copied[block.shape] += 1
+                block.kind, block.what = GRADIENTS, f"{name if unit == ROOT else f'{unit}.{name}'} gradient"
     for block in recording.blocks:
         if not block.kind:
             outside = block.stage in ("build", "optimizer")
@@ -258,6 +265,7 @@ def _replayed(recording: Recording, begin: int, on_device: bool, units: list[dic
     if on_device:
         now[OTHER] = WORKSPACES
     rest: dict[str, int] = {}
+    each_most: dict[str, int] = {}
     marks = [*recording.marks, (len(recording.events) + 1, "")]
     timeline: list[Point] = []
     most, most_at, position = -1, 0, 0
@@ -265,6 +273,7 @@ def _replayed(recording: Recording, begin: int, on_device: bool, units: list[dic
         if number == begin:
             rest, host["at_rest"] = dict(now), held
             timeline.append(Point("", dict(now)))
+            each_most = dict(now)
             most, most_at = total_of(now), number
         while number >= begin and position < len(marks) and marks[position][0] <= number:
             if marks[position][0] >= begin:
@@ -282,13 +291,14 @@ def _replayed(recording: Recording, begin: int, on_device: bool, units: list[dic
             continue
         now[block.kind] += change
         if number >= begin:
+            each_most[block.kind] = max(each_most[block.kind], now[block.kind])
             current = total_of(now)
             if current > timeline[-1].total:
                 timeline[-1].bytes = dict(now)
             if current > most:
                 most, most_at = current, number
     largest = _largest(recording, most_at, rounding)
-    return Run(rest, [point for point in timeline if point.at], largest, host, units)
+    return Run(rest, each_most, [point for point in timeline if point.at], largest, host, units)
 
 
 def total_of(kinds: dict[str, int]) -> int:
