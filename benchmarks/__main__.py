@@ -2,7 +2,18 @@
 
 from importlib import import_module
 
-COMMANDS = ("step", "uneven", "replay", "collectives", "optimizer", "memory", "memory_plan", "endurance", "checkpoint", "bytecodes")
+COMMANDS = (
+    "step",
+    "uneven",
+    "replay",
+    "collectives",
+    "optimizer",
+    "memory",
+    "memory_plan",
+    "endurance",
+    "checkpoint",
+    "bytecodes",
+)
 
 if __name__ == "__main__":
     for name in COMMANDS:

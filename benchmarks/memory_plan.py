@@ -31,7 +31,13 @@ from .places import Place
 from .sides import Training
 from .tables import Row
 
-COLUMNS = {"case": "case", "side": "variant", "plan_mib": "plan", "measured_mib": "measured", "ratio": "plan / measured"}
+COLUMNS = {
+    "case": "case",
+    "side": "variant",
+    "plan_mib": "plan",
+    "measured_mib": "measured",
+    "ratio": "plan / measured",
+}
 COLUMNS |= {"workspaces_mib": "workspaces", "tracker_mib": "tracker", "plan_s": "plan s", "at": "peak in"}
 _STEPS = 3
 
@@ -58,7 +64,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_for(
         __doc__, cases="100m:1x512,1b:1x1024,1b:4x2048", cpu_cases="tiny:2x64,10m:1x128", own_sides=True
     )
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="all of them in bf16, the first two also in fp32")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="all in bf16, the first two also in fp32")
     parser.add_argument("--no-tracker", action="store_true", help="leave FSDPMemTracker out")
     return parser
 

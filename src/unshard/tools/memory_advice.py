@@ -154,7 +154,7 @@ def _with_checkpoints(blocks: list[str]) -> Any:
             def again(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-            module.forward = again  # type: ignore[method-assign]
+            module.forward = again
 
     return shard
 
@@ -165,5 +165,3 @@ def _resharding(kept: list[str]) -> Any:
             model.get_submodule(name).set_reshard_after_forward(True)  # type: ignore[operator]
 
     return sharded
-
-

@@ -17,13 +17,25 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine.api import simulating_device
 from ..errors import StateError
+from ..fsdp1 import build as wrapper_module
 from ..fsdp2 import fully_shard as fully_shard_module
-from ..torch_private import foreach_on_the_host, without_onednn
+from ..torch_private import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    Work,
+    efficient_attention,
+    flash_attention,
+    foreach_on_the_host,
+    without_onednn,
+)
 
 BACKEND = "unshard_plan"
 
 
-class _Done(dist._Work):
+class _Done(Work):
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._future: Any = torch.futures.Future()
@@ -45,37 +57,38 @@ class _Group(dist.ProcessGroup):
     backend = "gloo"
 
     def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
-        self._group_name = ""
+        super().__init__(rank, world)  # type: ignore[call-arg]
+        self._name_of_group = ""
 
     def getBackendName(self) -> str:
         return self.backend
 
     def setGroupName(self, name: str) -> None:
-        self._group_name = name
+        self._name_of_group = name
 
     def getGroupName(self) -> str:
-        return self._group_name
+        return self._name_of_group
 
-    def _nothing(self, outputs: Any = None, *args: Any) -> _Done:
-        return _Done(outputs)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Done:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for places, mine in zip(outputs, inputs, strict=True):
             for place in places:
                 place.copy_(mine)
         return _Done(outputs)
 
-    _allgather_base = all_gather_single = _nothing
-    allreduce = allreduce_coalesced = broadcast = barrier = _nothing
-    alltoall_base = all_to_all_single = _nothing
-
 
 class _DeviceGroup(_Group):
     backend = "nccl"
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _Group._nothing
-    _reduce_scatter_base = reduce_scatter_single = _Group._nothing
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _Group._nothing
+
+
+def _nothing(self: Any, outputs: Any = None, *args: Any) -> Any:
+    return _Done(outputs)
+
+
+# The engine exchanges the pieces of a reduction if the backend is Gloo and the group has no reduce-scatter of its own.
+for _name in (*ALL_GATHER, *ALL_TO_ALL, "allreduce", "allreduce_coalesced", "broadcast", "barrier"):
+    setattr(_Group, _name, _nothing)
+for _name in (*ALL_GATHER_COALESCED, *REDUCE_SCATTER, *REDUCE_SCATTER_COALESCED):
+    setattr(_DeviceGroup, _name, _nothing)
 
 
 _group_class: list[type[_Group]] = []
@@ -137,6 +150,7 @@ def _only_the_host() -> Iterator[None]:
 
     with (
         mock.patch.object(DeviceMesh, "__init__", on_host),
+        mock.patch.object(wrapper_module, "_resolve_device_id", lambda device_id: torch.device("cpu")),
         mock.patch.object(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None),
         mock.patch.object(torch.accelerator, "is_available", lambda: False),
         mock.patch.object(torch.accelerator, "device_count", lambda: 8),
@@ -205,13 +219,10 @@ def _attention(
     """Call the operator that CUDA chooses: flash attention for 16 bits, else the memory-efficient one."""
     usable = query.dim() == 4 and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     if usable and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        options = {"scale": scale}
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, **options)[0]
+        return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if usable and not enable_gqa and (attn_mask is None or attn_mask.dtype != torch.bool):
         needs_log = any(each.requires_grad for each in (query, key, value))
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs_log, dropout_p, is_causal, scale=scale
-        )[0]
+        return efficient_attention(query, key, value, attn_mask, needs_log, dropout_p, is_causal, scale=scale)[0]
     return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -66,7 +66,9 @@ def _held_by(model: nn.Module, optimizer: Any) -> Iterator[Held]:
             for param in group.params:
                 grad = None if param.unsharded is None else param.unsharded.grad
                 if grad is not None:
-                    yield Held(GRADIENTS, f"unsharded gradient of {param.name}", False, local_part(grad).untyped_storage())
+                    yield Held(
+                        GRADIENTS, f"unsharded gradient of {param.name}", False, local_part(grad).untyped_storage()
+                    )
             for kind, what, storage in memory_of(group):
                 on_host = offloaded and (kind in (PARAMETERS, GRADIENTS)) and what != "unreduced gradients"
                 yield Held(kind, f"{what} of {name}", on_host, storage)

@@ -173,8 +173,8 @@ def _shard(setting: Setting, model: nn.Module, mesh: tuple[int, ...] | None) -> 
     if mesh is not None:
         if program.shard is not shard_blocks and "mesh" not in inspect.signature(program.shard).parameters:
             raise ArgumentError(
-                "mesh= has no effect: the program's shard function has no argument mesh. Define shard(model, mesh=None) "
-                "and pass the mesh to fully_shard, or leave mesh= out."
+                "mesh= has no effect: the program's shard function has no argument mesh. Define "
+                "shard(model, mesh=None) and pass the mesh to fully_shard, or leave mesh= out."
             )
         names = ("replicate", "shard") if len(mesh) == 2 else ("shard",)
         options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
@@ -258,7 +258,7 @@ def _name(recording: Recording, model: nn.Module, optimizer: Any) -> None:
 
 def _replayed(recording: Recording, begin: int, on_device: bool, units: list[dict[str, Any]]) -> Run:
     rounding = ROUNDING if on_device else 1
-    blocks, sizes = recording.blocks, {}
+    blocks, sizes = recording.blocks, dict[int, int]()
     now = dict.fromkeys(KINDS, 0)
     host = {"at_rest": 0, "at_peak": 0}
     held = 0

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from ..errors import ArgumentError
-from ..torch_private import FakeTensor, TorchDispatchMode, is_composite, storage_key
+from ..torch_private import FakeTensor, TorchDispatchMode, is_composite, schema_of, storage_key
 
 _REAL = frozenset(
     f"aten::{name}"
@@ -145,7 +145,7 @@ class VirtualMemory(TorchDispatchMode):
                 return result
         if any(each.device.type == "meta" for each in tensors) or _device(kwargs) == "meta":
             return func(*args, **kwargs)
-        special = _SPECIAL.get(func._schema.name)
+        special = _SPECIAL.get(schema_of(func).name)
         if special is not None and (result := special(self, func, tensors, args, kwargs)) is not NotImplemented:
             return result
         if kind == "view":
@@ -184,7 +184,7 @@ class VirtualMemory(TorchDispatchMode):
     def _meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         def meta(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                if value.dtype == torch.bool and func._schema.name.startswith("aten::index"):
+                if value.dtype == torch.bool and schema_of(func).name.startswith("aten::index"):
                     value = value.nonzero()  # only the number of rows matters
                     return torch.empty(value.shape[0], dtype=torch.int64, device="meta")
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -198,7 +198,7 @@ class VirtualMemory(TorchDispatchMode):
             return func(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
         except NotImplementedError as error:
             raise ArgumentError(
-                f"The operator {func._schema.name} has no implementation for the meta device, so its result is "
+                f"The operator {schema_of(func).name} has no implementation for the meta device, so its result is "
                 f"unknown: {str(error).splitlines()[0]}"
             ) from error
 
@@ -208,17 +208,17 @@ class VirtualMemory(TorchDispatchMode):
         except RuntimeError as error:
             size = f"{meta.numel() * meta.dtype.itemsize / 2**30:.1f} GiB"
             raise ArgumentError(
-                f"The host refused to reserve address space for a tensor of {size} ({func._schema.name}). The pages "
+                f"The host refused to reserve address space for a tensor of {size} ({schema_of(func).name}). The pages "
                 "are never used. Allow overcommitting: sysctl vm.overcommit_memory=1."
             ) from error
         if not _is_number(meta.dtype):
             _fill(func, made, inputs)
-        self.recording.add(func._schema.name, made, host)
+        self.recording.add(schema_of(func).name, made, host)
         return made
 
     def _seen(self, func: Any, result: Any) -> Any:
         for each in _tensors(result if isinstance(result, list | tuple) else [result]):
-            self.recording.add(func._schema.name, each, False)
+            self.recording.add(schema_of(func).name, each, False)
         return result
 
     def _on_host(self, tensors: list[torch.Tensor]) -> bool:
@@ -226,9 +226,9 @@ class VirtualMemory(TorchDispatchMode):
         return bool(numbers) and all(n is not None and self.recording.blocks[n].host for n in numbers)
 
     def _note(self, func: Any, args: Any) -> None:
-        if func._schema.name == "aten::_foreach_copy_":
+        if schema_of(func).name == "aten::_foreach_copy_":
             targets, sources = args[0], args[1]
-        elif func._schema.name == "aten::copy_":
+        elif schema_of(func).name == "aten::copy_":
             targets, sources = [args[0]], [args[1]]
         else:
             return
@@ -268,7 +268,8 @@ def virtual_memory() -> Iterator[Recording]:
 
 
 def _kind_of(func: Any) -> str:
-    name, schema = func._schema.name, func._schema
+    schema = schema_of(func)
+    name = schema.name
     if is_composite(func):
         return "composite"
     if not any("Tensor" in str(each.type) for each in (*schema.returns, *schema.arguments)):
@@ -292,7 +293,7 @@ def _without_device(kwargs: Any) -> Any:
 def _mutated(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the arguments that an operator in place returns."""
     returned = []
-    schema = func._schema
+    schema = schema_of(func)
     for each in schema.returns:
         if each.alias_info is None:
             continue
@@ -307,7 +308,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Any:
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     def part(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.dtype == torch.bool and func._schema.name.startswith("aten::index"):
+            if value.dtype == torch.bool and schema_of(func).name.startswith("aten::index"):
                 raise TypeError
             return (tuple(value.shape), value.stride(), value.dtype)
         if isinstance(value, list | tuple):
@@ -325,7 +326,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 def _fill(func: Any, made: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Give indices and masks that depend on unknown values some value: all indices equally often, and True."""
     if made.dtype == torch.bool:
-        made.fill_(func._schema.name not in _FALSE)
+        made.fill_(schema_of(func).name not in _FALSE)
         return
     size = inputs[0].shape[-1] if inputs and inputs[0].dim() else 1
     made.copy_(torch.arange(made.numel()).remainder_(max(1, size)).view(made.shape))
@@ -391,4 +392,3 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::mkldnn_rnn_layer": _onednn_lstm,
 }
-

@@ -7,9 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._foreach_utils as _foreach_utils
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+Work = dist._Work
+
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the names, types and aliases of the arguments and results of an operator."""
+    return operator._schema
 
 
 def is_composite(operator: Any) -> bool:
@@ -33,7 +44,7 @@ def run_backward(loss: torch.Tensor) -> None:
 
     `loss.backward()` leaves the mode until it returns.
     """
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -46,13 +57,13 @@ def foreach_on_the_host() -> Iterator[None]:
     program.
     """
     original = _foreach_utils._get_foreach_kernels_supported_devices
-    _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]  # type: ignore[assignment]
+    _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]
     from torch.optim import optimizer
 
     before = optimizer._get_foreach_kernels_supported_devices
-    optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]  # type: ignore[attr-defined]
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*original(), "cpu"]
     try:
         yield
     finally:
         _foreach_utils._get_foreach_kernels_supported_devices = original
-        optimizer._get_foreach_kernels_supported_devices = before  # type: ignore[attr-defined]
+        optimizer._get_foreach_kernels_supported_devices = before
