@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..engine.api import ROOT, name_stages, observer, state_of
 from ..errors import ArgumentError, UnshardError
 from ..torch_private import run_backward
+from .memory_allocator import Allocator
 from .memory_job import simulated_job
-from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, unit_rows
+from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, total, unit_rows
 from .memory_virtual import Recording, virtual_memory
 from .program import Program, shard_blocks
 
@@ -27,8 +28,7 @@ WORKSPACES = 2 * 32 * 2**20
 
 A workspace takes 32 MiB on Hopper and 8.1 MiB on earlier devices. `CUBLAS_WORKSPACE_CONFIG` changes this size.
 """
-ROUNDING = 512
-"""The CUDA allocator rounds sizes up to multiples of this number of bytes."""
+REDUCE_SCATTER_INPUT = "reduce-scatter input"
 LARGEST = 12
 
 
@@ -131,9 +131,9 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
     if changes.optimizer is not None:
         optimizer = changes.optimizer(optimizer)
     _mark_host(recording, model, optimizer)
-    begin = 0
+    begins = []
     for step in range(2):
-        begin = len(recording.events)
+        begins.append(len(recording.events))
         batch = program.batch_of(0, step)
         recording.in_forward = True
         recording.enter("forward")
@@ -154,7 +154,7 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
         _mark_host(recording, model, optimizer)
         optimizer.zero_grad()
     _name(recording, model, optimizer)
-    result = _replayed(recording, begin, setting.device != "cpu", unit_rows(model))
+    result = _replayed(recording, begins[0], begins[1], setting.device != "cpu", unit_rows(model))
     if look is not None:
         look(model)
     return result
@@ -256,62 +256,70 @@ def _name(recording: Recording, model: nn.Module, optimizer: Any) -> None:
             block.what = f"{operator} {list(block.shape)} in {block.stage}"
 
 
-def _replayed(recording: Recording, begin: int, on_device: bool, units: list[dict[str, Any]]) -> Run:
-    rounding = ROUNDING if on_device else 1
-    blocks, sizes = recording.blocks, dict[int, int]()
+class _Sizes:
+    """The current size of each block of a recording: bytes on the host, and allocated bytes on a device."""
+
+    def __init__(self, recording: Recording, on_device: bool):
+        self._blocks = recording.blocks
+        self.allocator = Allocator() if on_device else None
+        self._taken: dict[int, tuple[Any, int]] = {}
+
+    def change(self, index: int, nbytes: int) -> int:
+        """Return by how much a block grows if its storage gets `nbytes` bytes."""
+        block, allocator = self._blocks[index], self.allocator
+        place, before = self._taken.pop(index, (None, 0))
+        if allocator is None or block.host:
+            self._taken[index] = None, nbytes
+            return nbytes - before
+        if place is not None:
+            allocator.free(place)
+        if nbytes:
+            # The reduce stream allocates the reduce-scatter inputs.
+            taken = allocator.take(nbytes, int(block.what.startswith(REDUCE_SCATTER_INPUT)))
+            self._taken[index] = taken, taken.size
+            nbytes = taken.size
+        return nbytes - before
+
+
+def _replayed(recording: Recording, first: int, begin: int, on_device: bool, units: list[dict[str, Any]]) -> Run:
+    """Return the figures of the step that begins at event `begin`. `first` is the event at which the first one does."""
+    sizes, host, held = _Sizes(recording, on_device), {"at_rest": 0, "at_peak": 0}, 0
     now = dict.fromkeys(KINDS, 0)
-    host = {"at_rest": 0, "at_peak": 0}
-    held = 0
-    if on_device:
-        now[OTHER] = WORKSPACES
-    rest: dict[str, int] = {}
-    each_most: dict[str, int] = {}
-    marks = [*recording.marks, (len(recording.events) + 1, "")]
-    timeline: list[Point] = []
-    most, most_at, position = -1, 0, 0
+    now[OTHER] = WORKSPACES if on_device else 0
+    rest, each_most, timeline = dict(now), dict(now), [Point("", dict(now))]
+    most, most_at = -1, 0
+    marks = iter([*recording.marks, (len(recording.events) + 1, "")])
+    mark = next(marks)
     for number, (index, nbytes) in enumerate([*recording.events, (-1, 0)]):
+        if number == first and sizes.allocator is not None:
+            sizes.allocator.empty_cache()
         if number == begin:
-            rest, host["at_rest"] = dict(now), held
-            timeline.append(Point("", dict(now)))
-            each_most = dict(now)
-            most, most_at = total_of(now), number
-        while number >= begin and position < len(marks) and marks[position][0] <= number:
-            if marks[position][0] >= begin:
-                _next_stage(timeline, marks[position][1], now)
-            position += 1
+            rest, each_most, host["at_rest"] = dict(now), dict(now), held
+            timeline, most = [Point("", dict(now))], -1
+        while mark[0] <= number:
+            if number >= begin and mark[0] >= begin and timeline[-1].at != mark[1]:
+                timeline.append(Point(mark[1], dict(now)))
+            mark = next(marks)
         if index < 0:
             break
-        block = blocks[index]
-        nbytes = -(-nbytes // rounding) * rounding
-        change, sizes[index] = nbytes - sizes.get(index, 0), nbytes
-        if block.host:
+        change = sizes.change(index, nbytes)
+        if recording.blocks[index].host:
             held += change
-            if number >= begin:
-                host["at_peak"] = max(host["at_peak"], held)
+            host["at_peak"] = max(host["at_peak"], held) if number >= begin else 0
             continue
-        now[block.kind] += change
+        kind = recording.blocks[index].kind
+        now[kind] += change
         if number >= begin:
-            each_most[block.kind] = max(each_most[block.kind], now[block.kind])
-            current = total_of(now)
-            if current > timeline[-1].total:
+            each_most[kind] = max(each_most[kind], now[kind])
+            if total(now) > timeline[-1].total:
                 timeline[-1].bytes = dict(now)
-            if current > most:
-                most, most_at = current, number
-    largest = _largest(recording, most_at, rounding)
+            if total(now) > most:
+                most, most_at = total(now), number
+    largest = _largest(recording, most_at)
     return Run(rest, each_most, [point for point in timeline if point.at], largest, host, units)
 
 
-def total_of(kinds: dict[str, int]) -> int:
-    return sum(kinds.values())
-
-
-def _next_stage(timeline: list[Point], stage: str, now: dict[str, int]) -> None:
-    if timeline and timeline[-1].at == stage:
-        return
-    timeline.append(Point(stage, dict(now)))
-
-
-def _largest(recording: Recording, until: int, rounding: int) -> list[dict[str, Any]]:
+def _largest(recording: Recording, until: int) -> list[dict[str, Any]]:
     sizes: dict[int, int] = {}
     for index, nbytes in recording.events[: until + 1]:
         sizes[index] = nbytes
