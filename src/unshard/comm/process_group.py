@@ -81,12 +81,13 @@ class ProcessGroupTransport(Transport):
         # NCCL runs the collectives of a group one after the other. In backward, the all-gather of the next unit would
         # wait for the reduce-scatter of the previous one, and both for each other's latencies.
         self.separate_is_faster = self.backend == "nccl" and not in_python
+        on_host = device.type == "cpu" and self.backend != "nccl"  # a simulated device is a CPU with NCCL
         self.traits = Traits(
             self._gather_many is not None,
             self._reduce_many is not None and not self._exchanges,  # an exchange takes one tensor
-            packing=ON_HOST if device.type == "cpu" or self.backend == "gloo" else ON_DEVICE,
+            packing=ON_HOST if on_host or self.backend == "gloo" else ON_DEVICE,
             gathers_on_any_stream=True,
-            waits_in_stream=device.type != "cpu" and self.backend not in _WAITING_ON_HOST,
+            waits_in_stream=not on_host and self.backend not in _WAITING_ON_HOST,
             # NCCL is slower with pieces that are not multiples of 16 bytes.
             piece_alignment=16 if self.backend == "nccl" else 1,
             reduce_scatter_ignores_timeout=self.backend == "gloo" and not self._exchanges,

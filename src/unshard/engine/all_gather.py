@@ -78,7 +78,8 @@ class AllGatherPlan:
                 self._add(number, region, buffer, at, in_place)
         self._packed = list(zip(packed, staged.ranges, strict=True))
         self.copies = [self._copy_out(region, at) for region, at in self._packed]
-        self._takes_late = bool(packed) and len(packed) == len(shard.regions) and buffer.device.type != "cpu"
+        on_device = buffer.device.type != "cpu" or side_stream.simulated
+        self._takes_late = bool(packed) and len(packed) == len(shard.regions) and on_device
         """True if the unsharded buffer is allocated only in `copy_out`.
 
         This is always False on the CPU, where a backward that reads an unallocated buffer would crash the process

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch.accelerator import current_device_index
@@ -36,11 +37,40 @@ def recording_step() -> Iterator[None]:
         recording = before
 
 
+simulated = False
+"""True while units on the CPU run as if they were on a device. See `simulating_device`."""
+
+
+@contextmanager
+def simulating_device() -> Iterator[None]:
+    """Let units on the CPU queue work, and take and free memory, in the order in which units on a device do.
+
+    Their streams and events do nothing. `tools.plan` uses this on machines without a device.
+    """
+    global simulated
+    before, simulated = simulated, True
+    for each in (copy_streams_of, reduce_stream, gather_streams):
+        each.cache_clear()
+    try:
+        yield
+    finally:
+        simulated = before
+        for each in (copy_streams_of, reduce_stream, gather_streams):
+            each.cache_clear()
+
+
 class StreamEvent:
     """A point in a stream that other streams, or the host, can wait for. An event can be recorded repeatedly."""
 
+<<<<<<< HEAD
     def __init__(self, device: torch.device, timing: bool = False):
         """If `timing` is True, `elapsed_since` can measure the time between two such events."""
+=======
+    def __new__(cls, device: torch.device) -> StreamEvent:
+        return object.__new__(_SimulatedEvent if simulated else cls)
+
+    def __init__(self, device: torch.device):
+>>>>>>> t-plan
         self._device = device
         self.event = torch.Event(device, enable_timing=True) if timing else torch.Event(device)
 
@@ -121,9 +151,38 @@ class SideStream:
         self._stream.synchronize()
 
 
+<<<<<<< HEAD
 def is_recording() -> bool:
     """Return True while a step is being recorded as a CUDA graph."""
     return recording
+=======
+class _SimulatedEvent(StreamEvent):
+    def __init__(self, device: torch.device):
+        pass
+
+    def record(self) -> StreamEvent:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _SimulatedStream(SideStream):
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def after(self, event: StreamEvent) -> Any:
+        return nullcontext()
+
+    def _context(self) -> Any:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+>>>>>>> t-plan
 
 
 @dataclass(frozen=True)
@@ -140,12 +199,19 @@ class CopyStreams:
         self.down.synchronize()
 
 
+def _stream_on(device: torch.device) -> SideStream | None:
+    if simulated:
+        return _SimulatedStream(device)
+    return None if device.type == "cpu" else SideStream(device)
+
+
 # All units of a process share these streams. The functions return None for the CPU.
 
 
 @cache
 def copy_streams_of(device: torch.device) -> CopyStreams | None:
-    return None if device.type == "cpu" else CopyStreams(SideStream(device), SideStream(device))
+    up, down = _stream_on(device), _stream_on(device)
+    return None if up is None or down is None else CopyStreams(up, down)
 
 
 @cache
@@ -157,7 +223,7 @@ def timing_stream(device: torch.device, purpose: str) -> SideStream:
 @cache
 def reduce_stream(device: torch.device) -> SideStream | None:
     """Return the stream that packs and reduces gradients."""
-    return None if device.type == "cpu" else SideStream(device)
+    return _stream_on(device)
 
 
 @cache
@@ -166,4 +232,5 @@ def gather_streams(device: torch.device) -> tuple[SideStream, SideStream] | None
 
     The first stream runs casts and all-gathers. The second stream copies packed parameters into the unsharded buffer.
     """
-    return None if device.type == "cpu" else (SideStream(device), SideStream(device))
+    gather, copy_out = _stream_on(device), _stream_on(device)
+    return None if gather is None or copy_out is None else (gather, copy_out)

@@ -9,3 +9,4 @@ from .autograd import *
 from .distributed import *
 from .optimizers import *
 from .tensors import *
+from .virtual import *

@@ -12,6 +12,7 @@ import torch
 from ...comm.interface import Done, Work
 from ...policies import CPUOffloadPolicy, OffloadPolicy, OptimizerOffloadPolicy
 from ...torch_private import foreach_copy, stack_level_of_program
+from .. import side_stream
 from ..side_stream import CopyStreams, SideStream, copy_streams_of
 from .buffers import Buffer, Shard
 
@@ -54,7 +55,7 @@ class OffloadPlan:
 def offload_plan_for(policy: OffloadPolicy, compute: torch.device) -> OffloadPlan:
     if not isinstance(policy, CPUOffloadPolicy | OptimizerOffloadPolicy):
         return OffloadPlan(compute)
-    pin = policy.pin_memory and torch.accelerator.is_available()
+    pin = policy.pin_memory and (side_stream.simulated or torch.accelerator.is_available())
     if policy.pin_memory and not pin:
         _warn_of_unpinned()
     host = OffloadPlan(torch.device("cpu"), pin, copy_streams_of(compute))
