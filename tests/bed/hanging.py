@@ -31,6 +31,7 @@ from unshard.tools import explain_hangs
 
 ENDED = 7
 LONG = 600.0
+SOON = 1.5  # long enough for an announcement
 
 
 def device() -> torch.device:
@@ -74,7 +75,8 @@ def evaluates() -> None:
 
 
 def is_killed(*unused: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    time.sleep(LONG)
 
 
 def exits_early(*unused: object) -> None:
@@ -97,7 +99,8 @@ def loads_data(*unused: object) -> None:
 
 
 def is_stopped(*unused: object) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    time.sleep(LONG)
 
 
 def deadlocks(*unused: object) -> None:
@@ -115,6 +118,7 @@ def deadlocks(*unused: object) -> None:
 
 
 def holds_the_global_lock(*unused: object) -> None:
+    time.sleep(SOON)
     ctypes.PyDLL(None).sleep(60)
 
 
@@ -137,7 +141,7 @@ class Reader:
 
     def state_dict(self) -> dict[str, int]:
         if is_last():
-            time.sleep(2)  # long enough for an announcement
+            time.sleep(SOON)
             os.kill(os.getpid(), signal.SIGKILL)
         return {"row": 0}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import linecache
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -57,6 +59,11 @@ def stack_of(chain: list[FrameType]) -> list[str]:
     return [_shown(each) for each in user[:_MOST_FRAMES]] + [
         f"({_shown(each)})" for each in library[: _MOST_FRAMES // 3]
     ]
+
+
+def caller_of_library(chain: list[FrameType]) -> list[FrameType]:
+    """Return `chain` without its innermost frames, up to the one that called this library."""
+    return list(itertools.dropwhile(lambda each: each.f_code.co_filename.startswith(_OWN), chain))
 
 
 def main_chain() -> list[FrameType]:
@@ -119,6 +126,14 @@ def cpu_seconds() -> float:
 
 
 # -- processes ---------------------------------------------------------------------------------------------
+
+
+def kernel() -> str:
+    """Return a text that is equal on processes that see each other under the same process numbers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()}"
+
 
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "D": "blocked in the kernel (state D)"}
 

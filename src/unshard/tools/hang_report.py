@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import __version__
-from ..comm.order.peers import named
+from ..comm.order.peers import FAILED_REMEDY, RAISED_REMEDY, REMEDY, named
 from ..comm.order.sequence import shown
 from .hang_facts import DATA, LOCK
 from .hang_waits import Record, Waits, every, has_raised, issued_by, place_in, stalled
@@ -126,20 +126,46 @@ class Facts:
 
 def report_of(facts: Facts, reason: str) -> HangReport:
     """Return the report. `reason` is its first line."""
+    if not facts.waits.missing:
+        _blame_different(facts)
     rows = [_row_of(rank, facts) for rank in sorted(facts.records)]
     report = HangReport(reason, "", missing=facts.waits.missing, rows=rows)
     group = _group_of(facts)
     if group:
-        behind = min(place_in(facts.records.get(rank, {}), group)[0] for rank in facts.waits.missing)
         waiting = [rank for rank, others in facts.waits.edges.items() if group in others.values()]
         leader = facts.rank if facts.rank in waiting else min(waiting)
-        last = facts.records[leader]
-        report.position = max(behind, 0) + 1
-        text = facts.texts.get(group, {}).get(report.position, "") if leader == facts.rank else ""
-        report.collective = shown(text) if text else place_in(last, group)[1]
+        texts = facts.texts if leader == facts.rank else facts.answers.get(leader, {}).get("recent", {})
+        wanted = {int(position): text for position, text in texts.get(group, {}).items()}
+        behind = min(_agreed(rank, group, wanted, facts) for rank in facts.waits.missing)
+        report.position = behind + 1
+        text = wanted.get(report.position, "")
+        report.collective = shown(text) if text else place_in(facts.records[leader], group)[1]
         report.unit = unit_in(report.collective)
     report.finding = _finding(facts, report)
     return report
+
+
+def _agreed(rank: int, group: str, wanted: Mapping[int, str], facts: Facts) -> int:
+    """Return up to which position a missing rank has issued the collectives in `wanted`."""
+    theirs = facts.answers.get(rank, {}).get("recent", {}).get(group, {})
+    differing = [int(at) for at, text in theirs.items() if text and wanted.get(int(at), text) != text]
+    return min(differing, default=max(place_in(facts.records.get(rank, {}), group)[0], 0) + 1) - 1
+
+
+def _blame_different(facts: Facts) -> None:
+    """If ranks have issued different collectives, call the smaller set of them missing."""
+    sets: dict[tuple[int, str], dict[str, list[int]]] = {}
+    for rank, answer in sorted(facts.answers.items()):
+        for group, texts in answer["recent"].items():
+            for position, text in texts.items():
+                if text:
+                    sets.setdefault((int(position), group), {}).setdefault(text, []).append(rank)
+    for (_, group), by_text in sorted(sets.items()):
+        if len(by_text) > 1:
+            *fewer, most = sorted(by_text.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+            facts.waits.missing = sorted(rank for ranks in fewer for rank in ranks)
+            facts.waits.edges = {rank: dict.fromkeys(facts.waits.missing, group) for rank in most}
+            return
 
 
 def _group_of(facts: Facts) -> str:
@@ -181,7 +207,7 @@ def _state_of(rank: int, facts: Facts, known: dict[str, Any]) -> str:
     if not record:
         return "has announced nothing: it has not sharded a module, or has not started"
     if record.get("ended"):
-        return f"{record['ended']}{while_doing}" + (f"; {process}" if process.startswith("dead") else "")
+        return f"{record['ended']}{while_doing}" + (f"; {process}" if "killed" in process or "noted" in process else "")
     if rank in facts.silent:
         if process.startswith(("dead", "stopped")):
             return f"{process}{while_doing}"
@@ -215,7 +241,10 @@ def _busy(record: Record, known: dict[str, Any]) -> str:
 def _finding(facts: Facts, report: HangReport) -> str:
     missing, texts = facts.waits.missing, []
     if facts.error:
-        texts.append(facts.error)
+        error = facts.error
+        for remedy in (REMEDY, RAISED_REMEDY, FAILED_REMEDY):
+            error = error.replace(remedy, "").strip()
+        texts.append(error)
     if not missing:
         positions = {issued_by(record) for record in facts.records.values()}
         where = "All ranks are at the same position." if len(positions) == 1 else "No rank waits for another one."

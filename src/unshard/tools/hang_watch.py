@@ -6,6 +6,7 @@ All methods except `ask`, `failed` and `is_reporting` run in the announcer's thr
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,11 @@ class JobWatch:
         waits = self._waits(records, silent)
         if self.announcer.rank not in waits.edges:
             return
+        for rank in waits.missing[:_MOST_ASKED]:
+            facts = records[rank].get("facts", {})
+            if facts.get("kernel") == self._facts()["kernel"]:
+                if process_state(facts["pid"]).startswith(("dead", "stopped")):
+                    silent.setdefault(rank, 0.0)
         if not will_not_come(waits, records, self._seconds, silent) and stall < _LONG * self._seconds:
             return
         first = waits.missing[0]
@@ -171,17 +177,23 @@ class JobWatch:
         if len(records) <= _ALL_ASKED:
             asked = can_answer
         else:
-            asked = {*some_of(waits.missing, _MOST_ASKED), *some_of(waits.waiting, 2), self.announcer.rank}
+            named_in_error = {int(each) for each in re.findall(r"\brank (\d+)", error[:2000])}
+            asked = {
+                *some_of(named_in_error, _MOST_ASKED),
+                *some_of(waits.missing, _MOST_ASKED),
+                *some_of(waits.waiting, 2),
+                self.announcer.rank,
+            }
             # One rank per host, to look at the processes there.
             hosts = {
-                records[rank]["facts"]["host"]: rank for rank in sorted(can_answer - {*waits.missing}, reverse=True)
+                records[rank]["facts"]["kernel"]: rank for rank in sorted(can_answer - {*waits.missing}, reverse=True)
             }
-            missing_hosts = {records[rank].get("facts", {}).get("host") for rank in asked}
+            missing_hosts = {records[rank].get("facts", {}).get("kernel") for rank in asked}
             asked = (asked | {rank for host, rank in hosts.items() if host in missing_hosts}) & can_answer
         patience = 2 * max([every(records[rank]) for rank in asked], default=0.0) + _PATIENCE
         number = job.add("requests", 1)
         watched = {
-            rank: [facts["host"], facts["pid"], facts.get("error_file", "")]
+            rank: [facts["kernel"], facts["pid"], facts.get("error_file", "")]
             for rank in sorted({*asked, *some_of(waits.missing, _MOST_ASKED)})
             if (facts := records[rank].get("facts"))
         }
@@ -203,7 +215,7 @@ class JobWatch:
 
     def _own_answer(self, processes: dict[str, Any]) -> dict[str, Any]:
         facts = self._facts()
-        here = {rank: each for rank, each in processes.items() if each[0] == facts["host"]}
+        here = {rank: each for rank, each in processes.items() if each[0] == facts["kernel"]}
         return {
             "facts": facts,
             "stack": stack_of(main_chain()),

@@ -22,7 +22,17 @@ import torch.distributed as dist
 from ..comm.order import announcing, check
 from ..comm.order.announcing import Announcer, Watcher, announcer_of_job
 from ..errors import ArgumentError
-from .hang_facts import activity, cpu_seconds, line_of, main_chain, other_threads, process_state, stack_of
+from .hang_facts import (
+    activity,
+    caller_of_library,
+    cpu_seconds,
+    kernel,
+    line_of,
+    main_chain,
+    other_threads,
+    process_state,
+    stack_of,
+)
 from .hang_report import HangReport, HangRow
 from .hang_watch import JobWatch
 
@@ -64,7 +74,7 @@ class HangExplainer(Watcher):
         self.seconds, self.file = seconds, file
         self.reports: list[HangReport] = []
         self._watches: dict[Announcer, JobWatch] = {}
-        self._known: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._known: dict[str, Any] = {"host": socket.gethostname(), "kernel": kernel(), "pid": os.getpid()}
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             self._known["error_file"] = error_file
         self._place, self._changed, self._cpu = ("", ""), time.monotonic(), 0.0
@@ -103,11 +113,10 @@ class HangExplainer(Watcher):
     def facts(self) -> dict[str, Any]:
         """Return host, process and place in the program. The main thread keeps its last known place at its end."""
         error = getattr(sys, "last_value", None)
-        if error is not None:
-            chain = _frames_of(error)
-        else:
-            chain = main_chain() if threading.current_thread() is not threading.main_thread() else []
-        if chain and (place := (line_of(chain), activity(chain))) != self._place:
+        chain = main_chain() if error is None else _frames_of(error)
+        if threading.current_thread() is threading.main_thread():
+            chain = caller_of_library(chain)
+        if line_of(chain) and (place := (line_of(chain), activity(chain))) != self._place:
             self._place, self._changed, self._cpu = place, time.monotonic(), cpu_seconds()
         age = time.monotonic() - self._changed
         return {
@@ -116,7 +125,7 @@ class HangExplainer(Watcher):
             "line": self._place[0],
             "doing": self._place[1],
             "age": round(age, 1),
-            "busy": cpu_seconds() - self._cpu > age / 2,
+            "busy": cpu_seconds() - self._cpu > age / 10,
         }
 
     def look(self, announcer: Announcer) -> None:
@@ -198,7 +207,7 @@ class HangExplainer(Watcher):
             if activity(main_chain()).startswith("in ") and threading.main_thread().is_alive():
                 del self._watches[announcer]
                 where = self._host_of_store
-                state = process_state(where["pid"]) if where.get("host") == self._known["host"] else ""
+                state = process_state(where["pid"]) if where.get("kernel") == self._known["kernel"] else ""
                 who = f"Rank 0, {where.get('host', 'host unknown')} process {where.get('pid', 'unknown')}"
                 self._report_alone(
                     f"rank {announcer.rank} waits, and the job's store does not answer",
