@@ -137,7 +137,7 @@ def report_of(facts: Facts, reason: str) -> HangReport:
         texts = facts.texts if leader == facts.rank else facts.answers.get(leader, {}).get("recent", {})
         wanted = {int(position): text for position, text in texts.get(group, {}).items()}
         behind = min(_agreed(rank, group, wanted, facts) for rank in facts.waits.missing)
-        report.position = behind + 1
+        report.position = min(behind + 1, max(place_in(facts.records[leader], group)[0], 1))
         text = wanted.get(report.position, "")
         report.collective = shown(text) if text else place_in(facts.records[leader], group)[1]
         report.unit = unit_in(report.collective)
@@ -210,10 +210,11 @@ def _state_of(rank: int, facts: Facts, known: dict[str, Any]) -> str:
         return f"{record['ended']}{while_doing}" + (f"; {process}" if "killed" in process or "noted" in process else "")
     if rank in facts.silent:
         if process.startswith(("dead", "stopped")):
-            return f"{process}{while_doing}"
+            return process + (f"; it was {doing}" if doing else "")
         seconds = facts.silent[rank]
         why = "holds Python's global lock, or cannot reach the store" if process else "killed, stopped, or cut off"
-        return f"silent for {seconds:.0f} s: {process or 'state unknown (no rank on its host)'}; {why}{while_doing}"
+        known_state = process or "state unknown (no rank on its host)"
+        return f"silent for {seconds:.0f} s: {known_state}; {why}; it was {doing or 'in the program'}"
     if has_raised(record):
         return f"raised {record['raised']}"
     if rank in facts.waits.edges and (rank not in facts.waits.missing or facts.waits.circular):

@@ -11,6 +11,8 @@ from ..comm.order.peers import STEP
 
 Record = dict[str, Any]
 """What a rank has announced (see `Announcer.announce`), or an empty dict."""
+_WAITS = ("in a collective", "in torch.distributed", "saving", "loading")
+"""A rank that is doing this waits for all others, also for those at the same position."""
 _EVERY = 5.0  # seconds between announcements of a rank that explains no hangs
 
 
@@ -79,10 +81,12 @@ def find_waits(
         if not record.get("ended") and rank not in silent and stalled(record) >= seconds / 2
     }
     for rank, record in idle.items():
+        waits_now = record.get("facts", {}).get("doing", "").startswith(_WAITS)
         for group, (issued, last, _) in record.get("groups", {}).items():
             needed = issued - (last == STEP)  # an optimizer step waits for nobody
             for other in groups[group]:
-                if place_in(records.get(other, {}), group)[0] < needed:
+                place, gone = place_in(records.get(other, {}), group)[0], other in silent and waits_now
+                if place < needed or (gone and place <= issued):
                     waits.edges.setdefault(rank, {})[other] = group
     targets = {other for others in waits.edges.values() for other in others}
 

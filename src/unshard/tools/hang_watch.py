@@ -120,7 +120,7 @@ class JobWatch:
         stall, now = self.stall(), time.monotonic()
         if stall < self._seconds or self._issued <= 0 or self._issued == self._settled or now < self._next_look:
             return
-        self._next_look = now + self._seconds / 3
+        self._next_look = now + max(self._seconds / 3, stall / 4)
         if stall < self._seconds + 3 * self.pause() and self._another_reports():
             return
         records = self._records()
@@ -129,10 +129,10 @@ class JobWatch:
         if self.announcer.rank not in waits.edges:
             return
         for rank in waits.missing[:_MOST_ASKED]:
-            facts = records[rank].get("facts", {})
-            if facts.get("kernel") == self._facts()["kernel"]:
-                if process_state(facts["pid"]).startswith(("dead", "stopped")):
-                    silent.setdefault(rank, 0.0)
+            known = records[rank].get("facts", {})
+            here = known.get("kernel") == self._facts()["kernel"]
+            if here and process_state(known["pid"]).startswith(("dead", "stopped")):
+                silent.setdefault(rank, 0.0)
         if not will_not_come(waits, records, self._seconds, silent) and stall < _LONG * self._seconds:
             return
         first = waits.missing[0]
@@ -178,12 +178,8 @@ class JobWatch:
             asked = can_answer
         else:
             named_in_error = {int(each) for each in re.findall(r"\brank (\d+)", error[:2000])}
-            asked = {
-                *some_of(named_in_error, _MOST_ASKED),
-                *some_of(waits.missing, _MOST_ASKED),
-                *some_of(waits.waiting, 2),
-                self.announcer.rank,
-            }
+            asked = {self.announcer.rank, *some_of(waits.waiting, 2)}
+            asked |= {*some_of(named_in_error, _MOST_ASKED), *some_of(waits.missing, _MOST_ASKED)}
             # One rank per host, to look at the processes there.
             hosts = {
                 records[rank]["facts"]["kernel"]: rank for rank in sorted(can_answer - {*waits.missing}, reverse=True)

@@ -200,12 +200,11 @@ class HangExplainer(Watcher):
     def _look_for_silent_store(self) -> None:
         for announcer, watch in list(self._watches.items()):
             silent = time.monotonic() - watch.beat
-            lost = announcer.store_failed or silent > max(self.seconds, 3 * announcer.interval)
+            lost = announcer.store_failed or silent > max(self.seconds, 3 * watch.pause() + 1)
             stall = watch.stall()
             if not lost or stall < self.seconds or announcer.has_left():
                 continue
             if activity(main_chain()).startswith("in ") and threading.main_thread().is_alive():
-                del self._watches[announcer]
                 where = self._host_of_store
                 state = process_state(where["pid"]) if where.get("kernel") == self._known["kernel"] else ""
                 who = f"Rank 0, {where.get('host', 'host unknown')} process {where.get('pid', 'unknown')}"
@@ -214,6 +213,7 @@ class HangExplainer(Watcher):
                     f"The process that hosts the store, rank 0 or the launcher, has ended or is stopped. {who}: "
                     f"{state or 'state unknown'}. Other ranks cannot be asked. End the job on all ranks.",
                 )
+                del self._watches[announcer]
 
     def _report_alone(self, reason: str, finding: str) -> None:
         facts, chain = self.facts(), main_chain()
@@ -222,7 +222,7 @@ class HangExplainer(Watcher):
         row.stack, row.threads = stack_of(chain), other_threads()
         for watch in list(self._watches.values()):
             for peers in watch.announcer.all_peers():
-                row.position, row.last = peers.progress.last_announced()
+                row.position, row.last = max((row.position, row.last), peers.progress.last_announced())
         self._publish(HangReport(reason, finding, rows=[row]))
 
 
