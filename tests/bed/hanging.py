@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from unshard import checkpoint
 from unshard.errors import UnshardError
-from unshard.tools import explain_hangs
+from unshard.tools import explain_hangs, hangs
 
 ENDED = 7
 LONG = 600.0
@@ -150,9 +151,44 @@ def crashes_while_saving(model: nn.Module, *unused: object) -> None:
     checkpoint.save(sys.argv[-1], model=model, step=1, data=Reader())
 
 
-def run(cause: Callable[..., None], file: str, seconds: float) -> None:
-    """Three steps on all ranks; then `cause` on the last one, while the others take further steps."""
+# What the table says about the last rank: its state, its line, and the unit that the others wait for.
+CAUSES: list[tuple[Callable[..., None], str, str, str]] = [
+    (sleeps, "sleeping, at the same line", "in sleeps", r"\(root\)"),
+    (takes_another_branch, "computing|its line changes", "in evaluates", r"\(root\)"),
+    (raises, "raised ValueError: bad data", "in raises", r"blocks\.[12]"),
+    (is_killed, r"dead: .*(SIGKILL|is gone)", "in is_killed", r"\(root\)"),
+    (exits_early, "has ended", "in exits_early", r"\(root\)"),
+    (loads_data, "in its data loader, at the same line", "in __getitem__", r"\(root\)"),
+    (is_stopped, r"stopped \(SIGSTOP\)", "in is_stopped", r"\(root\)"),
+    (deadlocks, "deadlocked.*lock", "in deadlocks", r"\(root\)"),
+    (holds_the_global_lock, "silent .*global lock", "in holds_the_global_lock", r"\(root\)"),
+    (runs_another_model, "", "", r"\(root\)"),
+    (gets_longer_batches, "", "", ""),
+    (skips_a_unit, "", "", "blocks"),
+    (crashes_while_saving, "dead: .* it was saving a checkpoint", "in state_dict", ""),
+]
+
+
+def check_report(report: dict[str, Any], cause: Callable[..., None], size: int) -> None:
+    """The report names the last rank, its state and its line."""
+    _, state, line, unit = next(each for each in CAUSES if each[0] is cause)
+    assert report["kind"] == "hang" and report["missing"] == [size - 1], report["finding"]
+    assert [row["rank"] for row in report["rows"]] == list(range(size))
+    last, first = report["rows"][-1], report["rows"][0]
+    assert re.search(state, last["state"]), last
+    assert re.search(rf"(hanging|branches).py:\d+ {line}", last["line"]), last
+    assert re.search(unit, report["unit"]), report["finding"]
+    assert first["pid"] != last["pid"] > 0 and first["host"] == last["host"] != ""
+
+
+def run(cause: Callable[..., None], file: str, seconds: float, hosts: bool = False) -> None:
+    """Three steps on all ranks; then `cause` on the last one, while the others take further steps.
+
+    `hosts`: rank 0 seems to be on another host than the others.
+    """
     threading.Thread(target=_leave, args=(Path(file),), daemon=True).start()
+    if hosts:
+        hangs.kernel = lambda: f"kernel {dist.get_rank() > 0}"  # type: ignore[assignment]
     explain_hangs(seconds, file)
     model, other = (sharded(Branches().to(device())) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters())
@@ -186,3 +222,16 @@ def _leave(file: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(row["pid"], signal.SIGKILL)
     os._exit(ENDED)
+
+
+def main() -> None:
+    """Run one rank in a program of its own: `python -m bed.hanging CAUSE FILE SECONDS`, with torchrun's variables."""
+    name, file, seconds = sys.argv[1:]
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    run(globals()[name], file, float(seconds))
+
+
+if __name__ == "__main__":
+    main()

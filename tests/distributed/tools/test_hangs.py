@@ -21,7 +21,7 @@ from bed.branches import quick, sharded, step
 from bed.hanging import is_last
 from bed.pool import JobFailed, Pool
 from bed.programs import PACKAGES, free_port, python
-from bed.world import world
+from bed.world import mostly_slow, world
 
 from unshard.tools import explain_hangs, hangs
 
@@ -37,50 +37,28 @@ def ranks() -> Iterator[Pool]:
     workers.close()
 
 
-def explained(ranks: Pool, cause: Callable[..., None], size: int, file: Path) -> dict[str, Any]:
+def explained(ranks: Pool, cause: Callable[..., None], size: int, file: Path, **options: Any) -> dict[str, Any]:
     began = time.time()
     with pytest.raises(JobFailed) as caught:
-        ranks.run(hanging.run, size, {"cause": cause, "file": str(file), "seconds": SECONDS})
+        ranks.run(hanging.run, size, {"cause": cause, "file": str(file), "seconds": SECONDS, **options})
     assert file.exists(), caught.value
-    report = json.loads(file.read_text())
     assert file.stat().st_mtime - began < LIMIT
-    assert report["kind"] == "hang" and report["missing"] == [size - 1], report["finding"]
-    assert [row["rank"] for row in report["rows"]] == list(range(size))
-    return report
+    return json.loads(file.read_text())
 
 
-# The state of the last rank, its line, and its latest unit.
-CAUSES: list[Any] = [
-    (hanging.sleeps, "sleeping, at the same line", "in sleeps", "(root)"),
-    (hanging.takes_another_branch, "computing|its line changes", "in evaluates", "(root)"),
-    (hanging.raises, "raised ValueError: bad data", "in raises", "blocks.2"),
-    (hanging.is_killed, r"dead: .*(SIGKILL|is gone)", "in is_killed", "(root)"),
-    (hanging.exits_early, "has ended", "in exits_early", "(root)"),
-    (hanging.loads_data, "in its data loader, at the same line", "in __getitem__", "(root)"),
-    (hanging.is_stopped, r"stopped \(SIGSTOP\)", "in is_stopped", "(root)"),
-    (hanging.deadlocks, "deadlocked.*lock", "in deadlocks", "(root)"),
-    (hanging.holds_the_global_lock, "silent .*global lock", "in holds_the_global_lock", "(root)"),
-    (hanging.runs_another_model, "", "", ""),
-    (hanging.gets_longer_batches, "", "", ""),
-    (hanging.skips_a_unit, "", "", ""),
-    (hanging.crashes_while_saving, "dead: .* it was saving a checkpoint", "in state_dict", ""),
-]
-QUICK = (hanging.loads_data, hanging.is_stopped)
+QUICK = (hanging.loads_data, hanging.skips_a_unit)
 
 
-@pytest.mark.parametrize(
-    ("cause", "state", "line", "unit"),
-    [pytest.param(*each, id=each[0].__name__, marks=() if each[0] in QUICK else pytest.mark.slow) for each in CAUSES],
-)
-def test_the_rank_that_is_missing_is_named(
-    ranks: Pool, tmp_path: Path, cause: Callable[..., None], state: str, line: str, unit: str
-) -> None:
-    report = explained(ranks, cause, 3, tmp_path / "hang.json")
-    last, first = report["rows"][-1], report["rows"][0]
-    assert re.search(state, last["state"]), last
-    assert re.search(rf"hanging.py:\d+ {line}", last["line"]), last
-    assert unit in report["unit"]
-    assert first["pid"] != last["pid"] > 0 and first["host"] == last["host"] != ""
+@pytest.mark.parametrize("cause", mostly_slow([each[0] for each in hanging.CAUSES], QUICK))
+def test_the_rank_that_is_missing_is_named(ranks: Pool, tmp_path: Path, cause: Callable[..., None]) -> None:
+    hanging.check_report(explained(ranks, cause, 3, tmp_path / "hang.json"), cause, 3)
+
+
+@pytest.mark.slow
+def test_a_rank_on_another_host(ranks: Pool, tmp_path: Path) -> None:
+    """A rank on that host looks at the process."""
+    report = explained(ranks, hanging.is_stopped, 4, tmp_path / "hang.json", hosts=True)
+    hanging.check_report(report, hanging.is_stopped, 4)
 
 
 def wait_until(what: Callable[[], Any]) -> None:
