@@ -265,11 +265,9 @@ def _finding(facts: Facts, report: HangReport) -> str:
         said.add(next(advice for begin, advice in _ADVICE.items() if begin in row.state))
     texts += _differences(facts)
     if facts.waits.waiting and report.collective:
-        others = _ranges(facts.waits.waiting)
-        texts.append(
-            f"Position {report.position}, to {report.collective}, is the first one that is missing; "
-            f"rank(s) {others} wait."
-        )
+        waiting = facts.waits.waiting
+        who = f"Rank {waiting[0]} waits" if len(waiting) == 1 else f"Ranks {_ranges(waiting)} wait"
+        texts.append(f"{who} to {report.collective}, position {report.position}.")
     return "\n".join([*texts, *sorted(said)])
 
 
