@@ -35,6 +35,8 @@ SLEEP = "sleeping"
 
 def _is_user(name: str) -> bool:
     """Return True for the user's files and installed packages other than torch and this one."""
+    if name.startswith("<frozen"):
+        return False
     return not name.startswith(LIBRARY_FILES) and (not name.startswith(_STANDARD) or name.startswith(_PACKAGES))
 
 
@@ -91,7 +93,7 @@ def activity(chain: list[FrameType]) -> str:
         if name.startswith(_TORCH + os.path.join("utils", "data", "")):
             return DATA
         if name.startswith((_OWN + "checkpoint", _TORCH + "serialization.py", _TORCH + "distributed/checkpoint")):
-            loads = any("load" in each.f_code.co_name for each in chain if not _is_user(each.f_code.co_filename))
+            loads = any(each.f_code.co_name.lstrip("_").startswith("load") for each in chain)
             return f"{'loading' if loads else 'saving'} a checkpoint"
         if name == _TORCH + "distributed/distributed_c10d.py" and not function.startswith("_"):
             return f"in torch.distributed.{function}"
@@ -183,12 +185,12 @@ def _kernel_log() -> str:
     return b"".join(parts).decode(errors="replace")
 
 
-def memory_kills() -> int:
+def memory_kills(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes of this container the kernel has killed for lack of memory."""
     with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in groups.read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            folder = Path("/sys/fs/cgroup") / ("memory" if kinds else "") / path.lstrip("/")
+            folder = root / ("memory" if kinds else "") / path.lstrip("/")
             for file in (folder / "memory.events", folder / "memory.oom_control"):
                 if kinds in ("", "memory") and file.exists():
                     counts = dict(each.split() for each in file.read_text().splitlines())

@@ -94,7 +94,8 @@ class JobWatch:
             self._continue(self._inquiry)
         elif self._error:
             error, self._error = self._error, ""
-            if self._claim("failure"):
+            # After a hang, the table has been printed already.
+            if not self.announcer.job.check(["hang reported"]) and self._claim("failure"):
                 self._begin("failure", error=error)
         elif self._asked:
             self._asked = False
@@ -138,7 +139,7 @@ class JobWatch:
         first = waits.missing[0]
         claim = f"{first} at {issued_by(records[first])}"
         self._settled = self._issued
-        if self._claim(claim):
+        if not self.announcer.job.check(["claimed failure"]) and self._claim(claim):
             self._begin("hang", records, claim=claim)
 
     def _silent(self, records: dict[int, Record]) -> dict[int, float]:
@@ -242,6 +243,7 @@ class JobWatch:
         facts = Facts(self.announcer.rank, records, waits, answers, silent, processes, texts, inquiry.error)
         self._publish(report_of(facts, self._reason(inquiry, waits)))
         if inquiry.kind == "hang":
+            job.set("hang reported", "")
             self._late = {rank: (issued_by(records[rank]), self._since) for rank in waits.missing}
 
     def _reason(self, inquiry: _Inquiry, waits: Waits) -> str:
@@ -263,3 +265,5 @@ class JobWatch:
                 del self._late[rank]
                 self._settled = -1
                 self._say(f"unshard: rank {rank} arrived after {now - since:.0f} s")
+        if not self._late:
+            self.announcer.job.delete_key("hang reported")

@@ -177,11 +177,15 @@ class HangExplainer(Watcher):
             try:
                 if self._signals.wait(pause) and not self._stopped.is_set():
                     self._ask_all()
+                for announcer in [each for each in list(self._watches) if each.has_left()]:
+                    del self._watches[announcer]
                 self._start_announcing()
                 self._look_for_silent_store()
             except Exception:
                 _log.debug("explain_hangs: no local report", exc_info=True)
                 self._stopped.wait(pause)
+        if os.getpid() == self._process:
+            self._signals.close_pipe()
 
     def _start_announcing(self) -> None:
         """Announce this rank before it shards a module, so that others know where it is."""
@@ -275,9 +279,14 @@ class _Signals:
         return bool(ready)
 
     def close(self) -> None:
-        """Give the signal back. The pipe stays open, because a handler may be writing."""
+        """Give the signal back. The thread that waits closes the pipe afterwards."""
         if self._registered:
+            self._registered = False
             faulthandler.unregister(signal.SIGUSR1)
+
+    def close_pipe(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
 
 
 def _is_caught(number: int) -> bool:
