@@ -1,5 +1,7 @@
 """The public names of the package. `unshard/__init__.py` imports this module on the first use of such a name."""
 
+import os
+
 from . import checkpoint, optim, tools, wrap
 from .captured_step import CapturedStep, capture
 from .comm.agreement import sync_module_states
@@ -59,3 +61,8 @@ __all__ = [
     "wrap",
 ]
 __all__ += wrapper_api.__all__
+
+if os.environ.get("UNSHARD_EXPLAIN_HANGS"):
+    from .tools.hangs import explain_hangs_from_environment
+
+    explain_hangs_from_environment()

@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
+from unshard.comm.order.announcing import Announcement, first_line_of
 from unshard.comm.order.check import WARN_SECONDS
-from unshard.comm.order.peers import RECENT, Announcement, Peers, absent_ranks, first_line_of, raised_lately
+from unshard.comm.order.peers import RECENT, Peers, absent_ranks, raised_lately
 
 MINE = Announcement(0, issued=50)
 

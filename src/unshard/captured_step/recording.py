@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.order.announcing import keys_of_job
 from ..comm.order.check import Recorded, check_replay, recorded_collectives
-from ..comm.order.peers import keys_of_job
 from ..engine.api import ShardedGrad
 from ..errors import StateError
 from ..torch_private import end_failed_recording, forget_scaler_stages, tree_flatten, tree_map, tree_unflatten

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..comm.order.peers import first_line_of
+from ..comm.order.announcing import first_line_of
 from ..errors import CollectiveError, OrderError, ThreadError, listed
 from ..torch_private import (
     any_thread_in_backward,

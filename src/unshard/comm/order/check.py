@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError, UnshardError, listed
 from ...torch_private import group_timeout
-from .peers import RECENT, STEP, Peers, announcer_of_job, named
+from .announcing import announcer_of_job
+from .peers import RECENT, STEP, Peers, named
 from .sequence import OrderStore, Progress, shown
 
 POLL_SECONDS = 5.0  # how long a rank waits before it looks for errors of other ranks
@@ -327,7 +328,7 @@ class Order:
             self._failure = self._peers.explain_failure(what, patient)
         if not self._failure:
             raise error
-        self._peers.failed = True
+        self._peers.fail(self._failure)
         raise CollectiveError(self._failure) from error
 
     def _raise_published_error(self) -> None:
@@ -338,7 +339,8 @@ class Order:
         self._raise(self._store.publish_error(error))
 
     def _raise(self, error: str) -> NoReturn:
-        self.error, self._peers.failed = error, True
+        self.error = error
+        self._peers.fail(error)
         with suppress(RuntimeError):
             self._store.acknowledge(error)
             # Give all ranks time to read the error, because the store may end with this process.

@@ -129,6 +129,14 @@ class Progress:
         self._last_unlabelled = self.predictor.position + self._unlabelled, self.next_unlabelled
         self.next_unlabelled = ""
 
+    def recent(self, count: int) -> dict[int, str]:
+        """Return the texts of up to `count` compared collectives, by their position.
+
+        Positions are exact if the collectives without a label came first, as those of `fully_shard` do.
+        """
+        first = self._unlabelled + 1
+        return {first + at: self.texts.get(number, "") for at, number in self.predictor.last(count)}
+
     def last_announced(self) -> tuple[int, str]:
         """Return how many collectives this rank has announced, and a description of the latest one."""
         issued = self.predictor.position + self._unlabelled

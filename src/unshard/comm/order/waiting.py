@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from ...errors import OrderError, UnshardError
 from ..interface import Works
+from .announcing import announce_end
 from .check import Label, Order, known_orders, largest_order
-from .peers import announce_end
 
 _SHORT_TIMEOUT = timedelta(seconds=0.2)  # after an `OrderError`, when most collectives in flight have completed
 
