@@ -5,18 +5,12 @@ from importlib import import_module
 COMMANDS = (
     "step",
     "uneven",
-<<<<<<< HEAD
     "exposed",
-=======
->>>>>>> t-plan
     "replay",
     "collectives",
     "optimizer",
     "memory",
-<<<<<<< HEAD
-=======
     "memory_plan",
->>>>>>> t-plan
     "endurance",
     "checkpoint",
     "bytecodes",

@@ -7,12 +7,8 @@ from .extension import is_extended, refuse_opaque
 from .forward_tensors import cast_floats, tensors_in
 from .gradient_snapshot import NO_GRADIENTS, GradientSnapshot, keep_gradient_memory, kept_grads
 from .hooks import FSDPState, UnshardHandle, state_of
-<<<<<<< HEAD
-from .observer import Members, WatchedWork, name_stages
-=======
 from .memory import memory_of
-from .observer import Members, name_stages
->>>>>>> t-plan
+from .observer import Members, WatchedWork, name_stages
 from .optimizer_steps import note_optimizer_step
 from .param_group import ParamGroup, param_group_of
 from .params.flat_sharded import FlatShardedParams
@@ -51,11 +47,7 @@ from .shard_lookup import (
 )
 from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .sharing import lend, refuse_different_units, share, users_of
-<<<<<<< HEAD
-from .side_stream import CopyStreams, StreamEvent, is_recording, recording_step, timing_stream
-=======
-from .side_stream import CopyStreams, StreamEvent, recording_step, simulating_device
->>>>>>> t-plan
+from .side_stream import CopyStreams, StreamEvent, is_recording, recording_step, simulating_device, timing_stream
 from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
 from .uneven_step import StepPlan, UnevenStep, all_gathered
 from .unit import ROOT, Unit

@@ -62,15 +62,11 @@ def simulating_device() -> Iterator[None]:
 class StreamEvent:
     """A point in a stream that other streams, or the host, can wait for. An event can be recorded repeatedly."""
 
-<<<<<<< HEAD
-    def __init__(self, device: torch.device, timing: bool = False):
-        """If `timing` is True, `elapsed_since` can measure the time between two such events."""
-=======
-    def __new__(cls, device: torch.device) -> StreamEvent:
+    def __new__(cls, device: torch.device, timing: bool = False) -> StreamEvent:
         return object.__new__(_SimulatedEvent if simulated else cls)
 
-    def __init__(self, device: torch.device):
->>>>>>> t-plan
+    def __init__(self, device: torch.device, timing: bool = False):
+        """If `timing` is True, `elapsed_since` can measure the time between two such events."""
         self._device = device
         self.event = torch.Event(device, enable_timing=True) if timing else torch.Event(device)
 
@@ -151,11 +147,11 @@ class SideStream:
         self._stream.synchronize()
 
 
-<<<<<<< HEAD
 def is_recording() -> bool:
     """Return True while a step is being recorded as a CUDA graph."""
     return recording
-=======
+
+
 class _SimulatedEvent(StreamEvent):
     def __init__(self, device: torch.device):
         pass
@@ -182,7 +178,6 @@ class _SimulatedStream(SideStream):
 
     def synchronize(self) -> None:
         pass
->>>>>>> t-plan
 
 
 @dataclass(frozen=True)
