@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -17,7 +21,7 @@ from torch import nn
 from unshard import FullyShardedDataParallel
 from unshard.engine import root as root_module
 from unshard.engine.backward_hooks import BackwardEnd
-from unshard.torch_private import queue_backward_callback
+from unshard.torch_private import queue_backward_callback, runs_split_backward
 
 
 class Left:
@@ -118,3 +122,18 @@ def test_a_failed_backward_that_is_dropped_during_the_next_step(when: str, held:
                 assert torch.equal(parameter.grad.to_local(), gradient)
             held.clear()
             assert_at_rest(model)
+
+
+def test_the_search_for_split_backwards_keeps_no_locals_of_its_callers() -> None:
+    importlib.import_module("torch.distributed.pipelining._backward")
+
+    def caller() -> weakref.ref[torch.Tensor]:
+        gradient = torch.ones(1)
+        assert not runs_split_backward(threading.get_ident())
+        return weakref.ref(gradient)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

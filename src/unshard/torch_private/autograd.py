@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from itertools import dropwhile
 from operator import attrgetter
-from types import FrameType
+from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -208,12 +209,16 @@ def runs_split_backward(thread: int) -> bool:
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
     if pipelining is None:
         return False
+    codes = _codes_from(sys._getframe(1))
+    if RUN_BACKWARD not in codes and thread != get_ident():
+        codes = _codes_from(sys._current_frames().get(thread))
     split = pipelining.stage_backward_input.__code__
-    for first in (sys._getframe(1), sys._current_frames().get(thread)):
-        codes = [frame.f_code for frame in frames(first)]
-        if RUN_BACKWARD in codes:
-            return split in codes[codes.index(RUN_BACKWARD) :]
-    return False
+    return RUN_BACKWARD in codes and split in codes[codes.index(RUN_BACKWARD) :]
+
+
+def _codes_from(first: FrameType | None) -> list[CodeType]:
+    # A function whose local variable is its own frame is a cycle, which keeps the locals of all its callers.
+    return [frame.f_code for frame in frames(first)]
 
 
 def inside_functional_call() -> bool:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from bed import pool
 
+from unshard import tools
+
 PROGRAM = Path(__file__).parents[3] / "examples" / "train_bytes.py"
 STEPS = 8
 
@@ -53,7 +55,8 @@ def train(folder: str, stop_in: int, save_every: int, result: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
         checkpoints = module.Checkpoints(args, model, optimizer)
         done = checkpoints.load()
-        outcome = module.train(model, optimizer, checkpoints, done, data, args, torch.device("cpu"))
+        with tools.record(Path(folder) / "report", model, optimizer) as recording:
+            outcome = module.train(model, optimizer, checkpoints, done, data, args, torch.device("cpu"), recording)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

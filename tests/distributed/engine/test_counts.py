@@ -200,5 +200,6 @@ def test_nothing_grows_over_two_hundred_steps() -> None:
         return sum(type(each) is not Context for each in gc.get_objects())
 
     before = train(20)
-    # Twice, for a thread of torch's may own an object at the moment of counting; growth would show both times.
-    assert min(train(100), train(100)) <= before
+    # Threads of torch and of the order check own a few objects at the moment of counting. One object that is kept
+    # every other step would be 50.
+    assert min(train(100), train(100)) < before + 50
