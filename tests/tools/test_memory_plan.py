@@ -243,9 +243,9 @@ def test_a_70b_model_on_1024_ranks() -> None:
         with torch.device("meta"):
             return Model()
 
-    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planned = plan(Program(build), world=1024, batch="1x4096", policy=BF16, advise=False)
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60  # not the wall time, which depends on what else runs
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * GIB
     assert sum(unit["elements"] for unit in planned.to_dict()["units"]) > 69e9
     assert rows(planned)["parameters"] == pytest.approx(4 * 70e9 / 1024, rel=0.03)
