@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from bed.pool import Pool, shared
 from bed.programs import PACKAGES
+from bed.worker import enter_namespaces
 
 HOLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PROBE = "ip link add eth0 type veth peer name eth1 && ip link add bridge type bridge && {tbf}"
@@ -76,7 +79,7 @@ class Hosts:
         lines = ["127.0.0.1 localhost", *(f"{self.address(each)} host{each}" for each in range(count))]
         self._names.write_text("\n".join([*lines, ""]))
         self._started: list[Running] = []
-        self._holders: dict[int, subprocess.Popen[str]] = {}
+        self.holders: dict[int, subprocess.Popen[str]] = {}
         self._switch = _hold("ip link add bridge type bridge && ip link set bridge up")
 
     def address(self, host: int) -> str:
@@ -90,7 +93,7 @@ class Hosts:
         """Start a command on a host."""
         output = self.folder / f"output{len(self._started)}.txt"
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGES, **environment}
-        holder = str(self._holders[host].pid)
+        holder = str(self.holders[host].pid)
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{holder}/ns/pid_for_children"]
         with open(output, "wb") as file:
             # nsenter stays outside, waits for the command, and takes its status.
@@ -126,7 +129,7 @@ class Hosts:
 
     @property
     def up(self) -> list[int]:
-        return [*self._holders]
+        return [*self.holders]
 
     def cut(self, host: int) -> None:
         """Unplug a host: packets vanish, and connections stay open on both sides."""
@@ -137,7 +140,7 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """End all processes of a host. They close their connections, unless the host was unplugged before."""
-        _end(self._holders.pop(host))
+        _end(self.holders.pop(host))
 
     def boot(self, host: int) -> None:
         """Start a host, also again after `kill`, with the same disk."""
@@ -145,7 +148,7 @@ class Hosts:
         mounts = {self.private(host): self.disk, self._names: "/etc/hosts"}
         binds = [f"mount --bind {source} {target}" for source, target in mounts.items()]
         holder = _hold(" && ".join([f"hostname host{host}", "ip link set lo up", *binds]))
-        self._holders[host] = holder
+        self.holders[host] = holder
         port = f"port{host}"
         # The kernel removes the old port of a host that was killed a moment later.
         free = f"for i in $(seq 1000); do ip link show {port} >/dev/null 2>&1 || break; sleep 0.01; done"
@@ -158,7 +161,7 @@ class Hosts:
 
     def sent(self, host: int) -> int:
         """Bytes that a host has sent to other hosts, with all headers from Ethernet up."""
-        for line in Path(f"/proc/{self._holders[host].pid}/net/dev").read_text().splitlines():
+        for line in Path(f"/proc/{self.holders[host].pid}/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == "eth0":
                 return int(counters.split()[8])
@@ -168,10 +171,34 @@ class Hosts:
         _do(self._switch, f"ip link set port{host} {state}")
 
     def close(self) -> None:
-        for holder in [*self._holders.values(), self._switch]:
+        for holder in [*self.holders.values(), self._switch]:
             _end(holder)
         for running in self._started:
             running.process.wait(START_TIMEOUT)
+
+
+class HostPool(Pool):
+    """Workers on hosts, for tests that start their ranks in milliseconds.
+
+    They have the network and the hostname of their host, but see the processes and files of the machine.
+    """
+
+    def __init__(self, bed: Hosts, grace: float = 5.0) -> None:
+        super().__init__(grace)
+        self.bed, self.filters = bed, shared().filters
+
+    def make_store(self, address: str = "") -> dist.TCPStore:
+        """On host 0, though this process is on none: a socket stays in the network that it was made in."""
+        with open("/proc/thread-self/ns/net") as here:
+            try:
+                enter_namespaces(self.namespaces(0)[:1])
+                return super().make_store(self.bed.address(0))
+            finally:
+                enter_namespaces([f"/proc/self/fd/{here.fileno()}"])
+
+    def namespaces(self, place: int) -> list[str]:
+        holder = self.bed.holders[place // self.bed.ranks].pid
+        return [f"/proc/{holder}/ns/{each}" for each in ("net", "uts")]
 
 
 @contextlib.contextmanager
