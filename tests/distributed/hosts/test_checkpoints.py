@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -212,3 +215,32 @@ def test_private_files(pool: HostPool, disks: list[Path]) -> None:
     """Only rank 0 reads and writes full state dicts, and each host may have a copy of safetensors files."""
     pool.run(use_private_files, 4, {"disks": disks})
     assert [(disk / "full.pt").exists() for disk in disks] == [True, False]
+
+
+def become_another_user(disks: list[Path], umask: int) -> None:
+    """Host 1 runs its ranks as another user, whose clock is a day behind."""
+    os.umask(umask)
+    host, now = dist.get_rank() // 2, time.time
+    os.setgroups([])
+    os.setgid(1001 + host)
+    os.setuid(1001 + host)
+    expected = (
+        "later step than 1" if umask == 0 else r"On rank 2: PermissionError: Permission denied \(checkpoints/.sav"
+    )
+    with mock.patch("time.time", lambda: now() - 86400 * host):
+        if umask == 0:
+            save_and_load(disks)
+        with pytest.raises(CheckpointError, match=expected):
+            save_and_load(disks)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022], ids=oct)
+def test_other_users_and_clocks(tmp_path: Path, umask: int) -> None:
+    """Each rank must be able to write to the folder that rank 0 makes."""
+    with tempfile.TemporaryDirectory() as folder, hosts(2, 2, tmp_path) as bed:
+        os.chmod(folder, 0o777)
+        pool = HostPool(bed)
+        pool.run(become_another_user, 4, {"disks": [Path(folder)] * 2, "umask": umask})
+        pool.close()
+        owners = {each.stat().st_uid for each in Path(folder, PATH).glob("*/rank_*.bin")}
+        assert owners == ({1001, 1002} if umask == 0 else set())
