@@ -98,17 +98,6 @@ class _Worker:
         return f"the worker ended with exit status {code} in the middle of the job"
 
 
-def _local_store() -> dist.TCPStore:
-    """A server on a socket of IPv4.
-
-    Torch looks up the name of every address that connects. Its own socket is one of IPv6, for which 127.0.0.1 is not
-    in the list of hosts: it asks the network, and all ranks wait five seconds if an answer is lost.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, descriptor = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
 class Pool:
     """Up to `MOST_RANKS` workers. `grace` is how long the other ranks may go on after one has failed.
 
@@ -166,6 +155,20 @@ class Pool:
         self._discard_all()
         self.environment = environment
 
+    def make_store(self, address: str = "127.0.0.1") -> dist.TCPStore:
+        """A server on a socket of IPv4.
+
+        Torch looks up the name of every address that connects. Its own socket is one of IPv6, for which 127.0.0.1 is
+        not in the list of hosts: it asks the network, and all ranks wait five seconds if an answer is lost.
+        """
+        listener = socket.create_server((address, 0))
+        port, descriptor = listener.getsockname()[1], listener.detach()
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+    def namespaces(self, place: int) -> list[str]:
+        """What a worker enters before anything else."""
+        return []
+
     def close(self) -> None:
         self._discard_all()
         self._store = None
@@ -176,7 +179,7 @@ class Pool:
     def _start(self, size: int) -> list[_Worker]:
         """The first `size` workers, starting those that are not there."""
         if self._store is None:
-            self._store = _local_store()
+            self._store = self.make_store()
             self._folder = tempfile.mkdtemp(prefix="bed-")
         if not self.environment:  # workers that share a device with MPS must not be ended by force
             self._discard(
@@ -208,7 +211,9 @@ class Pool:
         ours, theirs = context.Pipe()
         dump = os.path.join(self._folder, f"worker{next(self._numbers)}.txt")
         environment = {**mps.SOCKETS, **mps.host_of(place), **self.environment}
-        process = context.Process(target=serve, args=(theirs, self._store.port, dump, environment), daemon=True)
+        address = (self._store.host, self._store.port)
+        arguments = (theirs, address, dump, environment, self.namespaces(place))
+        process = context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()  # so that the worker's death reads as an end of file here
         return _Worker(process, ours, dump)

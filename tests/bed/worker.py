@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import functools
@@ -59,9 +60,16 @@ class Outcome:
     when: float = field(default_factory=time.monotonic)
 
 
-def serve(pipe: Connection, port: int, dump: str, environment: dict[str, str]) -> None:
+def serve(
+    pipe: Connection, address: tuple[str, int], dump: str, environment: dict[str, str], namespaces: list[str]
+) -> None:
     """Run jobs from the pipe until the pool closes it."""
     os.environ.update(environment)
+    if namespaces:
+        enter_namespaces(namespaces)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        # A process in a network keeps it alive. This one must not outlive its parent, even if it hangs in a collective.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends the workers
     with open(dump, "w") as stacks:
         # The handlers write without Python's help, so a worker that hangs or crashes inside C++ reports too.
@@ -70,12 +78,21 @@ def serve(pipe: Connection, port: int, dump: str, environment: dict[str, str]) -
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up the host's name
         _rewrite_asserts()
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.TCPStore(*address, is_master=False, timeout=COLLECTIVE_TIMEOUT)
         gc.freeze()
         pipe.send_bytes(READY)
         with contextlib.suppress(EOFError):
             while True:
                 _answer(pipe, store, pipe.recv_bytes())
+
+
+def enter_namespaces(paths: list[str]) -> None:
+    """Let this thread, and what it starts, enter namespaces."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in paths:
+        with open(path) as file:
+            if libc.setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
 
 def _answer(pipe: Connection, store: dist.Store, message: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -88,7 +89,7 @@ def test_an_exception_in_one_line() -> None:
 def test_when_a_rank_says_that_it_waits(
     they: Announcement, limit: float, said: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    announcer = SimpleNamespace(interval=5.0, add=lambda peers: None, last_raised={})
+    announcer = SimpleNamespace(interval=5.0, add=lambda peers: None, last_raised={}, now=lambda: time.time())
     store = SimpleNamespace(name="", rank=0, ranks=[0, 1])
     progress, now = SimpleNamespace(last_announced=lambda: (50, "all-gather unit 'b'")), 1000.0
     peers, times = Peers(store, announcer, progress, warn_seconds=min(WARN_SECONDS, limit)), []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -22,11 +23,23 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, listed
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
+from . import storage
 from .files import CheckpointFiles
-from .folders import later_than, resolve
-from .manifest import Manifest, TensorEntry
+from .folders import folder_name, later_than, published, resolve
+from .manifest import MANIFEST, Manifest, TensorEntry
 from .optimizer import OptimizerLoad
-from .ranks import Differences, begin, error_text, on_first_rank, rank_and_size, refuse_different_parts, together
+from .ranks import (
+    SHARE,
+    Differences,
+    begin,
+    error_text,
+    on_first_rank,
+    rank_and_size,
+    refuse_different_files,
+    refuse_different_parts,
+    require_seen,
+    together,
+)
 from .values import DTYPES, check_rng_state, decode, seed_new_rank, set_rng_state, stored_names
 
 _log = logging.getLogger("unshard")
@@ -74,16 +87,47 @@ def load(
 def _verified(what: str, path: Path, strict: bool, make: Callable[[Path], Loading]) -> Loading:
     """Return a `Loading` that has compared and verified a checkpoint. Retry if another job deletes the checkpoint."""
     for tries_left in reversed(range(_TRIES)):
-        loading = make(on_first_rank(what, lambda: resolve(path)))
+        # Rank 0 chooses for all ranks, because a host whose view is out of date would choose another checkpoint.
+        folder, is_given, is_there = on_first_rank(what, lambda: _chosen(path))
+        loading = make(folder)
         try:
+            views = together(what, partial(_view, path, folder, is_given, is_there))
+            refuse_different_files([(each.name, each.host) for each in views], "checkpoints")
+            newest = max(views)
+            if newest.step > views[0].step:
+                if tries_left:
+                    continue  # another job may have published a checkpoint in between
+                raise CheckpointError(
+                    f"{newest.host} sees {folder_name(newest.step)} in {path}, and rank 0 on {views[0].host} does not. "
+                    f"{SHARE}"
+                )
             loading.refuse(together(what, loading.compare), strict)
             together(what, loading.verify)
             return loading
         except CheckpointError:
             loading.opened.close()
-            if loading.folder == path or not tries_left or on_first_rank(what, loading.folder.exists):
+            if is_given or not tries_left or on_first_rank(what, folder.exists):
                 raise
     raise AssertionError
+
+
+def _chosen(path: Path) -> tuple[Path, bool, bool]:
+    folder = resolve(path)
+    return folder, folder == path, storage.exists(folder / MANIFEST)
+
+
+class _View(NamedTuple):
+    """What one rank sees before it loads. `step` is the highest one in `path`, or -1 if `path` is a checkpoint."""
+
+    step: int
+    host: str
+    name: str
+
+
+def _view(path: Path, folder: Path, is_given: bool, is_there: bool) -> _View:
+    if is_there:
+        require_seen(folder / MANIFEST)
+    return _View(-1 if is_given else published(folder.parent)[0][0], socket.gethostname(), path.name)
 
 
 # -- loading tensors into a model, from any source ----------------------------------------------------------
@@ -155,8 +199,9 @@ def fill(held: HeldTensor, copy: Callable[[Box, torch.Tensor], None]) -> None:
 # -- loading a checkpoint -----------------------------------------------------------------------------------
 
 
-Comparison = tuple[str, list[str], Differences]
-"""One rank's manifest checksum, the argument names of the objects to load besides the model, and the differences."""
+Comparison = tuple[str, str, list[str], Differences]
+"""One rank's manifest checksum, its host, the argument names of the objects to load besides the model, and the
+differences."""
 
 
 class Loading:
@@ -198,16 +243,13 @@ class Loading:
             self._rng = self.manifest.values["ranks"][rank].get("rng")
             if self._rng is None:
                 self._differences.missing["random number generators"] = 0
-        return self.manifest.checksum, list(given), self._differences
+        return self.manifest.checksum, socket.gethostname(), list(given), self._differences
 
     def refuse(self, answers: list[Comparison], strict: bool) -> None:
-        if len({checksum for checksum, _, _ in answers}) > 1:
-            raise CheckpointError(
-                f"The ranks read different manifests in {self.folder}. All ranks must see the same disk."
-            )
-        refuse_different_parts([given for _, given, _ in answers])
+        refuse_different_files([each[:2] for each in answers], f"manifests in {self.folder}")
+        refuse_different_parts([given for *_, given, _ in answers])
         look = f" `unshard checkpoint inspect {self.folder}` lists what it holds."
-        self._of_all_ranks = Differences.of_all_ranks([differences for _, _, differences in answers])
+        self._of_all_ranks = Differences.of_all_ranks([differences for *_, differences in answers])
         self._of_all_ranks.refuse(self.folder, strict, look=look)
 
     def warn(self, path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -20,9 +21,14 @@ from torch import nn
 from ..comm.order.check import Order, explained, known_orders
 from ..engine.api import orders_of
 from ..errors import CheckpointError, listed
+from . import storage
 
 _log = logging.getLogger("unshard")
 T = TypeVar("T")
+SHARE = (
+    "All ranks must see the same files: put them on a file system that all hosts mount. With a network file system, a "
+    "host may see changes late; try again."
+)
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -95,6 +101,22 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only and return its result on all ranks. All ranks must call this."""
     rank, _ = rank_and_size()
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def require_seen(path: Path) -> None:
+    """Raise if this rank does not see a file or folder that rank 0 sees."""
+    if not storage.exists(path):
+        raise CheckpointError(f"{path} does not exist on {socket.gethostname()}, but rank 0 sees it. {SHARE}")
+
+
+def refuse_different_files(answers: Iterable[tuple[str, str]], what: str) -> None:
+    """Raise if ranks have read different files. `answers` are the checksum of what a rank has read, and its host."""
+    ranks: dict[str, list[str]] = {}
+    for rank, (checksum, host) in enumerate(answers):
+        ranks.setdefault(checksum, []).append(f"rank {rank} on {host}")
+    if len(ranks) > 1:
+        versions = [f"one by {listed(each)}" for each in ranks.values()]
+        raise CheckpointError(f"The ranks read different {what}: {'; '.join(versions)}. {SHARE}")
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import socket
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +36,7 @@ from .files import CheckpointFiles, copy_pieces, host_pieces, write_file
 from .folders import resolve
 from .load import LoadedNames, fill, match
 from .manifest import UNCAST, Malformed, Manifest, TensorEntry, best_algorithm, without_duplicates
-from .ranks import Differences, begin, together
+from .ranks import Differences, begin, refuse_different_files, together
 from .values import DTYPES
 
 _log = logging.getLogger("unshard")
@@ -182,8 +183,8 @@ def load_safetensors(
     targets: list[tuple[HeldTensor, str]] = []
     source: SafetensorsSource
 
-    def compare() -> tuple[str, Differences]:
-        """Compare the file headers with the model, and return a hash of the headers and the differences."""
+    def compare() -> tuple[str, str, Differences]:
+        """Compare the file headers with the model. Return a hash of the headers, this host, and the differences."""
         nonlocal source, state
         differences, source, state = Differences(), SafetensorsSource(Path(path), prefix), model_state(model)
         for held, names in match(state, source.entries, differences):
@@ -196,7 +197,7 @@ def load_safetensors(
                 if not source.equal(held, names[0], other)
             ]
             targets.append((held, names[0]))
-        return source.hash.hexdigest(), differences
+        return source.hash.hexdigest(), socket.gethostname(), differences
 
     def apply() -> None:
         for held, name in targets:
@@ -205,9 +206,8 @@ def load_safetensors(
 
     begin("load safetensors files", model)
     answers = together(what, compare)
-    if len({checksum for checksum, _ in answers}) > 1:
-        raise CheckpointError(f"The ranks read different files in {path}. All ranks must see the same disk.")
-    found = Differences.of_all_ranks([differences for _, differences in answers])
+    refuse_different_files([each[:2] for each in answers], f"files in {path}")
+    found = Differences.of_all_ranks([differences for *_, differences in answers])
     lost = [f"{name} is tied to {source.ties[name]}" for name in found.missing if name in source.ties]
     look = f" The files say that {listed(lost)}. Tie them in the model first; `to_empty` may have untied them."
     found.refuse(Path(path), strict, what="files", look=look if lost else "")

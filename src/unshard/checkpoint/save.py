@@ -36,7 +36,7 @@ from .manifest import (
     manifest_bytes,
 )
 from .optimizer import merged, optimizer_state
-from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, together
+from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, require_seen, together
 from .values import DTYPES, encode, name_of_dtype, rng_state
 
 _log = logging.getLogger("unshard")
@@ -226,6 +226,7 @@ class Saving:
 
     def write(self, buffers: Iterator[memoryview]) -> FileEntry | None:
         """Write this rank's file and return its entry, or None if this rank has nothing to write."""
+        require_seen(self.folder)
         if not self.nbytes:
             return None
         entry = write_file(self.folder / f"rank_{self.rank:05d}.bin", buffers, self.algorithm, self.nbytes)

@@ -9,14 +9,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from bed import world
-from bed.branches import Branches, quick, sharded, step
+from bed.branches import Branches, after_three_steps, quick, sharded, short_group, step
 from bed.stack import assert_at_rest, assert_gradients, batch
 from bed.worker import _forget_meshes
 from torch import nn
@@ -30,24 +29,6 @@ THREAD = "unshard announces"
 
 def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
-
-
-def short_group(seconds: float = 5) -> dist.ProcessGroup:
-    """All ranks, in a process group that waits for few seconds."""
-    dist.barrier()  # the time that ranks take to start does not count
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-
-
-def after_three_steps() -> nn.Module:
-    """A model whose collectives wait for few seconds from now on: on a busy machine a step has taken longer."""
-    group = short_group(seconds=600)
-    model = sharded(mesh=DeviceMesh.from_group(group, "cpu"))
-    for _ in range(3):
-        step(model, [0, 1, 2])
-    dist.barrier()
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.15
-    set_timeout(timedelta(seconds=5), group)
-    return model
 
 
 @contextmanager

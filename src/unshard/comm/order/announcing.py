@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -63,8 +64,10 @@ class Announcement:
     """One rank's report about itself. `issued`, `last`, `since` and `raised_after` refer to one process group."""
 
     rank: int
+    host: str = ""
     written: float = 0.0
-    """When the rank wrote this report, by its own clock. A live rank writes one every `Announcer.interval` seconds."""
+    """When the rank wrote this report (see `Announcer.now`). A live rank writes one every `Announcer.interval` seconds.
+    """
     count: int = 0
     issued: int = -1
     """How many collectives the rank has announced in the process group, including the one that it is about to issue.
@@ -142,6 +145,8 @@ class Announcer:
         self.last_raised: dict[str, Any] = {}
         self._place = ""
         self._count = 0
+        self._ahead: float | None = None if rank else 0.0
+        """How many seconds this rank's clock is ahead of rank 0's, or None if that is not known yet."""
         self._lock = threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
         _register_at_exit()
@@ -175,6 +180,8 @@ class Announcer:
                     self.end("has left the job (destroy_process_group)")
                     break
                 self.announce()
+                if self._ahead is None:
+                    self._compare_clocks()
                 if watcher is None:
                     for peers in self.all_peers():
                         peers.warn_of_absent()
@@ -193,6 +200,22 @@ class Announcer:
         group = self._group()
         return group is None or group is not dist.group.WORLD
 
+    def now(self) -> float:
+        """Return the time by the clock of rank 0, so that announcements of different hosts can be compared."""
+        return time.time() - (self._ahead or 0.0)
+
+    def _compare_clocks(self) -> None:
+        written = self.records([0])[0].get("written")
+        if written is None:
+            return
+        ahead = time.time() - written
+        # The announcement of rank 0 may be `interval` old, and most clocks are equal.
+        self._ahead = ahead if abs(ahead) > 2 * self.interval else 0.0
+        if self._ahead:
+            for peers in self.all_peers():
+                peers.forget_position()
+            self.announce()
+
     def announce(self, ended: str = "") -> None:
         """Write to the store what this rank is doing.
 
@@ -205,11 +228,12 @@ class Announcer:
                 self._stop.set()
                 self._wake.set()
             self._count += 1
-            now = time.time()
+            now = self.now()
             groups = {peers.name: peers.position(now) for peers in list(self._peers)}
             place = line_of_program(threading.main_thread().ident or 0)
             self._place = place or self._place  # when the program ends, the main thread has already left its code
             record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
+            record["host"] = socket.gethostname()
             if watcher is not None:
                 record["facts"] = watcher.facts()
             # One request for all facts, because torch logs every failed request if the store is gone.
@@ -229,7 +253,7 @@ class Announcer:
         self.last_raised = {
             "raised": text,
             "raised_after": {peers.name: peers.progress.last_announced()[0] for peers in self.all_peers()},
-            "raised_at": time.time(),
+            "raised_at": self.now(),
             "waited_for": list(waited_for),
             "left": left,
         }

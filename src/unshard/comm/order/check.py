@@ -239,10 +239,11 @@ class Order:
         rank, theirs = self._store.publish(position, mine)
         self._published = max(self._published, position + 1)
         if theirs != mine:
+            they, we = self._peers.places(rank, self._store.rank)
             self._publish_error(
-                f"The ranks want different collectives: rank {rank} wants to {shown(theirs, mine)}, rank "
-                f"{self._store.rank} to {shown(mine, theirs)}. They differ at position {position} of the process group "
-                f"of {named(self.ranks)}. {self._peers.cause()}"
+                f"The ranks want different collectives: {they} wants to {shown(theirs, mine)}, {we} to "
+                f"{shown(mine, theirs)}. They differ at position {position} of the process group of "
+                f"{named(self.ranks)}. {self._peers.cause()}"
             )
 
     def _wait_for_all(self, position: int, text: str) -> None:

@@ -6,6 +6,7 @@ A rank whose wait fails reads what the announcers (`announcing.py`) of the other
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -67,17 +68,29 @@ class Peers:
             self._position = issued, now
         return issued, text, self._position[1]
 
+    def forget_position(self) -> None:
+        """Take the time of the current position again, because the announcer's clock has changed."""
+        self._position = -1, 0.0
+
     def own(self) -> Announcement:
         """Return an announcement that describes this rank now."""
         issued, last = self.progress.last_announced()
         raised = dict(self.announcer.last_raised)
         after = raised.pop("raised_after", {}).get(self.name, -1)
-        return Announcement(self._store.rank, issued=issued, last=last, raised_after=after, **raised)
+        host = socket.gethostname()
+        return Announcement(self._store.rank, host, issued=issued, last=last, raised_after=after, **raised)
 
     def others(self) -> list[Announcement]:
         """Return the latest announcements of the other members of the process group."""
         records = self.announcer.records([rank for rank in self.ranks if rank != self._store.rank])
         return [announcement(rank, record, self.name) for rank, record in records.items()]
+
+    def places(self, *ranks: int) -> list[str]:
+        """Return a name for each of the ranks. The names include hosts if the process group has several."""
+        announced = [self.own(), *self.others()]
+        hosts = {each.rank: each.host for each in announced}
+        several = len({*hosts.values()} - {""}) > 1
+        return [f"rank {rank} on {hosts[rank]}" if several and hosts[rank] else f"rank {rank}" for rank in ranks]
 
     def fail(self, error: str) -> None:
         """Note that this rank raises `error` about other ranks."""
@@ -87,7 +100,7 @@ class Peers:
 
     def doing(self, ranks: Collection[int]) -> list[str]:
         """Return one text for each other rank in `ranks`. The text says what that rank is doing."""
-        mine, now = self.own(), time.time()
+        mine, now = self.own(), self.announcer.now()
         return [described(each, mine, False, now) for each in self.others() if each.rank in ranks]
 
     def any_gave_up(self) -> bool:
@@ -97,7 +110,7 @@ class Peers:
 
     def cause(self) -> str:
         """Return a message that says why the ranks may differ and what the user should do."""
-        raised = raised_lately([self.own(), *self.others()], time.time())
+        raised = raised_lately([self.own(), *self.others()], self.announcer.now())
         return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
 
     def explain_failure(self, what: str, patient: bool) -> str:
@@ -116,7 +129,7 @@ class Peers:
         except RuntimeError:
             return (
                 f"{begin} The job's store does not answer either: the process that hosts it, rank 0 or the launcher, "
-                f"has ended. {FAILED_REMEDY}"
+                f"has ended or cannot be reached. {FAILED_REMEDY}"
             )
         who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
         with suppress(RuntimeError):
@@ -137,7 +150,7 @@ class Peers:
             late = time.monotonic() > limit
             if known or late or all(each.ended or each.rank in fresh for each in others):
                 silent = set(first) - fresh if late and patient and not known else set()
-                return absent_ranks(others, mine, fresh, silent, time.time())
+                return absent_ranks(others, mine, fresh, silent, self.announcer.now())
             time.sleep(interval / 20)
             others = self.others()
 
@@ -157,7 +170,7 @@ class Peers:
         logs the next warning each time the duration of the wait has doubled.
         """
         issued, since = self._position
-        stalled = time.time() - since if issued == self.progress.last_announced()[0] else 0.0
+        stalled = self.announcer.now() - since if issued == self.progress.last_announced()[0] else 0.0
         if stalled < 2 * self.announcer.interval:
             self._next_look = 0.0
             return
@@ -165,7 +178,7 @@ class Peers:
             return
         late = stalled >= self._warn_seconds
         self._next_look = 2 * stalled if late else min(2 * stalled, self._warn_seconds)
-        mine, now = self.own(), time.time()
+        mine, now = self.own(), self.announcer.now()
         if mine.last == STEP:
             return  # an optimizer step waits for nobody
         behind = [
@@ -209,7 +222,7 @@ def absent_ranks(
 
 
 def raised_lately(announcements: list[Announcement], now: float) -> str:
-    """Return a message that names the ranks that have raised an exception recently.
+    """Return a message that names the ranks that have raised an exception recently. This rank's announcement is first.
 
     Return an empty string if no rank has raised one, or if all ranks have raised an exception at the same point.
     """
@@ -217,7 +230,8 @@ def raised_lately(announcements: list[Announcement], now: float) -> str:
     recent = [each for each in announcements if each.raised and each.raised_after >= position - RECENT]
     if len(recent) == len(announcements) and len({each.raised_after for each in recent}) == 1:
         return ""
-    return "; ".join(f"rank {each.rank} raised {each.raised}, {_ago(each.raised_at, now)}" for each in recent)
+    mine = announcements[0]
+    return "; ".join(f"{_who(each, mine)} raised {each.raised}, {_ago(each.raised_at, now)}" for each in recent)
 
 
 def described(each: Announcement, mine: Announcement, silent: bool, now: float) -> str:
@@ -244,7 +258,11 @@ def described(each: Announcement, mine: Announcement, silent: bool, now: float) 
         facts.append(f"last announced to {each.last}, {_ago(each.since, now)}")
     if each.place:
         facts.append(f"{'was last seen' if silent or each.ended else 'is now'} at {each.place}")
-    return f"rank {each.rank} " + "; ".join(facts)
+    return f"{_who(each, mine)} " + "; ".join(facts)
+
+
+def _who(each: Announcement, mine: Announcement) -> str:
+    return f"rank {each.rank} on {each.host}" if each.host != mine.host and each.host else f"rank {each.rank}"
 
 
 def _ago(then: float, now: float) -> str:
