@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu test-versions bench lint format types clean
+.PHONY: help install demo test test-all test-gpu test-versions test-wheel bench lint format types clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all run all tests (an hour or more)"
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
+	@echo "make test-wheel build the distributions, and run the README's program where only the wheel is installed"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
@@ -69,6 +70,17 @@ test-versions:
 	    || failed="$$failed $$each"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
+# The wheel is built from the source distribution, so both are complete. TORCH=2.11.0 installs another torch.
+WHEEL := $(CURDIR)/.wheel
+test-wheel: $(INSTALLED)
+	rm -rf dist $(WHEEL)
+	$(BIN)/python -m build
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH) dist/*.whl
+	$(WHEEL)/bin/python -m pip check
+	awk '/^```/ { if (inside) exit; inside = /^```python/; next } inside' README.md > $(WHEEL)/train.py
+	cd $(WHEEL) && bin/unshard --version && bin/torchrun --standalone --nproc-per-node=2 train.py
+
 # Without BENCH the step in float32, which every CPU is good at: `make bench BENCH="memory --cases 10m:1x64:fp32"`.
 BENCH ?= step --cases 10m:1x128:fp32 --rounds 2 --steps 6 --interleave
 bench: $(INSTALLED)
@@ -87,5 +99,5 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(WHEEL) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

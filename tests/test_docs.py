@@ -11,14 +11,17 @@ DOCS = HERE.parent / "docs"
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"`tests/([\w/]+\.py)::(test_\w+)`", (DOCS / "incidents.md").read_text()))
-    assert len(named) > 20
+    pages = (DOCS / "incidents.md", HERE.parent / "SECURITY.md")
+    found = [re.findall(r"`tests/([\w/]+\.py)::(test_\w+)`", page.read_text()) for page in pages]
+    named = {each for tests in found for each in tests}
+    assert all(found) and len(named) > 20
     for file, name in sorted(named):
         assert f"\ndef {name}(" in (HERE / file).read_text(), f"{file} has no {name}"
 
 
 def links() -> Iterator[tuple[Path, str]]:
-    for page in (HERE.parent / "README.md", HERE.parent / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))):
+    pages = [HERE.parent / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    for page in (*pages, *sorted(DOCS.glob("*.md"))):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if not target.startswith(("http", "mailto")):
                 yield page, target

@@ -40,6 +40,17 @@ def test_public_names() -> None:
     assert len(set(unshard.__all__)) == len(unshard.__all__)
 
 
+def test_the_types_of_every_public_name_are_checked() -> None:
+    """`make types` checks that program. Without the names there, untyped ones would be `Any` in programs of users."""
+    tree = ast.walk(ast.parse((REPOSITORY / "tests/typed_client.py").read_text()))
+    used = {(ast.unparse(node.value), node.attr) for node in tree if isinstance(node, ast.Attribute)}
+    packages = (unshard, unshard.checkpoint, unshard.optim, unshard.tools, unshard.wrap)
+    names = {(each.__name__.rpartition(".")[2], name) for each in packages for name in each.__all__}
+    modules = {("unshard", each.__name__.rpartition(".")[2]) for each in packages}
+    assert len(names) > 80
+    assert names - modules <= used
+
+
 def test_names_of_the_policies() -> None:
     """Contract F1-02."""
     assert set(unshard.wrap.__all__) == set(POLICIES.split())
@@ -143,13 +154,27 @@ def test_an_old_torch_is_refused() -> None:
 
 
 def test_the_versions_of_torch_agree() -> None:
-    """Of the dependency, which has no upper bound: pip would replace a newer torch; and of `make test-versions`."""
+    """Those of the dependency (no upper bound: pip would replace a newer torch), of `make test-versions` and of CI."""
     oldest, newest = (".".join(map(str, each)) for each in (versions.OLDEST, versions.NEWEST))
     assert re.findall(r'"(torch\b[^"]*)"', (REPOSITORY / "pyproject.toml").read_text())[0] == f"torch>={oldest}"
     pairs = re.search(r"^VERSIONS \?= (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert pairs is not None
     tested = [pair.split("-")[1].rpartition(".")[0] for pair in pairs[1].split()]
     assert tested[0] == oldest and tested[-1] == newest
+    matrix = (REPOSITORY / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r'"(.+?)"', re.findall(r"^ +torch: \[(.+)\]", matrix, re.MULTILINE)[0]) == [
+        pair.split("-")[1] for pair in pairs[1].split()
+    ]
+
+
+def test_the_versions_of_python_agree() -> None:
+    """Those of the dependency, of the classifiers and of CI."""
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    matrix = re.search(r"^ +python: \[(.+)\]", (REPOSITORY / ".github/workflows/ci.yml").read_text(), re.MULTILINE)
+    assert matrix is not None
+    tested = re.findall(r'"(3\.\d+)"', matrix[1])
+    assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) == tested
+    assert f'requires-python = ">={tested[0]}"' in project
 
 
 def test_one_version() -> None:

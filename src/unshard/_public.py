@@ -8,8 +8,22 @@ from .comm.agreement import sync_module_states
 from .comm.interface import AllGather, Comm, ReduceScatter
 from .engine.api import UnshardHandle
 from .errors import CheckpointError, CollectiveError, OrderError, UnshardError
-from .fsdp1 import api as wrapper_api
-from .fsdp1.api import *
+from .fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .fsdp1.optim_load import OptimStateKeyType
 from .fsdp1.state import FlatParameter
 from .fsdp1.wrapper import FullyShardedDataParallel
@@ -22,6 +36,8 @@ from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CapturedStep",
     "CheckpointError",
@@ -33,17 +49,29 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPModule",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
     "OptimStateKeyType",
     "OptimizerOffloadPolicy",
     "OrderError",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardError",
     "UnshardHandle",
     "capture",
@@ -60,7 +88,6 @@ __all__ = [
     "tools",
     "wrap",
 ]
-__all__ += wrapper_api.__all__
 
 if os.environ.get("UNSHARD_EXPLAIN_HANGS"):
     from .tools.hangs import explain_hangs_from_environment

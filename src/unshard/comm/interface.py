@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ..layout.collective_tensors import PACK_SMALL, PackingRule
-from .groups import Pool
-from .order.check import Label, Order
+from .groups import Pool as Pool
+from .order.check import Label as Label
+from .order.check import Order
 
 Tensors = list[torch.Tensor]
 

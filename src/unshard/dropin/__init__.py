@@ -134,7 +134,7 @@ def _end_backward(state: FSDPState) -> None:
         _find_root(state).end_backward()
 
 
-STATE_MEMBERS = {
+STATE_MEMBERS: dict[str, Any] = {
     "_state_ctx": property(lambda state: state),
     "all_states": (),  # `_end_backward` reduces all param groups, so none needs its own call
     "_root_post_backward_final_callback": _end_backward,

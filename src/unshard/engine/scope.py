@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from .root import Root
 from .shard_lookup import orders_of_groups
 from .states import Options, ParamState, Precision
 from .unit import Unit
+
+_Scope = TypeVar("_Scope", bound="Scope")
 
 
 class ScopeOptions(Options):
@@ -58,7 +60,7 @@ class Scope:
         self._options: list[tuple[Unit, Options]] = []
         self._failed = self._ended = False
 
-    def __enter__(self) -> Any:
+    def __enter__(self: _Scope) -> _Scope:
         root = self._root
         if self._ended or self._options:
             raise StateError(f"This {self.name} has been entered before. Call {self.name}() again for each block.")

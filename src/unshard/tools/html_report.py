@@ -15,8 +15,8 @@ from typing import Any
 from .. import __version__
 from ..errors import ArgumentError
 from .recording import RECORDING, read_recording
-from .report_parts import Charts, count
-from .report_sections import Found, Section, sections_of
+from .report_parts import Charts, Found, Section, count
+from .report_sections import sections_of
 
 KINDS = ("plan", "ledger", "timeline", "watch", "verify", "precision", "doctor", "hang", RECORDING)
 _PAGE = Path(__file__).parent / "report_page"

@@ -24,7 +24,8 @@ from .. import __version__
 from ..errors import ArgumentError, StateError
 from .precision_report import NOTHING, table
 from .program import Program, load_program, sizes_in
-from .verification_compare import Run, compare
+from .verification_causes import Run
+from .verification_compare import compare
 from .verification_runs import Job, is_shape, probe, run_rank
 
 _SLOW_IMPORT = "torch._dynamo"  # optimizers import it, in each process if the parent of all has not done it
