@@ -14,6 +14,7 @@ COMMANDS = (
     "endurance",
     "checkpoint",
     "bytecodes",
+    "scaling",
 )
 
 if __name__ == "__main__":

@@ -78,10 +78,10 @@ def _look(side: str, case: Case, place: Place, options: argparse.Namespace) -> R
     for _ in range(options.warmup):
         training.step()
     seen = traffic.of_step(training)
-    kinds = Counter(kind for kind, _ in seen.calls)
+    kinds = Counter(call.kind for call in seen.calls)
     row: Row = {"gathers": kinds["gather"], "reductions": kinds["reduce_scatter"] + kinds["all_reduce"]}
     row["others"] = len(seen.calls) - row["gathers"] - row["reductions"]
-    row["sent_mib"] = sum(size for _, size in seen.calls) / measure.MIB
+    row["sent_mib"] = sum(call.size for call in seen.calls) / measure.MIB
     row["copies"], row["copied_mib"] = sum(seen.copies.values()), seen.copied / measure.MIB
     row["copies_by_operation"] = dict(seen.copies)
     if place.on_gpu:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,22 @@ RANGE = "benchmarks.loopback"
 
 NAME = "simulated"
 
-Call = tuple[str, int]
+
+class Call(NamedTuple):
+    """A collective: its kind, the bytes of its whole tensors, and the number of ranks, or 0 if that is unknown."""
+
+    kind: str
+    size: int
+    ranks: int = 0
 
 
 class Meter:
     """What the groups of this process did."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self.log: list[Call] | None = None
-        """Kind and bytes of each collective, while somebody listens."""
+        """Each collective, while somebody listens."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[list[Call]]:
@@ -63,10 +69,10 @@ class _Done(dist._Work):
         return self._future
 
 
-def _do(kind: str, size: int, copies: Callable[[], None], result: Any) -> _Done:
-    began = time.perf_counter()
+def _do(call: Call, copies: Callable[[], None], result: Any) -> _Done:
+    began, cpu = time.perf_counter(), time.thread_time()
     if METER.log is not None:
-        METER.log.append((kind, size))
+        METER.log.append(call)
     if METER.log is not None or torch.autograd._profiler_enabled():
         with _disable_current_modes(), torch.profiler.record_function(RANGE):
             copies()
@@ -74,6 +80,7 @@ def _do(kind: str, size: int, copies: Callable[[], None], result: Any) -> _Done:
         copies()
     done = _Done(result)
     METER.seconds += time.perf_counter() - began
+    METER.cpu_seconds += time.thread_time() - cpu
     return done
 
 
@@ -103,7 +110,7 @@ class Loopback(dist.ProcessGroup):
             for whole, piece in zip(outputs, inputs, strict=True):
                 whole.view(self._ranks, -1).copy_(piece.view(1, -1).expand(self._ranks, -1))
 
-        return _do("gather", _bytes(outputs), copies, outputs)
+        return _do(Call("gather", _bytes(outputs), self._ranks), copies, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> _Done:
         return self.reduce_scatter_tensor_coalesced([output], [input])
@@ -113,7 +120,7 @@ class Loopback(dist.ProcessGroup):
             for piece, whole in zip(outputs, inputs, strict=True):
                 piece.view(-1).copy_(whole.view(self._ranks, -1)[self._place])
 
-        return _do("reduce_scatter", _bytes(inputs), copies, outputs)
+        return _do(Call("reduce_scatter", _bytes(inputs), self._ranks), copies, outputs)
 
     # The names since torch 2.13.
     all_gather_single = _allgather_base
@@ -127,19 +134,19 @@ class Loopback(dist.ProcessGroup):
                 for place in places:
                     place.copy_(piece)
 
-        return _do("gather", sum(map(_bytes, outputs)), copies, outputs)
+        return _do(Call("gather", sum(map(_bytes, outputs)), self._ranks), copies, outputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
-        return _do("all_reduce", _bytes(tensors), _nothing, tensors)
+        return _do(Call("all_reduce", _bytes(tensors), self._ranks), _nothing, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Done:
         return self.allreduce(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:
-        return _do("other", _bytes(tensors), _nothing, tensors)
+        return _do(Call("other", _bytes(tensors), self._ranks), _nothing, tensors)
 
     def barrier(self, opts: Any = None) -> _Done:
-        return _do("other", 0, _nothing, None)
+        return _do(Call("other", 0, self._ranks), _nothing, None)
 
 
 def _nothing() -> None:

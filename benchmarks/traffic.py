@@ -42,7 +42,7 @@ class Traffic(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             if func._opname not in _WAITS:
                 # The whole tensor: the output of a gather, the input of a reduction.
-                self.calls.append((kind_of(func._opname), max(map(_bytes, (*args, result)))))
+                self.calls.append(Call(kind_of(func._opname), max(map(_bytes, (*args, result)))))
         elif func._opname in COPIES:
             self.copies[func._opname] += 1
             self.copied += _written(func, args, kwargs, result)

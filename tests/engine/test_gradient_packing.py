@@ -8,10 +8,10 @@ import torch
 from unshard.engine.api import recording_step
 from unshard.engine.reduction import Pack
 
-SHAPES = [(7, 3), (2,), (8, 2, 2), (1, 5)]
+SHAPES = [(7, 3), (2,), (8, 2, 2), (1, 5), (131, 2), (260,)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 65, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_and_padding(world: int, dtype: torch.dtype) -> None:
     columns = [torch.randn(shape).to(dtype) for shape in SHAPES]

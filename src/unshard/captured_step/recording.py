@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -63,7 +64,9 @@ class Agreement:
         self._size, self._cleans = len(ranks), bool(ranks) and dist.get_rank() == ranks[0]
         self._store: dist.Store | None = None
         if self._size > 1:
-            self._store = dist.PrefixStore(f"capture {number} {','.join(map(str, ranks))}", keys_of_job())
+            # Every request contains this name, so it must not grow with the number of ranks.
+            members = sha256(str(list(ranks)).encode()).hexdigest()[:16]
+            self._store = dist.PrefixStore(f"capture {number} {members}", keys_of_job())
 
     def decide(self, call: int, about: str, wanted: bool, patience: float | None = None) -> Answer:
         """Return the decision of all ranks about `call`, after waiting at most `patience` seconds for other ranks.

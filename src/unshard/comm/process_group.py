@@ -192,14 +192,14 @@ def _add_pair(own: torch.Tensor, received: torch.Tensor, output: torch.Tensor, a
 
 
 def add_up(rows: torch.Tensor, output: torch.Tensor, average: bool) -> None:
-    """Set `output` to the sum of `rows`, or to their mean if `average`. Rows are added in rank order.
+    """Set `output` to the sum of `rows`, or to their mean if `average`. Up to 16 rows are added in rank order.
 
     If the elements of `rows` have fewer than 4 bytes, each result is rounded only once.
     """
-    if rows.dtype != output.dtype or rows.dtype.itemsize < 4:
+    if rows.dtype != output.dtype or rows.dtype.itemsize < 4 or rows.shape[0] > 16:
         (torch.mean if average else torch.sum)(rows, 0, dtype=output.dtype, out=output)
         return
-    # On a CPU, this is twice as fast as a reduction over so few rows.
+    # On a CPU, this is twice as fast as a reduction over three rows. It costs one call per row.
     first, second, *others = rows.unbind()
     torch.add(first, second, out=output)
     for row in others:

@@ -22,7 +22,7 @@ from ..policies import MixedPrecisionPolicy
 from ..torch_private import foreach_copy, local_of, make_dtensor, no_transforms
 from . import side_stream
 from .extension import Extensions
-from .params.buffers import Buffer, ShardLayout, UnshardedBuffer
+from .params.buffers import Buffer, ShardLayout, UnshardedBuffer, pairs_to_copy
 from .params.offload import IssuedOnSideStream, Upload
 from .params.param import ManagedParam
 from .side_stream import SideStream, gather_streams
@@ -224,23 +224,19 @@ class AllGatherPlan:
         return sharding
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
-        """Return a function that copies one piece at a time. Gaps and shards along dims other than 0 require this."""
-        sources, targets = [], []
+        """Return a function that copies each parameter. Gaps and shards along dims other than 0 require this."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run, start in zip(region.runs, at.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
+            table = self.staging.tensor(dtype, at.offset, (at.copies, at.piece // dtype.itemsize))
             for index, first in zip(run.members, run.starts, strict=True):
-                sharding = self._sharding(index)
-                padded = (
-                    *sharding.shape[: sharding.dim],
-                    sharding.chunk * sharding.world,
-                    *sharding.shape[sharding.dim + 1 :],
-                )
-                unsharded = self.buffer.tensor(dtype, self.buffer.offsets[index], padded)
-                for rank, target in enumerate(unsharded.chunk(sharding.world, sharding.dim)):
-                    offset = at.offset + rank * at.piece + start + first * dtype.itemsize
-                    sources.append(self.staging.tensor(dtype, offset, target.shape))
-                    targets.append(target)
-        return partial(foreach_copy, targets, sources)
+                sharding, begin = self._sharding(index), start // dtype.itemsize + first
+                shape, dim = sharding.shape, sharding.dim
+                chunks = (*shape[:dim], sharding.world, sharding.chunk, *shape[dim + 1 :])
+                target = self.buffer.tensor(dtype, self.buffer.offsets[index], chunks).movedim(dim, 0)
+                source = table[:, begin : begin + sharding.piece].view(target.shape)
+                pairs += pairs_to_copy(target, source)
+        return partial(foreach_copy, *map(list, zip(*pairs, strict=True)))
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Return a function that copies a whole region in one call. Mixed dtypes are copied as bytes."""

@@ -14,7 +14,7 @@ from ..comm.interface import Done, Label, Transport, Work
 from ..layout.collective_tensors import DtypeRun, Grouping, Region, lay_out
 from ..torch_private import chunk_cat_into, foreach_add, foreach_copy, foreach_div, foreach_zero
 from . import observer, side_stream
-from .params.buffers import Buffer, Shard, ShardBuffer, pieces
+from .params.buffers import Buffer, Shard, ShardBuffer, pairs_to_copy, pieces
 from .params.param import ManagedParam
 from .params.sharded import ShardedParams
 from .sharded_grad import ShardedGrad
@@ -47,29 +47,34 @@ class Pack:
 
     def _turned(self, gradient: torch.Tensor, dim: int) -> torch.Tensor:
         """Return `gradient` with its chunks concatenated along dim 0 and complex numbers viewed as pairs of reals."""
-        turned = torch.cat(gradient.chunk(self.table.shape[0], dim)) if dim else gradient
+        turned = gradient
+        if dim:  # one copy, however many ranks there are
+            chunks = self.table.shape[0], gradient.shape[dim] // self.table.shape[0]
+            turned = gradient.unflatten(dim, chunks).movedim(dim, 0).flatten(0, 1)
         # Neither the table nor its kernel has complex numbers.
         return torch.view_as_real(turned.resolve_conj()) if turned.is_complex() else turned
 
     def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
         """Fill the table without `chunk_cat_into`. In a replay, its kernel would read stale addresses from the host."""
         world, start = self.table.shape[0], 0
-        targets, sources, pads = [], [], []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pads: list[torch.Tensor] = []
         for column in columns:
+            if not column.numel():
+                continue
             rows = -(-column.shape[0] // world)
-            width = rows * column[:1].numel()
-            pieces = column.split(rows) if rows else ()
-            for rank in range(world):
-                place = self.table[rank, start : start + width]
-                if rank < len(pieces):
-                    piece = pieces[rank]
-                    targets.append(place[: piece.numel()].view(piece.shape))
-                    sources.append(piece)
-                    place = place[piece.numel() :]
-                if place.numel():
-                    pads.append(place)
-            start += width
-        foreach_copy(targets, sources)
+            full = column.shape[0] // rows  # ranks with as many rows; the next one may have fewer, others have none
+            chunks, rest = column[: full * rows].unflatten(0, (full, rows)), column[full * rows :]
+            place = self.table[:, start : start + chunks[0].numel()]
+            start += place.shape[1]
+            pairs += pairs_to_copy(place[:full].view(chunks.shape), chunks)
+            if rest.numel():
+                pairs.append((place[full, : rest.numel()].view(rest.shape), rest))
+                pads.append(place[full, rest.numel() :])
+                full += 1
+            if full < world:
+                pads.append(place[full:])
+        foreach_copy(*map(list, zip(*pairs, strict=True)))
         if pads:
             foreach_zero(pads)
 

@@ -368,7 +368,8 @@ class UnevenStep(Scope):
         plan, numbers = self._plan, {unit: number for number, unit in enumerate(self._plan.followed)}
         mine = [numbers[unit] for unit in rounds.ran]
         orders = self._all_gathered(mine + [-1] * (len(numbers) - len(mine)), plan.rounds_label)
-        found = [[number for number in order if number >= 0] for order in orders.tolist()]
+        different = dict.fromkeys(map(tuple, orders.tolist()))  # merging equal orders again would change nothing
+        found = [[number for number in order if number >= 0] for order in different]
         plan.followed = [plan.followed[number] for number in merged(found, len(numbers))]
         plan.ordered = True
 

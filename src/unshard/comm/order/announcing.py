@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError
 from ...torch_private import job_store, line_of_program
+from .sequence import absent_keys
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -241,12 +242,12 @@ class Announcer:
 
     def records(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         """Return the latest announcements of `ranks`. The announcement is empty if the rank has made none."""
-        job, keys = self.job, [f"rank {rank}" for rank in ranks]
-        if job.has_extended_api() and job.check(keys):
-            values = job.multi_get(keys)
-        else:
-            values = [job.get(key) if job.check([key]) else b"" for key in keys]
-        return {rank: json.loads(value) if value else {} for rank, value in zip(ranks, values, strict=True)}
+        job, names = self.job, {f"rank {rank}": rank for rank in ranks}
+        found: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
+        keys = [*(names.keys() - absent_keys(job, list(names)))]
+        values = job.multi_get(keys) if keys and job.has_extended_api() else map(job.get, keys)
+        found.update({names[key]: json.loads(value) for key, value in zip(keys, values, strict=True)})
+        return found
 
     def raised(self, text: str, waited_for: Iterable[int] = (), left: bool = False) -> None:
         """Announce that an exception has left forward or backward. For `waited_for` and `left`, see `Announcement`."""
@@ -258,6 +259,11 @@ class Announcer:
             "left": left,
         }
         self.announce()
+        self.job.set("raised", "")
+
+    def any_raised(self) -> bool:
+        """Return True if any rank has called `raised`. This takes one request, however many ranks there are."""
+        return self.job.check(["raised"])
 
     def end(self, how: str) -> None:
         """Announce that this rank leaves the job. `how` is a text such as "has ended"."""

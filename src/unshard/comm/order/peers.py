@@ -106,7 +106,9 @@ class Peers:
     def any_gave_up(self) -> bool:
         """Return True if another rank has raised an error and will not join a collective that this rank waits for."""
         mine = self.own()
-        return any((each.waited_for or each.left) and raised_alone(each, mine) for each in self.others())
+        return self.announcer.any_raised() and any(
+            (each.waited_for or each.left) and raised_alone(each, mine) for each in self.others()
+        )
 
     def cause(self) -> str:
         """Return a message that says why the ranks may differ and what the user should do."""

@@ -156,6 +156,14 @@ def shown(text: str, other: str = "") -> str:
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
 
 
+def absent_keys(store: Any, keys: list[str]) -> list[str]:
+    """Return the `keys` that `store` lacks, by bisection: if few are absent, this takes few requests."""
+    if not keys or store.check(keys):
+        return []
+    half = len(keys) // 2
+    return absent_keys(store, keys[:half]) + absent_keys(store, keys[half:]) if half else keys
+
+
 # Keys that are more than this many positions old are deleted. Collectives prevent ranks from being that far apart.
 KEPT = 1024
 
@@ -171,6 +179,7 @@ class OrderStore:
         self.name, self.ranks, self.rank = name, ranks, rank
         self.job, self._store = job, dist.PrefixStore(name, job)
         self._own_positions: deque[int] = deque()
+        self._errors_read = 0
 
     def publish(self, position: int, text: str) -> tuple[int, str]:
         """Write that this rank issues the collective `text` at `position`.
@@ -208,7 +217,8 @@ class OrderStore:
         self._store.delete_key(f"{position}/{self.rank}")
 
     def missing(self, position: int) -> list[int]:
-        return [rank for rank in self.ranks if not self._store.check([f"{position}/{rank}"])]
+        names = {f"{position}/{rank}": rank for rank in self.ranks}
+        return [names[key] for key in absent_keys(self._store, list(names))]
 
     def publish_error(self, error: str) -> str:
         """Publish an error to the members of the process group, unless one is published. Return the published error."""
@@ -220,14 +230,17 @@ class OrderStore:
 
     def error_elsewhere(self) -> str:
         """Return an error that one of the members has raised in any process group, or an empty string."""
-        for rank in self.ranks:
-            if self.job.check([f"error of {rank}"]):
-                return self.job.get(f"error of {rank}").decode()
+        # All ranks of the job share one list of errors, so a look costs one request, however many ranks there are.
+        while self.job.check([f"error {self._errors_read + 1}"]):
+            rank, _, error = self.job.get(f"error {self._errors_read + 1}").decode().partition(" ")
+            if int(rank) in self.ranks:
+                return error
+            self._errors_read += 1
         return ""
 
     def acknowledge(self, error: str) -> None:
         """Write that this rank raises `error`."""
-        self.job.set(f"error of {self.rank}", error)
+        self.job.set(f"error {self.job.add('errors', 1)}", f"{self.rank} {error}")
         if self._store.add("acknowledged", 1) == len(self.ranks):
             self._store.set("acknowledged by all", "")
 

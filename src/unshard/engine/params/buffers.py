@@ -90,6 +90,21 @@ class Buffer:
         )
 
 
+_PAIRS = 64
+"""The number of pairs of contiguous tensors that one kernel of `foreach_copy` copies."""
+
+
+def pairs_to_copy(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of tensors with which `foreach_copy` copies `source` to `target`. Both have one row per rank.
+
+    The rows of few ranks are copied one by one, because one kernel copies many contiguous tensors. Otherwise, one
+    kernel copies all rows, so the number of kernels does not grow with the number of ranks.
+    """
+    if target.shape[0] <= _PAIRS and target[0].is_contiguous():
+        return list(zip(target, source, strict=True))
+    return [(target, source)]
+
+
 def pieces(
     buffer: Buffer, buffer_layout: BufferLayout, regions: Sequence[Region], segments: Segments, role: str
 ) -> list[torch.Tensor]:
