@@ -97,7 +97,7 @@ $(SITE_INSTALLED): $(INSTALLED)
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(SITE_INSTALLED)
 	$(BIN)/python docs/site/prepare.py
-	$(BIN)/python -m mkdocs build --quiet --config-file build/mkdocs.yml
+	$(BIN)/python -m mkdocs build --config-file build/mkdocs.yml
 	$(BIN)/python docs/site/check.py build/site
 
 clean:
