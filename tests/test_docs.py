@@ -7,6 +7,8 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 
@@ -68,3 +70,11 @@ def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
         "b.html loads //cdn/x.js",
         "site.css loads url(http",
     ]
+
+
+@pytest.mark.parametrize("name", ["parameter", "streams", "meshes", pytest.param("memory", marks=pytest.mark.slow)])
+def test_pictures_are_those_that_the_script_draws(name: str) -> None:
+    pictures = runpy.run_path(str(DOCS / "site" / "pictures.py"))["PICTURES"]
+    assert set(pictures) >= {name} and f"images/{name}.svg" in (DOCS / "concepts.md").read_text()
+    drawn = (DOCS / "images" / f"{name}.svg").read_text()
+    assert pictures[name]().svg() == drawn, "PYTHONPATH=src python docs/site/pictures.py draws it again"
