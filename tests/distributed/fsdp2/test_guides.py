@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from bed import world
 from bed.pages import listings
 from bed.recorders import Collectives
@@ -79,3 +81,55 @@ def test_custom_collectives() -> None:
     assert gather.received == 2 * 4 * numel // 2  # two all-gathers of fp32, half of each is received
     assert [each.inputs[0][0] for each in sent.of("reduce_scatter")].count(torch.bfloat16) == 3
     assert_gradients(model, reference, rtol=0.02, atol=1e-4)
+
+
+# -- migrating ---------------------------------------------------------------------------------------------
+
+
+def migrated(code: str, **names: Any) -> dict[str, Any]:
+    """Run a listing of the page on two batches of this rank. Ranks build different weights, except with one seed."""
+    torch.manual_seed(names.pop("seed", 0))
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [(torch.randn(3, 64, generator=draw), torch.randn(3, 64, generator=draw)) for _ in range(2)]
+    return run(code, torch=torch, Transformer=Blocks, loss_function=nn.functional.mse_loss, batches=batches, **names)
+
+
+def assert_states_equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.keys() == theirs.keys() and len(mine) == 10
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@world(2)
+def test_from_ddp(tmp_path: Path) -> None:
+    """The listings before and after train the same weights, and so does the loop without Accelerate."""
+    before, after = (
+        migrated(code, seed=dist.get_rank())["state"] for code in listings("docs/migrating.md", "From DDP")
+    )
+    _, plain = listings("docs/migrating.md", "From Accelerate")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path)
+        model = migrated(plain)["model"]
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+    if dist.get_rank() == 0:
+        assert_states_equal(after, before)
+    full = {name: each.full_tensor() for name, each in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        assert_states_equal(full, before)
+
+
+@world(2)
+def test_the_way_back(tmp_path: Path) -> None:
+    """A run of PyTorch's FSDP2 goes on with the weights and the optimizer state."""
+    save, load = listings("docs/migrating.md", "The way back")
+    ours = migrated(listings("docs/migrating.md", "From DDP")[1])
+    run(save, model=ours["model"], optimizer=ours["optimizer"], folder=tmp_path)
+    theirs = migrated(load, folder=tmp_path)
+    for names in (ours, theirs):
+        model, optimizer = names["model"], names["optimizer"]
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    assert_states_equal(
+        *({name: each.full_tensor() for name, each in names["model"].state_dict().items()} for names in (ours, theirs))
+    )
+    assert type(theirs["model"]).__mro__[1].__module__.startswith("torch.distributed")
