@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu test-versions test-wheel bench lint format types clean
+.PHONY: help install demo test test-all test-gpu test-versions test-wheel bench lint format types docs clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
 	@echo "make types    check types"
+	@echo "make docs     build the documentation in build/site, and check its links"
 	@echo "make clean    remove the environment and all caches"
 
 install: $(INSTALLED)
@@ -97,6 +98,19 @@ format: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# The tools for the site are installed when they are first needed. The site needs no network: open build/site/index.html.
+SITE_INSTALLED := $(VENV)/.installed-docs
+$(SITE_INSTALLED): $(INSTALLED)
+	@echo "installing the tools for the site into $(VENV)"
+	@$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(SITE_INSTALLED)
+	$(BIN)/python docs/site/prepare.py
+	$(BIN)/python -m mkdocs build --config-file build/mkdocs.yml
+	$(BIN)/python docs/site/check.py build/site
 
 clean:
 	rm -rf $(VENV) $(WHEEL) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

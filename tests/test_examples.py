@@ -138,3 +138,42 @@ def test_the_program_of_the_page_about_uneven_steps(tmp_path: Path) -> None:
         assert float(found[step]) == pytest.approx(float(loss), abs=0.01), text
     rest = r"tokens .*"
     assert re.findall(rest, text) == re.findall(rest, output)
+
+
+def programs_of_the_start() -> Iterator[tuple[str, list[str]]]:
+    """The program after each step of docs/start.md, and what the page says that it prints."""
+    text, code, printed = (REPOSITORY / "docs" / "start.md").read_text(), "", []
+    for step in re.split(r"^## (?=\d)", text, flags=re.MULTILINE)[1:]:
+        for kind, block in re.findall(r"^```(python|diff)\n(.*?)^```", step, re.MULTILINE | re.DOTALL):
+            lines = block.splitlines(keepends=True)
+            old = "".join(line[1:] for line in lines if line[0] != "+")
+            new = "".join(line[1:] for line in lines if line[0] != "-")
+            assert kind == "python" or code.count(old) == 1, old
+            code = block if kind == "python" else code.replace(old, new)
+        printed = re.findall(r"^step \d+ +loss \S+", step, re.MULTILINE) or printed  # a captured step prints the same
+        yield code, printed
+
+
+def test_the_first_steps_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list(programs_of_the_start())
+    assert len(steps) == 5
+    compare(steps[3], 2, tmp_path, monkeypatch)
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["step_00000020", "step_00000030"]
+
+
+@pytest.mark.slow
+def test_every_first_step_prints_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list(programs_of_the_start())
+    for number, processes in enumerate((1, 2, 2, 2, 3)):
+        compare(steps[number], processes, tmp_path, monkeypatch)
+
+
+def compare(step: tuple[str, list[str]], processes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # where the program saves
+    code, printed = step
+    (folder / "train.py").write_text(code)
+    found, text = train(str(folder / "train.py"), processes)
+    expected = losses(printed)
+    assert list(found) == list(expected) and len(found) == 3, text
+    for number, loss in expected.items():
+        assert float(found[number]) == pytest.approx(float(loss), abs=0.01), text
