@@ -225,7 +225,7 @@ class AllGatherPlan:
 
     def _copy_out_pieces(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Return a function that copies each parameter. Gaps and shards along dims other than 0 require this."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sources, targets = [], []
         for run, start in zip(region.runs, at.runs, strict=True):
             dtype = self._shard.segments.kinds[run.segment].compute
             table = self.staging.tensor(dtype, at.offset, (at.copies, at.piece // dtype.itemsize))
@@ -233,10 +233,12 @@ class AllGatherPlan:
                 sharding, begin = self._sharding(index), start // dtype.itemsize + first
                 shape, dim = sharding.shape, sharding.dim
                 chunks = (*shape[:dim], sharding.world, sharding.chunk, *shape[dim + 1 :])
-                target = self.buffer.tensor(dtype, self.buffer.offsets[index], chunks).movedim(dim, 0)
-                source = table[:, begin : begin + sharding.piece].view(target.shape)
-                pairs += pairs_to_copy(target, source)
-        return partial(foreach_copy, *map(list, zip(*pairs, strict=True)))
+                unsharded = self.buffer.tensor(dtype, self.buffer.offsets[index], chunks).movedim(dim, 0)
+                staged = table[:, begin : begin + sharding.piece].view(unsharded.shape)
+                for target, source in pairs_to_copy(unsharded, staged):
+                    targets.append(target)
+                    sources.append(source)
+        return partial(foreach_copy, targets, sources)
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Return a function that copies a whole region in one call. Mixed dtypes are copied as bytes."""

@@ -57,8 +57,7 @@ class Pack:
     def _fill_by_pieces(self, columns: list[torch.Tensor]) -> None:
         """Fill the table without `chunk_cat_into`. In a replay, its kernel would read stale addresses from the host."""
         world, start = self.table.shape[0], 0
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        pads: list[torch.Tensor] = []
+        targets, sources, pads = [], [], []
         for column in columns:
             if not column.numel():
                 continue
@@ -67,14 +66,17 @@ class Pack:
             chunks, rest = column[: full * rows].unflatten(0, (full, rows)), column[full * rows :]
             place = self.table[:, start : start + chunks[0].numel()]
             start += place.shape[1]
-            pairs += pairs_to_copy(place[:full].view(chunks.shape), chunks)
+            for target, source in pairs_to_copy(place[:full].view(chunks.shape), chunks):
+                targets.append(target)
+                sources.append(source)
             if rest.numel():
-                pairs.append((place[full, : rest.numel()].view(rest.shape), rest))
+                targets.append(place[full, : rest.numel()].view(rest.shape))
+                sources.append(rest)
                 pads.append(place[full, rest.numel() :])
                 full += 1
             if full < world:
                 pads.append(place[full:])
-        foreach_copy(*map(list, zip(*pairs, strict=True)))
+        foreach_copy(targets, sources)
         if pads:
             foreach_zero(pads)
 
