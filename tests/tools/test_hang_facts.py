@@ -67,14 +67,16 @@ def test_processes_that_ended(tmp_path: Path) -> None:
     assert text == "dead: ended with exit status 3; torchrun noted: ValueError: x"
 
 
-def seen_in(body: Callable[[], Any], leave: Callable[[], Any], expected: str) -> tuple[list[str], str]:
-    """The stack and line of a thread that runs `body`, once its activity is the expected one."""
+def seen_in(
+    body: Callable[[], Any], leave: Callable[[], Any], expected: str, function: str = ""
+) -> tuple[list[str], str]:
+    """The stack and line of a thread that runs `body`, once its activity (and its function) is the expected one."""
     thread = threading.Thread(target=body, daemon=True)
     thread.start()
     limit = time.monotonic() + 30
     while True:
         chain = list(frames(sys._current_frames().get(thread.ident or 0)))
-        if chain and activity(chain) == expected:
+        if chain and activity(chain) == expected and line_of(chain).endswith(function):
             break
         assert time.monotonic() < limit, [stack_of(chain), activity(chain)]
         time.sleep(0.01)
@@ -100,7 +102,7 @@ class Waiting:
 
 def test_activities() -> None:
     data: Any = Waiting()
-    stack, line = seen_in(lambda: list(DataLoader(data)), data.event.set, hang_facts.DATA)
+    stack, line = seen_in(lambda: list(DataLoader(data)), data.event.set, hang_facts.DATA, "__getitem__")
     assert line.endswith("in __getitem__") and stack[0].endswith("in __getitem__: self.event.wait()")
     assert any(each.startswith("(torch/utils/data/") for each in stack) and stack[-1].startswith("(")
 
