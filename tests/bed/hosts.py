@@ -27,6 +27,7 @@ from bed.worker import enter_namespaces
 HOLD = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PROBE = "ip link add eth0 type veth peer name eth1 && ip link add bridge type bridge && {tbf}"
 TBF = "tc qdisc add dev {device} root tbf rate {mbit}mbit burst 32kb latency 100ms"
+PATH = os.pathsep.join([PACKAGES, str(Path(__file__).parents[1])])
 START_TIMEOUT = 60.0  # for commands that take milliseconds, on a busy machine
 PORT = 29500  # free: every host has its own ports
 
@@ -92,13 +93,13 @@ class Hosts:
     def start(self, host: int, command: Sequence[Any], **environment: str) -> Running:
         """Start a command on a host."""
         output = self.folder / f"output{len(self._started)}.txt"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PACKAGES, **environment}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **environment}
         holder = str(self.holders[host].pid)
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{holder}/ns/pid_for_children"]
         with open(output, "wb") as file:
             # nsenter stays outside, waits for the command, and takes its status.
             process = subprocess.Popen(
-                ["nsenter", "--target", holder, *spaces, "--", *map(str, command)],
+                ["nsenter", "--target", holder, *spaces, f"--wd={os.getcwd()}", "--", *map(str, command)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -45,6 +45,18 @@ def test_a_rank_that_has_ended_or_been_killed() -> None:
     }
 
 
+def test_ranks_that_are_only_behind_may_wait_for_one_that_is_gone() -> None:
+    behind, ended = other(1, issued=49), other(2, ended="has ended")
+    assert list(absent(behind, ended)) == list(absent(behind, other(2), silent=(2,))) == [2]
+    assert list(absent(behind, other(2))) == [1]
+
+
+def test_hosts_are_named_if_there_are_several() -> None:
+    text = absent(other(1, host="b"), silent=(1,))[1]
+    assert text.startswith("rank 1 on b has shown no sign of life for 10 s (its host or the network has failed, its")
+    assert "network" not in absent(other(1), silent=(1,))[1]
+
+
 def test_a_rank_that_raised() -> None:
     raised = other(1, raised="ValueError: x (in forward)", raised_after=50, raised_at=70.0)
     assert absent(raised)[1].startswith("rank 1 raised ValueError: x (in forward), 30 s ago; last announced")

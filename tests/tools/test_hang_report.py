@@ -116,18 +116,29 @@ def test_states() -> None:
     )
 
 
+def test_advice() -> None:
+    """About the network, for a host that is cut off and for a collective that all of its ranks have joined."""
+    ahead, behind = record({"all": 5}), record({"all": 4}, facts={"doing": "in a collective"})
+    silent = table_of(ahead, record({"all": 4}), silent={1: 12.0}).finding
+    assert "Look at the host of each silent rank" in silent and "kill -CONT" not in silent
+    assert "data does not arrive: look at the network" in table_of(ahead, behind, behind).finding
+    stopped = table_of(ahead, behind, silent={1: 12.0}, processes={1: "stopped (SIGSTOP)"}).finding
+    assert "kill -CONT" in stopped and "network" not in stopped
+
+
 def test_the_first_difference_is_named() -> None:
     def answer(*texts: str) -> dict[str, Any]:
         return {"recent": {"all": dict(enumerate(texts, 4))}, "facts": {}}
 
     here, there = answer("0.1 gather a", "1.2 gather b"), answer("0.1 gather a", "2.3 gather c")
-    same = record({"all": 5}, last="")
+    same = record({"all": 5}, last="", facts={"doing": "in a collective"})
     report = table_of(
         same, same, same, answers={0: here, 1: there, 2: here}, texts=here["recent"], error="They differ."
     )
     assert report.missing == [1] and (report.position, report.collective) == (5, "gather b")
     assert "They differ." in report.finding
     assert "position 5: rank 1 wants to gather c, rank 0 to gather b." in report.finding
+    assert "Every rank must run the same units in the same order" in report.finding
 
 
 def test_units_are_found_in_descriptions() -> None:

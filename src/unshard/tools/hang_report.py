@@ -17,13 +17,17 @@ from .precision_report import table
 _ROWS_ALONE = 8  # with more ranks, equal rows share a line
 _UNITS = re.compile(r"units? ('.*')")
 
+# The first that the state of a rank contains.
 _ADVICE = {
     "dead": "End the job on all ranks, and restart it from a checkpoint.",
+    "cut off": "Look at the host of each silent rank, and at its network. If a network works again, the job goes on.",
     "stopped": "Continue the process with `kill -CONT`, and find out who stopped it.",
     "raised": "Training can continue only if every rank raises at the same point. End the job and restart it.",
     "has ended": "Let every rank run the same number of steps, and restart the job from a checkpoint.",
     DATA: "Look for a loader worker that hangs, slow storage, or fewer batches than on the other ranks.",
     LOCK: "Look for a lock, queue or thread that never becomes free; other threads of the rank are shown below.",
+    "in a collective, at": "Every rank of this collective has issued it, but data does not arrive: look at the network "
+    "between the hosts. If it works again, the job goes on.",
     "": "Every rank must run the same units in the same order. Look for a branch that depends on the rank or its data.",
 }
 
@@ -253,7 +257,7 @@ def _finding(facts: Facts, report: HangReport) -> str:
     rows = {row.rank: row for row in report.rows}
     if facts.waits.circular:
         texts.append(f"{named(missing).capitalize()} wait for each other: their collectives differ in order.")
-    said = set()
+    said, differences = set(), _differences(facts)
     for rank in missing[:8]:
         row = rows[rank]
         text = f"Rank {rank}: {row.state}."
@@ -262,8 +266,9 @@ def _finding(facts: Facts, report: HangReport) -> str:
         if row.line:
             text += f" Its line: {row.line}."
         texts.append(text)
-        said.add(next(advice for begin, advice in _ADVICE.items() if begin in row.state))
-    texts += _differences(facts)
+        state = "" if differences and row.state.startswith("in a collective") else row.state
+        said.add(next(advice for part, advice in _ADVICE.items() if part in state))
+    texts += differences
     if facts.waits.waiting and report.collective:
         waiting = facts.waits.waiting
         who = f"Rank {waiting[0]} waits" if len(waiting) == 1 else f"Ranks {_ranges(waiting)} wait"

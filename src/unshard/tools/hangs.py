@@ -214,8 +214,9 @@ class HangExplainer(Watcher):
                 who = f"Rank 0, {where.get('host', 'host unknown')} process {where.get('pid', 'unknown')}"
                 self._report_alone(
                     f"rank {announcer.rank} waits, and the job's store does not answer",
-                    f"The process that hosts the store, rank 0 or the launcher, has ended or is stopped. {who}: "
-                    f"{state or 'state unknown'}. Other ranks cannot be asked. End the job on all ranks.",
+                    "The process that hosts the store, rank 0 or the launcher, has ended, is stopped, or cannot be "
+                    f"reached. {who}: {state or 'state unknown'}. Other ranks cannot be asked. If it cannot be reached "
+                    "again, end the job on all ranks.",
                 )
                 del self._watches[announcer]
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError
 from ...torch_private import job_store, line_of_program
+from .requests import JobStore, SilentStoreError
 from .sequence import absent_keys
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def announcers() -> list[Announcer]:
 
 
 def _new_announcer(group: Any, interval: float) -> Announcer:
-    job = dist.PrefixStore("unshard", job_store())
+    job = JobStore(dist.PrefixStore("unshard", job_store()))
     # A program may leave the job and join again. The store then still contains the keys of the first time.
     joins = job.add(f"joins of {dist.get_rank()}", 1)
-    return Announcer(dist.PrefixStore(f"{joins}", job), group, dist.get_rank(), interval)
+    return Announcer(job.prefixed(f"{joins}"), group, dist.get_rank(), interval)
 
 
 def keys_of_job() -> Any:
@@ -131,13 +132,13 @@ def keys_of_job() -> Any:
 
     Call this only if this rank compares collectives with other ranks. Otherwise, this part does not exist.
     """
-    return _jobs[dist.group.WORLD].job
+    return _jobs[dist.group.WORLD].job.store
 
 
 class Announcer:
     """Writes to the job's store what this rank is doing. There is one announcer per default process group."""
 
-    def __init__(self, job: Any, group: Any, rank: int, interval: float):
+    def __init__(self, job: JobStore, group: Any, rank: int, interval: float):
         self.interval = max(interval, group.size() / _RANKS_PER_SECOND)
         self.job, self._group, self.rank, self._process = job, weakref.ref(group), rank, os.getpid()
         self.size = group.size()
@@ -148,6 +149,8 @@ class Announcer:
         self._count = 0
         self._ahead: float | None = None if rank else 0.0
         """How many seconds this rank's clock is ahead of rank 0's, or None if that is not known yet."""
+        self.first_host = ""
+        """The host of rank 0, if it is known and is another one."""
         self._lock = threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
         _register_at_exit()
@@ -180,17 +183,21 @@ class Announcer:
                 if self.has_left():
                     self.end("has left the job (destroy_process_group)")
                     break
-                self.announce()
-                if self._ahead is None:
-                    self._compare_clocks()
-                if watcher is None:
-                    for peers in self.all_peers():
-                        peers.warn_of_absent()
-                else:
-                    watcher.look(self)
+                with suppress(SilentStoreError):  # it may answer again
+                    self._announce_and_look()
         except RuntimeError:  # the store cannot be reached: the job is ending
             self.store_failed = True
         _announcers.discard(self)
+
+    def _announce_and_look(self) -> None:
+        self.announce()
+        if self._ahead is None:
+            self._look_at_first_rank()
+        if watcher is None:
+            for peers in self.all_peers():
+                peers.warn_of_absent()
+        else:
+            watcher.look(self)
 
     def has_left(self) -> bool:
         """Return True if this process has left the job.
@@ -205,11 +212,13 @@ class Announcer:
         """Return the time by the clock of rank 0, so that announcements of different hosts can be compared."""
         return time.time() - (self._ahead or 0.0)
 
-    def _compare_clocks(self) -> None:
-        written = self.records([0])[0].get("written")
-        if written is None:
+    def _look_at_first_rank(self) -> None:
+        first = self.records([0])[0]
+        if not first:
             return
-        ahead = time.time() - written
+        ahead = time.time() - first["written"]
+        if first["host"] != socket.gethostname():
+            self.first_host = first["host"]
         # The announcement of rank 0 may be `interval` old, and most clocks are equal.
         self._ahead = ahead if abs(ahead) > 2 * self.interval else 0.0
         if self._ahead:

@@ -65,6 +65,8 @@ def order_of(group: Any, backend: str, device: torch.device) -> Order | None:
         limit = os.environ.get("UNSHARD_ORDER_TIMEOUT", PEER_SECONDS)
         seconds = group_timeout(group, device).total_seconds() / 2 if limit is None else float(limit)
         announcer, ranks = announcer_of_job(POLL_SECONDS), dist.get_process_group_ranks(group)
+        requests = announcer.job.requests
+        requests.patience = min(seconds, requests.patience or seconds)
         store = OrderStore(announcer.job, f"{group.group_name}/{backend}", ranks, dist.get_rank())
         progress = Progress(store.name)
         peers = Peers(store, announcer, progress, min(WARN_SECONDS, seconds))

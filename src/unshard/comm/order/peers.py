@@ -129,9 +129,10 @@ class Peers:
                 return ""
             raised = any(each.raised and not each.waited_for for each in self.others() if each.rank in absent)
         except RuntimeError:
+            where = f" on {self.announcer.first_host}" if self.announcer.first_host else ""
             return (
-                f"{begin} The job's store does not answer either: the process that hosts it, rank 0 or the launcher, "
-                f"has ended or cannot be reached. {FAILED_REMEDY}"
+                f"{begin} The job's store does not answer either: the process that hosts it, rank 0 or the launcher"
+                f"{where}, has ended or cannot be reached. {FAILED_REMEDY}"
             )
         who = f"rank {rank} waited for {named(list(absent))}: {listed(absent.values(), 8)}"
         with suppress(RuntimeError):
@@ -209,18 +210,22 @@ def absent_ranks(
 
     `fresh` contains the ranks that have announced something after the collective failed. The announcements of all other
     ranks are too old to tell whether these ranks are behind. `silent` contains the ranks that have announced nothing
-    for so long that their processes may have ended. Ranks that raised an error only because they had waited for others
-    are returned only if this function finds no other ranks.
+    for so long that their processes may have ended. Ranks that are only behind are returned only if this function finds
+    no ranks that have ended, raised or fallen silent, because they may wait for those. Ranks that raised an error only
+    because they had waited for others come last.
     """
-    causes: dict[int, str] = {}
+    gone: dict[int, str] = {}
+    behind: dict[int, str] = {}
     gave_up: dict[int, str] = {}
     for each in others:
         raised = raised_alone(each, mine)
         if each.waited_for and raised:
             gave_up[each.rank] = described(each, mine, False, now)
-        elif each.ended or each.rank in silent or raised or (each.rank in fresh and each.issued < mine.issued):
-            causes[each.rank] = described(each, mine, each.rank in silent, now)
-    return causes or gave_up
+        elif each.ended or each.rank in silent or raised:
+            gone[each.rank] = described(each, mine, each.rank in silent, now)
+        elif each.rank in fresh and each.issued < mine.issued:
+            behind[each.rank] = described(each, mine, False, now)
+    return gone or behind or gave_up
 
 
 def raised_lately(announcements: list[Announcement], now: float) -> str:
@@ -247,9 +252,10 @@ def described(each: Announcement, mine: Announcement, silent: bool, now: float) 
     if each.ended:
         facts.append(each.ended)
     elif silent and each.count:
+        elsewhere = "its host or the network has failed, " if each.host != mine.host else ""
         facts.append(
-            f"has shown no sign of life for {now - each.written:.0f} s (its process was killed, or runs code that "
-            "never releases Python's global lock)"
+            f"has shown no sign of life for {now - each.written:.0f} s ({elsewhere}its process was killed, or runs "
+            "code that never releases Python's global lock)"
         )
     if each.issued < 0 and not each.ended:
         facts.append(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
-import torch.distributed as dist
+from .requests import JobStore
 
 MEMORY = 1 << 14  # keep at least this many numbers: several iterations of a large model
 CANDIDATES = 32  # how many earlier occurrences to compare
@@ -175,9 +174,9 @@ class OrderStore:
     the error. `job` is the store with the keys of the whole job. `ranks` are the global ranks of the members.
     """
 
-    def __init__(self, job: Any, name: str, ranks: list[int], rank: int):
+    def __init__(self, job: JobStore, name: str, ranks: list[int], rank: int):
         self.name, self.ranks, self.rank = name, ranks, rank
-        self.job, self._store = job, dist.PrefixStore(name, job)
+        self.job, self._store = job, job.prefixed(name)
         self._own_positions: deque[int] = deque()
         self._errors_read = 0
 
