@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bed.programs import DROPIN, PACKAGES, python
+from bed.programs import PACKAGES, python
 from torch import nn
 
 from unshard import __version__, checkpoint, cli, tools
@@ -447,7 +447,7 @@ def test_only_the_command_explains_hangs(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 SHARDS = """
-import sys
+import os, signal, sys, time
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -457,6 +457,9 @@ if "two" in sys.argv:
     model = nn.Sequential(nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
+    os.kill(os.getpid(), signal.SIGUSR1)  # ends the program, unless hangs are explained
+    while not os.path.exists("hang.json"):
+        time.sleep(0.02)
 elif "wrapper" in sys.argv:
     FullyShardedDataParallel(nn.Linear(2, 2))
 dist.destroy_process_group()
@@ -481,8 +484,10 @@ if "fail" in sys.argv:
     ],
 )
 def test_run_says_what_was_sharded(options: str, status: int, last: str, tmp_path: Path) -> None:
+    """And explains hangs, although the program uses no name of unshard."""
     program = tmp_path / "program.py"
     program.write_text(SHARDS)
-    lines = python("-W", "ignore", *DROPIN, program, *options.split(), status=status).stderr.splitlines()
+    run = ["-W", "ignore", "-m", "unshard", "run", "--explain-hangs=60:hang.json"]
+    lines = python(*run, program, *options.split(), status=status, cwd=tmp_path).stderr.splitlines()
     assert lines[0].startswith(f"unshard {__version__} replaces torch.distributed.fsdp")
     assert lines[-1].startswith(last)

@@ -77,6 +77,10 @@ def install(child_processes: bool = False) -> None:
     except BaseException:
         uninstall()
         raise
+    if os.environ.get("UNSHARD_EXPLAIN_HANGS"):  # the program may never use a name of `unshard`, which turns it on
+        from ..tools.hangs import explain_hangs_from_environment
+
+        explain_hangs_from_environment()
 
 
 def uninstall() -> None:

@@ -10,26 +10,42 @@ from typing import Any
 from .. import __version__
 from ..comm.order.peers import FAILED_REMEDY, RAISED_REMEDY, REMEDY, named
 from ..comm.order.sequence import shown
-from .hang_facts import DATA, LOCK
+from .hang_facts import DATA, LOCK, SLEEP
 from .hang_waits import Record, Waits, every, has_raised, issued_by, place_in, stalled
 from .precision_report import table
 
 _ROWS_ALONE = 8  # with more ranks, equal rows share a line
 _UNITS = re.compile(r"units? ('.*')")
 
-# The first that the state of a rank contains.
-_ADVICE = {
-    "dead": "End the job on all ranks, and restart it from a checkpoint.",
-    "cut off": "Look at the host of each silent rank, and at its network. If a network works again, the job goes on.",
+_SAME_LENGTH = "Let every rank run the same number of steps, and restart the job from a checkpoint."
+_SAME_ORDER = (
+    "Every rank must run the same units in the same order. Look for a branch that depends on the rank or its data."
+)
+_CUT_OFF = "Look at the host of each silent rank, and at its network. If a network works again, the job goes on."
+_LOST = {
+    "dead:": "End the job on all ranks, and restart it from a checkpoint.",
     "stopped": "Continue the process with `kill -CONT`, and find out who stopped it.",
+    "silent": "Look at the process on its host, for example with `py-spy dump --pid`.",
     "raised": "Training can continue only if every rank raises at the same point. End the job and restart it.",
-    "has ended": "Let every rank run the same number of steps, and restart the job from a checkpoint.",
+    "has ended": _SAME_LENGTH,
+    "has left": _SAME_LENGTH,
+    "has announced nothing": "Start unshard on every rank, and shard the same modules on all of them.",
+}
+"""What to do about a missing rank whose state begins with one of these texts."""
+_BUSY = {
     DATA: "Look for a loader worker that hangs, slow storage, or fewer batches than on the other ranks.",
     LOCK: "Look for a lock, queue or thread that never becomes free; other threads of the rank are shown below.",
+    "a checkpoint": "Look for slow storage, and for a checkpoint that only some ranks save or load.",
+    "slow:": "Look for work that only this rank does, such as an evaluation, and for a slow host.",
+    "in torch.distributed.": "Look for a torch.distributed call that only some ranks make, or make in another order.",
     "in a collective, at": "Every rank of this collective has issued it, but data does not arrive: look at the network "
     "between the hosts. If it works again, the job goes on.",
-    "": "Every rank must run the same units in the same order. Look for a branch that depends on the rank or its data.",
+    SLEEP: "Look at its line: what does this rank wait for that the others do not?",
+    "(computing)": "Look at its line for a loop that does not end, and for work that only this rank does.",
+    **dict.fromkeys(("waits for", "in forward", "in backward", "in a collective"), _SAME_ORDER),
+    "": "Look at its line: what does this rank wait for that the others do not?",
 }
+"""What to do about any other missing rank: the first text that is in its state."""
 
 
 @dataclass
@@ -266,14 +282,21 @@ def _finding(facts: Facts, report: HangReport) -> str:
         if row.line:
             text += f" Its line: {row.line}."
         texts.append(text)
-        state = "" if differences and row.state.startswith("in a collective") else row.state
-        said.add(next(advice for part, advice in _ADVICE.items() if part in state))
+        said.add(_advice(row.state, bool(differences)))
     texts += differences
     if facts.waits.waiting and report.collective:
         waiting = facts.waits.waiting
         who = f"Rank {waiting[0]} waits" if len(waiting) == 1 else f"Ranks {_ranges(waiting)} wait"
         texts.append(f"{who} to {report.collective}, position {report.position}.")
     return "\n".join([*texts, *sorted(said)])
+
+
+def _advice(state: str, differs: bool) -> str:
+    if "cut off" in state:
+        return _CUT_OFF
+    if lost := next((advice for begin, advice in _LOST.items() if state.startswith(begin)), ""):
+        return lost
+    return _SAME_ORDER if differs else next(advice for text, advice in _BUSY.items() if text in state)
 
 
 def _differences(facts: Facts) -> list[str]:

@@ -55,7 +55,7 @@ class JobWatch:
         self._inquiry: _Inquiry | None = None
         self._counts: dict[int, tuple[int, float]] = {}
         self._late: dict[int, tuple[int, float]] = {}
-        self._asked, self._error, self._failure_seen = False, "", False
+        self._asked, self._error, self._failure_seen, self._reported = False, "", False, False
 
     # -- called by other threads ---------------------------------------------------------------------------
 
@@ -81,6 +81,20 @@ class JobWatch:
         return time.monotonic() - self._since
 
     # -- called by the announcer's thread ------------------------------------------------------------------
+
+    def say_arrived(self) -> None:
+        """Say which missing ranks have arrived, because the collective that waited for them has ended.
+
+        The job may end at once, so this method also runs at the end of the program. Any thread may call it.
+        """
+        self.stall()
+        if self._issued > self._settled:
+            self._say_that_arrived(list(self._late))
+
+    def _say_that_arrived(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            if (found := self._late.pop(rank, None)) is not None:  # another thread may have said so
+                self._say(f"unshard: rank {rank} arrived after {time.monotonic() - found[1]:.0f} s")
 
     def pause(self) -> float:
         pause = min(self.announcer.interval, max(self._seconds / 3, self.announcer.size / 100))
@@ -244,6 +258,7 @@ class JobWatch:
         self._publish(report_of(facts, self._reason(inquiry, waits)))
         if inquiry.kind == "hang":
             job.set("hang reported", "")
+            self._reported = True
             self._late = {rank: (issued_by(records[rank]), self._since) for rank in waits.missing}
 
     def _reason(self, inquiry: _Inquiry, waits: Waits) -> str:
@@ -254,16 +269,14 @@ class JobWatch:
         return f"no progress for {self.stall():.0f} s: {named(waits.missing[:16])} did not join a collective"
 
     def _look_for_late(self) -> None:
-        if not self._late:
+        if not self._reported:
             return
-        now = time.monotonic()
-        for rank, record in self.announcer.records(list(self._late)).items():
-            before, since = self._late[rank]
-            if record.get("ended"):
-                del self._late[rank]
-            elif issued_by(record) > before:
-                del self._late[rank]
-                self._settled = -1
-                self._say(f"unshard: rank {rank} arrived after {now - since:.0f} s")
+        self.say_arrived()
+        for rank, record in self.announcer.records(list(self._late)).items() if self._late else ():
+            if issued_by(record) > self._late.get(rank, (1 << 62, 0.0))[0]:
+                self._say_that_arrived([rank])
+            elif record.get("ended"):
+                self._late.pop(rank, None)
         if not self._late:
+            self._reported, self._settled = False, -1
             self.announcer.job.delete_key("hang reported")

@@ -147,6 +147,8 @@ class HangExplainer(Watcher):
 
     def finish(self) -> None:
         limit = time.monotonic() + _FINISH_SECONDS
+        for watch in list(self._watches.values()):
+            watch.say_arrived()
         while time.monotonic() < limit and os.getpid() == self._process:
             watches = [each for each in self._watches.values() if each.is_reporting()]
             if self._broken or not any(_runs(each.announcer) for each in watches):
@@ -177,7 +179,8 @@ class HangExplainer(Watcher):
             try:
                 if self._signals.wait(pause) and not self._stopped.is_set():
                     self._ask_all()
-                for announcer in [each for each in list(self._watches) if each.has_left()]:
+                for announcer, watch in [each for each in list(self._watches.items()) if each[0].has_left()]:
+                    watch.say_arrived()
                     del self._watches[announcer]
                 self._start_announcing()
                 self._look_for_silent_store()

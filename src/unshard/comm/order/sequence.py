@@ -155,7 +155,7 @@ def shown(text: str, other: str = "") -> str:
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
 
 
-def absent_keys(store: Any, keys: list[str]) -> list[str]:
+def absent_keys(store: JobStore, keys: list[str]) -> list[str]:
     """Return the `keys` that `store` lacks, by bisection: if few are absent, this takes few requests."""
     if not keys or store.check(keys):
         return []
