@@ -14,7 +14,8 @@ UNITS = ["embed", *(f"blocks.{i}" for i in range(BLOCKS)), ""]
 RANKS = list(range(8))
 
 
-def _units() -> list[dict[str, Any]]:
+def _units(ran: bool = True) -> list[dict[str, Any]]:
+    """A recording knows the ranks of each unit, a plan and a ledger the sizes of the shards."""
     sizes = {"embed": 131_072_000, "": 131_076_096}
     return [
         {
@@ -22,7 +23,7 @@ def _units() -> list[dict[str, Any]]:
             "parameters": 1 if name == "embed" else 2 if not name else 12,
             "elements": sizes.get(name, 201_347_072),
             "bytes": 4 * sizes.get(name, 201_347_072),
-            "ranks": RANKS,
+            **({"ranks": RANKS} if ran else {"shards": 8, "bytes_per_shard": [4 * 2**20] * 7 + [2**20]}),
         }
         for name in UNITS
     ]
@@ -74,7 +75,7 @@ def _memory(kind: str) -> dict[str, Any]:
             {"change": "activation checkpointing of every block", "peak": 14 * GIB, "fits": True},
             {"change": "reshard_after_forward=False", "peak": 62 * GIB, "fits": False},
         ],
-        "units": _units(),
+        "units": _units(ran=False),
     }
 
 

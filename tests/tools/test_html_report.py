@@ -119,6 +119,31 @@ def test_plan_beside_ledger() -> None:
     assert "parameters 1.0 GiB 2.0 GiB 512.0 MiB 3.0 GiB +50.0%" in text
 
 
+def test_the_shards_of_a_plan() -> None:
+    text = re.sub(r"\s+", " ", page_of(samples()["plan"]).texts["sharding"])
+    assert "on 8 ranks. Shards of each unit unit share size shards on each rank parameters elements" in text
+    assert "embed 500.0 MiB 8 1.0 MiB to 4.0 MiB 1 131,072,000" in text
+    text = page_of({**samples()["ledger"], "timeline": [], "peak": 2**30, "peak_at": ""}).texts[""]
+    assert "Measured memory, outside a step: 1.0 GiB per rank. The device has" in text
+
+
+def test_a_recording_beside_a_watch_has_all_steps_of_the_scaler() -> None:
+    recording, found = samples()["recording"], samples()["watch"]
+    for step in recording["steps"]:
+        step["scale"] = 1024.0 if step["step"] < 118 else 512.0
+    recording["steps"][117] |= {"skipped": True, "why": "gradients overflowed"}
+    row = {"step": 118, "scale": 512.0, "skipped": True, "why": "Step 118: rank 2 alone became infinite"}
+    found |= {"scaler": [row], "steps": 200, "initial_scale": 1024.0}
+    for results in ([recording, found], [found]):
+        page = page_of(*results)
+        (chart,) = (each for each in page.charts if each["series"][0]["label"] == "scale")
+        assert len(chart["x"]) == (200 if recording in results else 2)
+        assert chart["series"][0]["values"][0] == 1024 and chart["series"][0]["values"][-1] == 512
+        assert "skipped 1 of 200 steps (steps 118). The scale went from 1,024 to 512." in page.texts["scaler"]
+        assert "rank 2 alone became infinite" in page.texts["scaler"] and "Why is not finite" not in page.text
+    assert "gradients overflowed" in page_of(recording).texts["scaler"]
+
+
 def test_a_watched_run_without_findings() -> None:
     page = page_of({**samples()["watch"], "findings": [], "norms": [], "scaler": [], "steps": 7})
     assert page.texts[""].count("All values were finite in 7 watched steps.") == 1 and set(page.texts) == {

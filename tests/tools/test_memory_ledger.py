@@ -18,6 +18,7 @@ from torch import nn
 from unshard.engine.api import observer
 from unshard.errors import ArgumentError
 from unshard.tools import ledger, plan
+from unshard.tools.memory_rows import size
 from unshard.tools.program import Program, default_loss, shard_blocks
 
 WORLD = 4
@@ -71,11 +72,14 @@ def test_rows_at_rest_are_those_of_the_plan() -> None:
 def test_a_recorded_step_has_a_timeline() -> None:
     planned = plan_of_stack()
     with training() as (model, optimizer):
-        step(model, optimizer)
-        optimizer.zero_grad()
-        with ledger(model, optimizer) as recorded:
-            step(model, optimizer)
+        assert str(ledger(model, optimizer)).startswith("Memory of this rank: 0.7 MiB now.\n")
+        for _ in range(2):  # in the first step, units get their names in the block
+            with ledger(model, optimizer) as recorded:
+                step(model, optimizer)
+            assert "reduce blocks.0" in [point["at"] for point in recorded.timeline]
+            optimizer.zero_grad()
         assert observer.current is None
+        assert recorded.peak_at.startswith("backward of ") and f", in {recorded.peak_at}." in str(recorded)
         stages = [point["at"] for point in recorded.timeline]
         assert stages[0] == "begin" and stages[-1] == "end"
         assert stages.index("forward blocks.0") < stages.index("backward blocks.0") < stages.index("reduce blocks.0")
@@ -114,6 +118,17 @@ def test_the_ledger_keeps_no_memory() -> None:
         assert owner() is None
 
 
-def test_an_unsharded_model_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="contains no sharded module"):
-        ledger(Stack())
+def test_wrong_arguments() -> None:
+    for model in (Stack(), None):
+        with pytest.raises(ArgumentError, match="contains no sharded module"):
+            ledger(model)  # type: ignore[arg-type]
+    with training() as (model, optimizer):
+        with pytest.raises(ArgumentError, match=r"optimizer must be .*, got str"):
+            ledger(model, "adam")
+        with pytest.raises(ArgumentError, match=r"needs a result of unshard\.tools\.plan, got str"):
+            ledger(model, optimizer).beside("plan")  # type: ignore[arg-type]
+
+
+def test_sizes() -> None:
+    texts = [size(nbytes) for nbytes in (0, 1500, 2**17, 2**20, 2**30)]
+    assert texts == ["0.0 MiB", "1.5 KiB", "0.1 MiB", "1.0 MiB", "1.00 GiB"]

@@ -262,7 +262,8 @@ def test_the_result_is_plain_data() -> None:
     assert found["peak"] == sum(row["at_peak"] for row in found["rows"])
     assert found["peak"] == max(sum(v for k, v in point.items() if k != "at") for point in found["timeline"])
     assert [unit["name"] for unit in found["units"]][:2] == ["(root)", "blocks.0"]
-    assert all(sum(unit["ranks"]) == unit["bytes"] for unit in found["units"])
+    assert all(unit["shards"] == len(unit["bytes_per_shard"]) == WORLD for unit in found["units"])
+    assert all(sum(unit["bytes_per_shard"]) == unit["bytes"] for unit in found["units"])
     assert f"of one of {WORLD} ranks" in str(planned) and planned.peak_at in str(planned)
 
 

@@ -25,14 +25,16 @@ class Ledger:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
-        if not units_of(model):
+        if not isinstance(model, nn.Module) or not units_of(model):
             raise ArgumentError(
                 f"{type(model).__name__} contains no sharded module. Pass a model that fully_shard or "
                 "FullyShardedDataParallel has sharded."
             )
+        if optimizer is not None and not hasattr(optimizer, "state"):
+            raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
         self._model, self._optimizer = model, optimizer
         self._device = next(iter(units_of(model))).unit.device
-        self._names: dict[int, str] = {}
+        self._groups: dict[int, Any] = {}
         self._watcher: _Watcher | None = None
         self._other: int | None = None
         self.timeline: list[dict[str, Any]] = []
@@ -48,7 +50,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         self.refresh()
         self.timeline, self._other = [], self.now[OTHER]
-        self._names = {id(param): group.unit_name for group in groups_of(self._model) for param in group.params}
+        self._groups = {id(param): group for group in groups_of(self._model) for param in group.params}
         self._watcher = _Watcher(self._note)
         observer.add(self._watcher)
         self._record("begin")
@@ -69,7 +71,9 @@ class Ledger:
 
     @property
     def peak_at(self) -> str:
-        return title_of(self._at_peak().get("at", "now"))
+        """The stage of the peak. Empty if no step was recorded."""
+        at = self._at_peak().get("at", "")
+        return f"the {at} of the step" if at in ("begin", "end") else title_of(at)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -98,7 +102,8 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        lines = [f"Memory of this rank: {size(total(self.now))} now, peak {size(self.peak)}, in {self.peak_at}.", ""]
+        peak = f", peak {size(self.peak)}, in {self.peak_at}" if self.peak_at else ""
+        lines = [f"Memory of this rank: {size(total(self.now))} now{peak}.", ""]
         lines += memory_table(self.rows, {"at_rest": self.host, "at_peak": self.host})
         if self.allocator:
             lines += ["", "Allocator: " + ", ".join(f"{name} {size(n)}" for name, n in self.allocator.items())]
@@ -109,6 +114,8 @@ class Ledger:
 
         On the CPU, activations and other memory are unknown.
         """
+        if not isinstance(plan, MemoryPlan):
+            raise ArgumentError(f"beside() needs a result of unshard.tools.plan, got {type(plan).__name__}.")
         recorded = bool(self.timeline)
         mine = _most(self.timeline) if recorded else self.now
         planned = plan.run.most if recorded else plan.run.rest
@@ -154,11 +161,12 @@ class Ledger:
         ]
 
     def _at_peak(self) -> dict[str, Any]:
-        return max(self.timeline, key=total, default={"at": "now", **self.now})
+        return max(self.timeline, key=total, default={**self.now})
 
     def _note(self, event: str, params: Sequence[Any]) -> None:
-        if params and id(params[0]) in self._names:
-            self._record(f"{event} {self._names[id(params[0])]}")
+        if params and id(params[0]) in self._groups:
+            # Units get their names in the first forward.
+            self._record(f"{event} {self._groups[id(params[0])].unit_name}")
 
     def _record(self, at: str) -> None:
         self.timeline.append({"at": at, **self._read()[0]})

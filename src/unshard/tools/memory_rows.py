@@ -98,32 +98,35 @@ def _states(model: nn.Module, optimizer: Any) -> Iterator[Held]:
 
 
 def unit_rows(model: nn.Module, most_ranks: int = 64) -> list[dict[str, Any]]:
-    """Return name, size and the bytes of each rank's shard for every unit. Beyond `most_ranks`, ranks are left out."""
+    """Return name, size and shards of every unit, with the bytes of each shard if there are at most `most_ranks`."""
     rows = []
     for state in units_of(model):
         params = [(group, param) for group in state.unit.param_groups for param in group.params]
         sizes = [(param.sharding.numel, param.sharded.dtype.itemsize) for _, param in params]
         world = max((group.shards.world for group, _ in params), default=1)
-        ranks = [0] * (world if world <= most_ranks else 0)
+        shards = [0] * (world if world <= most_ranks else 0)
         for group, param in params:
-            for rank in range(min(group.shards.world, len(ranks))):
+            for rank in range(min(group.shards.world, len(shards))):
                 shape = param.sharding.local_shape(rank)
-                ranks[rank] += torch.Size(shape).numel() * param.sharded.dtype.itemsize
+                shards[rank] += torch.Size(shape).numel() * param.sharded.dtype.itemsize
         rows.append(
             {
                 "name": state.unit.name,
                 "parameters": len(params),
                 "elements": sum(numel for numel, _ in sizes),
                 "bytes": sum(numel * itemsize for numel, itemsize in sizes),
-                "ranks": ranks,
+                "shards": world,
+                "bytes_per_shard": shards,
             }
         )
     return rows
 
 
 def size(nbytes: float) -> str:
-    """Format bytes as MiB, or as GiB from 1 GiB on."""
-    return f"{nbytes / 2**30:,.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+    """Format bytes as MiB, as GiB from 1 GiB on, or as KiB below 0.1 MiB."""
+    if abs(nbytes) >= 2**30:
+        return f"{nbytes / 2**30:,.2f} GiB"
+    return f"{nbytes / 2**20:,.1f} MiB" if not nbytes or abs(nbytes) >= 0.1 * 2**20 else f"{nbytes / 2**10:,.1f} KiB"
 
 
 def total(values: Mapping[str, int], kinds: Iterable[str] = KINDS) -> int:

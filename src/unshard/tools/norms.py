@@ -56,7 +56,9 @@ def tensor_norms(plan: ModelPlan) -> dict[str, dict[str, Statistics | None]]:
     else:
         table = mine.new_empty(group.size() * len(mine))
         call = SharedCall("measure parameters and gradients (norms)", groups)
-        call.run(partial(dist.all_gather_into_tensor, table, mine, group))
+        renamed = hasattr(dist, "all_gather_single")  # since torch 2.13
+        all_gather = dist.all_gather_single if renamed else dist.all_gather_into_tensor
+        call.run(partial(all_gather, table, mine, group))
     rows = table.view(-1, len(shares), _COLUMNS).transpose(0, 1).tolist()
     return {each.name: _combined(each.numel, of_ranks) for each, of_ranks in zip(shares, rows, strict=True)}
 

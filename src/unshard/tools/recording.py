@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import __version__
-from ..errors import ArgumentError
+from ..errors import ArgumentError, StateError
 from ..torch_private import scale_of
 from .precision_plan import ModelPlan, plan_of
 from .precision_report import PrecisionReport, surprises_of
@@ -60,6 +60,7 @@ class Recording:
         self._file: Any = None
         self._steps, self._clock, self._started = 0, 0.0, ""
         self._scale: float | None = None
+        self._is_open = False
 
     def __enter__(self) -> Recording:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,7 @@ class Recording:
             self._scale = None if scale is None else float(scale)
         self._started = time.strftime("%Y-%m-%d %H:%M")
         self._clock = time.perf_counter()
+        self._is_open = True
         return self
 
     def step(self, loss: Any = None, *, step: int | None = None, **values: Any) -> None:
@@ -77,8 +79,17 @@ class Recording:
         `loss` and `values` are numbers or one-element tensors; rank 0 records them. `step` is the number of the step,
         and defaults to the number after the last one. A run that resumes in the same folder passes it.
         """
+        if not self._is_open:
+            raise StateError("This recording is not open. Call step() inside `with record(...) as recording`.")
         if wrong := _RESERVED & values.keys():
             raise ArgumentError(f"record writes {', '.join(sorted(wrong))} itself. Use other names.")
+        # Every rank checks what rank 0 writes, so that a mistake does not stop rank 0 alone.
+        loss, values = _plain("loss", loss), {name: _plain(name, each) for name, each in values.items()}
+        if step is not None:
+            has_steps = self._file is not None or bool(self._pending)
+            if not isinstance(step, int) or step < 0 or (has_steps and step <= self._steps):
+                after = f" after step {self._steps}" if has_steps else ""
+                raise ArgumentError(f"step must be a number that grows, got {step!r}{after}.")
         now = time.perf_counter()
         self._steps = self._steps + 1 if step is None else step
         line: dict[str, Any] = {"step": self._steps, "seconds": now - self._clock}
@@ -102,6 +113,7 @@ class Recording:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._is_open = False
         self._write(wait=error is None)  # after an error, the device may never finish
         if self._file is not None:
             self._file.close()
@@ -175,7 +187,7 @@ class _Line:
     values: dict[str, Any]
 
     def __post_init__(self) -> None:
-        tensors = {name: _plain(name, value) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value.detach() for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         self._events = []
         for name, tensor in tensors.items():
             on_device = tensor.device.type != "cpu"
@@ -184,11 +196,6 @@ class _Line:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
             self._events.append(event)
-        for name, value in self.values.items():
-            if not isinstance(value, int | float | torch.Tensor | None):
-                raise ArgumentError(
-                    f"Expected a number or a one-element tensor for {name}, got {type(value).__name__}."
-                )
 
     def is_ready(self) -> bool:
         return all(event.query() for event in self._events)
@@ -199,14 +206,18 @@ class _Line:
         return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in self.values.items()}
 
 
-def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, int | float | None):
+            raise ArgumentError(f"Expected a number or a one-element tensor for {name}, got {type(value).__name__}.")
+        return value
     if isinstance(value, DTensor):
         if not all(each.is_replicate() for each in value.placements):
             raise ArgumentError(f"{name} is a DTensor that is not replicated. Pass {name}.full_tensor().")
         value = value.to_local()
     if value.numel() != 1:
         raise ArgumentError(f"{name} has {value.numel()} elements. Pass a number or a one-element tensor.")
-    return value.detach()
+    return value
 
 
 def _class_name(model: nn.Module) -> str:

@@ -33,8 +33,10 @@ def memory(found: Found, charts: Charts) -> Section | None:
     for each in both:
         measured = each["kind"] == "ledger"
         what, device = "Measured" if measured else "Planned", each.get("device_memory")
-        text = f"{what} peak: {size(each.get('peak'))} per rank"
-        text += f", in {each['peak_at']}" if each.get("peak_at") else ""
+        if each.get("peak_at"):
+            text = f"{what} peak: {size(each.get('peak'))} per rank, in {each['peak_at']}"
+        else:  # a ledger that recorded no step
+            text = f"{what} memory, outside a step: {size(each.get('peak'))} per rank"
         fits = each.get("fits")
         text += "" if device is None else f". The device has {size(device)}"
         text += "" if fits is None else ", which is enough" if fits else ", which is too little"

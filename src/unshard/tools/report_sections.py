@@ -76,41 +76,48 @@ def _list(texts: Iterable[str]) -> Markup:
 
 def _sharding(found: Found, charts: Charts) -> Section | None:
     # A recording shows what the run did. A plan shows what it would do.
-    units = next((each["units"] for each in of_kinds(found, "recording", "ledger", "plan") if each.get("units")), None)
-    if units is None:
+    each = next((each for each in of_kinds(found, "recording", "ledger", "plan") if each.get("units")), None)
+    if each is None:
         return None
-    section = Section("sharding", "Sharding map")
+    section, units = Section("sharding", "Sharding map"), each["units"]
     total, full = sum(unit["bytes"] for unit in units), max(unit["bytes"] for unit in units)
-    ranks = sorted({rank for unit in units for rank in unit["ranks"]})
+    ranks = each.get("world") or len({rank for unit in units for rank in unit["ranks"]})
     text = (
         f"{count(len(units), 'unit')}, {count(sum(unit['parameters'] for unit in units), 'parameter')}, "
-        f"{sum(unit['elements'] for unit in units):,} elements, {size(total)}, on {count(len(ranks), 'rank')}."
+        f"{sum(unit['elements'] for unit in units):,} elements, {size(total)}, on {count(ranks, 'rank')}."
     )
     section.findings.append((None, text))
-    head = ["unit", "share", "size", "ranks", "on each rank", "parameters", "elements"]
+    known = "ranks" in units[0]  # a plan and a ledger have numbers of shards
+    head = ["unit", "share", "size", "ranks" if known else "shards", "on each rank", "parameters", "elements"]
     replicas = any(unit.get("replicas", 1) > 1 for unit in units)
     rows = [
         [
             title_of(unit),
             bar([unit["bytes"]], full),
             size(unit["bytes"]),
-            Markup(ranks_text(unit["ranks"])),
-            size(unit["bytes"] / max(1, len(unit["ranks"]))),
+            Markup(ranks_text(unit["ranks"])) if known else unit["shards"],
+            _share(unit),
             unit["parameters"],
             unit["elements"],
             *([unit.get("replicas", 1)] if replicas else []),
         ]
         for unit in units
     ]
-    title = "Which ranks hold which unit (they have equal shares, up to padding)"
+    title = "Which ranks hold which unit (they have equal shares, up to padding)" if known else "Shards of each unit"
     section.parts += [paragraph(text), table(title, head + (["replicas"] if replicas else []), rows)]
     return section
+
+
+def _share(unit: dict[str, Any]) -> str:
+    shards = unit.get("bytes_per_shard") or [unit["bytes"] / max(1, len(unit.get("ranks", [])) or unit["shards"])]
+    least, most = size(min(shards)), size(max(shards))
+    return most if least == most else f"{least} to {most}"
 
 
 # -- training ----------------------------------------------------------------------------------------------------
 
 
-_OWN_CHARTS = {"step", "seconds", "allocated", "peak", "reserved", "scale", "skipped"}
+_OWN_CHARTS = {"step", "seconds", "allocated", "peak", "reserved", "scale", "skipped", "why"}
 
 
 def _training(found: Found, charts: Charts) -> Section | None:
@@ -189,21 +196,30 @@ def _norms(norms: Sequence[dict[str, Any]], charts: Charts) -> list[Markup]:
 
 
 def _scaler(found: Found, charts: Charts) -> Section | None:
-    recorded = [step for each in of_kinds(found, "recording") for step in each.get("steps", []) if step.get("scale")]
-    rows = [row for each in of_kinds(found, "watch") for row in each.get("scaler", [])] or recorded
+    rows = [step for each in of_kinds(found, "recording") for step in each.get("steps", []) if step.get("scale")]
+    steps, reasons = len(rows), {}
+    for each in of_kinds(found, "watch"):
+        changes = each.get("scaler") or []
+        # Both have the number of the step, unless the recording began earlier or later than the watch.
+        reasons |= {(row["step"], row["scale"]): row.get("why") for row in changes}
+        if changes and not steps:  # a watch has only the steps that changed the scale
+            before = [{"step": 0, "scale": each["initial_scale"]}] if each.get("initial_scale") else []
+            rows = [*before, *changes]
+            steps = each.get("steps") or len(changes)
     if not rows:
         return None
     section = Section("scaler", "Gradient scaler")
     skipped = [row for row in rows if row.get("skipped")]
-    text = f"The gradient scaler skipped {len(skipped):,} of {count(len(rows), 'step')}"
+    text = f"The gradient scaler skipped {len(skipped):,} of {count(steps, 'step')}"
     text += "" if not skipped else f" (steps {ranks_text(row['step'] for row in skipped)})"
     section.findings.append((None, text + "."))
-    words = f"{text}. The scale is {number(rows[0]['scale'])} at first and {number(rows[-1]['scale'])} at the end."
+    words = f"{text}. The scale went from {number(rows[0]['scale'])} to {number(rows[-1]['scale'])}."
     scales = [row["scale"] for row in rows]
     series = {"scale": scales, "skipped": [row["scale"] if row.get("skipped") else None for row in rows]}
     section.parts.append(charts.add("Scale", words, steps_of(rows), series, style="step", log=True, dots=["skipped"]))
     if skipped:
-        lines = [(row["step"], float(row["scale"]), row.get("why") or "gradients overflowed") for row in skipped]
+        whys = [reasons.get((row["step"], row["scale"])) or row.get("why") or "gradients overflowed" for row in skipped]
+        lines = [(row["step"], float(row["scale"]), why) for row, why in zip(skipped, whys, strict=True)]
         section.parts.append(table("Skipped steps", ("step", "scale", "why"), lines))
     return section
 

@@ -98,6 +98,8 @@ class Timeline:
         """The times of all ranks, per step. Only those of this rank if an exception left the block."""
         self.each_step: list[RankTimes] = []
         """The times of each step on this rank."""
+        if trace is not None and not isinstance(trace, str | os.PathLike):
+            raise ArgumentError(f"trace must be a path, got {type(trace).__name__}.")
         self._states = states
         self._is_cold = not all(state.is_initialized for state in states)
         self._trace = None if trace is None else Path(trace)
@@ -223,8 +225,8 @@ class Timeline:
         left_out = " The first step, a warm-up, is left out." if self.warm_up_steps else ""
         left_out += f" {_CAPTURED}" if self.captured else ""
         head = (
-            f"{self.steps} steps on rank {self.rank} ({self.device}), {self.step_ms:.2f} ms per step. For "
-            f"{self.exposed_ms:.2f} ms ({self.exposed_ms / self.step_ms:.0%}), the computation waited for "
+            f"{self.steps} step{'s' * (self.steps > 1)} on rank {self.rank} ({self.device}), {self.step_ms:.2f} ms per "
+            f"step. For {self.exposed_ms:.2f} ms ({self.exposed_ms / self.step_ms:.0%}), the computation waited for "
             f"communication.{left_out}"
         )
         rows = [[each.name, *(f"{figure:.2f}" for figure in _figures(each))] for each in self.units]

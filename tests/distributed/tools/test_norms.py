@@ -50,7 +50,8 @@ def check(case: models.Case, model: nn.Module, share: tuple[int, int] | None = N
     rank, size = share or (dist.get_rank(), dist.get_world_size())
     case.loss(model, models.shard(case.batch(0), rank, size)).backward()
     with watch(model) as watched:
-        with Collectives() as seen:
+        with Collectives() as seen, warnings.catch_warnings():
+            warnings.simplefilter("error")  # the suite ignores those of torch
             found = watched.norms()
         assert len(seen.calls) == (dist.get_world_size() > 1), seen.calls
     wanted = expected(case, **options)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unshard import fully_shard, tools
-from unshard.errors import ArgumentError
+from unshard.errors import ArgumentError, StateError
 from unshard.tools import recording
 
 
@@ -166,8 +166,9 @@ def test_added_results(tmp_path: Path) -> None:
     assert "the disk: full" in page and "Recording in" in str(recorded)
 
 
-@world(1)
+@world(2)
 def test_wrong_arguments(tmp_path: Path) -> None:
+    """All ranks raise, also those that write no values."""
     with pytest.raises(ArgumentError, match="contains no module that fully_shard was applied to"):
         tools.record(tmp_path, nn.Linear(2, 2))
     with tools.record(tmp_path, sharded("fully_shard")) as recorded:
@@ -177,5 +178,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             recorded.step(accuracy="high")
         with pytest.raises(ArgumentError, match="record writes peak, seconds itself"):
             recorded.step(seconds=1, peak=2)
+        with pytest.raises(ArgumentError, match=r"step must be a number that grows, got -1\.$"):
+            recorded.step(1.0, step=-1)
+        recorded.step(1.0, step=5)
+        with pytest.raises(ArgumentError, match=r"got 5 after step 5"):
+            recorded.step(1.0, step=5)
+    with pytest.raises(StateError, match=r"Call step\(\) inside"):
+        recorded.step(1.0)
+    dist.barrier()
+    assert [line["step"] for line in lines(tmp_path, dist.get_rank())] == [5]
     with pytest.raises(ArgumentError, match=r"has no recording \(rank0.jsonl\)"):
         recording.read_recording(tmp_path / "elsewhere")

@@ -69,7 +69,7 @@ def test_an_exception_in_the_block() -> None:
             issued = len(job.log)
             1 / 0  # noqa: B018
         assert len(job.log) == issued and observer.current is None
-        assert times.steps == 2 and [each.rank for each in times.ranks] == [0]
+        assert times.steps == 2 and str(times).startswith("2 steps on") and [each.rank for each in times.ranks] == [0]
         step(model, optimizer)
 
 
@@ -80,6 +80,8 @@ def test_misuse() -> None:
         timeline(nn.Linear(2, 2))
     with loopback.job(2):
         model = sharded()
+        with pytest.raises(ArgumentError, match="trace must be a path, got int"):
+            timeline(model, trace=3)
         with timeline(model) as times:
             with pytest.raises(StateError, match="has been used"), times:
                 pass
@@ -100,7 +102,12 @@ def test_captured_steps_are_left_out() -> None:
             with side_stream.recording_step():
                 step(model, optimizer)
             assert len(recorder._step.cuts) == cuts and not recorder._open
-        assert times.steps == 1 and times.captured and "Captured steps are not measured" in str(times)
+        assert (
+            times.steps == 1
+            and str(times).startswith("1 step on")
+            and times.captured
+            and "Captured steps are not measured" in str(times)
+        )
 
 
 def test_observers_of_tensors_keep_reductions_on_the_compute_stream() -> None:
