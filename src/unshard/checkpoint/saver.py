@@ -27,6 +27,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm.order.check import job_failed
 from ..errors import CheckpointError
 from . import storage
 from .folders import check_step
@@ -41,6 +42,9 @@ _SAVE = "save a checkpoint (Saver)"
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0
 """If the program exits without `wait`, rank 0 writes its file and then waits at most this long for other ranks."""
+_FAILED_EXIT_SECONDS = 10.0
+"""The same limit after a collective has failed. A lost rank writes no file, and launchers restart the job only after
+this process has ended."""
 
 _under_way: set[BackgroundSave] = set()
 
@@ -177,7 +181,7 @@ class BackgroundSave:
     def finish_at_exit(self) -> None:
         """Finish this save when the program exits without calling `wait`. Errors are logged instead of raised."""
         self._written.wait()
-        self._thread.join(_EXIT_SECONDS)
+        self._thread.join(_FAILED_EXIT_SECONDS if job_failed() else _EXIT_SECONDS)
         self.end()
         error = self._write_error or self._publish_error
         if error is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -27,6 +28,7 @@ from unshard.checkpoint import saver as saver_module
 from unshard.checkpoint.host_buffers import HostBuffer
 from unshard.checkpoint.manifest import read_manifest
 from unshard.checkpoint.saver import Saver
+from unshard.comm.order.check import known_orders
 from unshard.errors import ArgumentError
 
 quiet = pytest.mark.filterwarnings("ignore")
@@ -454,3 +456,27 @@ def test_arguments(tmp_path: Path) -> None:
             Saver(tmp_path, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="step must be"):
         Saver(tmp_path).save(model=nn.Linear(2, 2), step=-1)
+
+
+@quiet
+@world(2)
+def test_a_program_that_ends_after_a_rank_was_lost(tmp_path: Path) -> None:
+    """A lost rank writes no file, and torchrun restarts the job only after rank 0 has ended."""
+    run, texts, rank = Run("fully_shard"), [], dist.get_rank()
+    saver = Saver(tmp_path)
+    with held_back("fsync") as event:
+        if rank == 0:
+            event.set()
+        saver.save(step=1, **run.parts())
+        if rank == 0:
+            (order,) = known_orders([dist.group.WORLD])
+            order._peers.fail("Rank 1 was lost.")
+            log = mock.Mock(error=lambda text, *args: texts.append(text % args))
+            with mock.patch.multiple(saver_module, _FAILED_EXIT_SECONDS=0.01, _EXIT_SECONDS=1e6, _log=log):
+                saver_module._finish_all()
+        dist.barrier()
+        event.set()
+    if rank == 0:
+        assert "Rank 1 did not write its file" in texts[0] and names(tmp_path) == []
+    else:
+        saver_module._finish_all()

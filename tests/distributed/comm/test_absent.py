@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unshard import FullyShardedDataParallel, fully_shard
+from unshard.comm.order import announcing as module
 from unshard.errors import CollectiveError, OrderError
 
 THREAD = "unshard announces"
@@ -231,3 +233,17 @@ def test_the_thread_lives_as_long_as_the_job() -> None:
     for thread in threads:
         thread.join(300)
     assert not announcing()
+
+
+@world(1)
+def test_a_store_that_an_earlier_process_has_used() -> None:
+    """As torchrun's is after a restart. A process that joins again itself is no reason for a warning."""
+    texts: list[str] = []
+    log = mock.Mock(warning=lambda text, *args: texts.append(text % args))
+    with mock.patch.multiple(module, job_store=mock.Mock(return_value=dist.HashStore()), _joins=0, _log=log):
+        for process in range(2):
+            module._joins = 0
+            for _ in range(2):
+                module._new_announcer(dist.group.WORLD, 5.0).end("ended")
+            assert len(texts) == 2 * process
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in texts[0]

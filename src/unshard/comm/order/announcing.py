@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import socket
 import sys
@@ -30,11 +31,14 @@ from .sequence import absent_keys
 if TYPE_CHECKING:
     from .peers import Peers
 
+_log = logging.getLogger("unshard")
+
 _RANKS_PER_SECOND = 100  # in a large job, at most this many ranks write their keys per second
 
 _announcers: set[Announcer] = set()
 _jobs: weakref.WeakKeyDictionary[Any, Announcer] = weakref.WeakKeyDictionary()  # by default process group
 _creating = threading.Lock()
+_joins = 0  # how often this process has joined a job
 
 
 class Watcher:
@@ -124,6 +128,14 @@ def _new_announcer(group: Any, interval: float) -> Announcer:
     job = JobStore(dist.PrefixStore("unshard", job_store()))
     # A program may leave the job and join again. The store then still contains the keys of the first time.
     joins = job.add(f"joins of {dist.get_rank()}", 1)
+    global _joins
+    _joins += 1
+    if joins > _joins:
+        _log.warning(
+            "Rank %d joins a job whose store still has the keys of an earlier start. The ranks may wait for processes "
+            "that have ended. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.",
+            dist.get_rank(),
+        )
     return Announcer(job.prefixed(f"{joins}"), group, dist.get_rank(), interval)
 
 

@@ -91,6 +91,11 @@ def largest_order() -> Order | None:
     return max(orders, key=lambda order: len(order.ranks), default=None)
 
 
+def job_failed() -> bool:
+    """Return True if this rank has raised an error because of another rank, which may be lost."""
+    return any(order.failed for order in _all_orders() if order.in_job)
+
+
 def explained(error: RuntimeError) -> str:
     """Return a text that says how another rank caused a collective of this rank to fail with `error`.
 
@@ -213,6 +218,11 @@ class Order:
     def in_job(self) -> bool:
         """True until this process leaves the job that the process group belongs to."""
         return not self._peers.announcer.has_left()
+
+    @property
+    def failed(self) -> bool:
+        """True if this rank has raised an error about other ranks of the process group."""
+        return self._peers.failed
 
     def _check_unexpected(self, label: Label, meet: bool) -> None:
         number, texts = label.number, self._texts
