@@ -14,7 +14,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu test-versions test-wheel bench lint format types docs clean
+.PHONY: help install demo test test-all test-gpu test-versions test-wheel test-stack test-upstream bench lint format \
+  types docs clean
 
 help:
 	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
@@ -23,6 +24,8 @@ help:
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make test-wheel build the distributions, and run the README's program where only the wheel is installed"
+	@echo "make test-stack run programs of other libraries on unshard and on PyTorch's FSDP, and compare (half an hour)"
+	@echo "make test-upstream PYTORCH=<checkout> run PyTorch's own FSDP tests on unshard, and count (hours)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
 	@echo "make format   apply both"
@@ -82,6 +85,20 @@ test-wheel: $(INSTALLED)
 	awk '/^```/ { if (inside) exit; inside = /^```python/; next } inside' README.md > $(WHEEL)/train.py
 	cd $(WHEEL) && bin/unshard --version && bin/torchrun --standalone --nproc-per-node=2 train.py
 
+# In an environment of its own, which has the libraries as well.
+STACK := $(CURDIR)/.stack
+test-stack:
+	@test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
+	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH)
+	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH) pytest safetensors xxhash \
+	  --requirement tests/stack/requirements.txt --editable .
+	$(STACK)/bin/python -m pytest -rA --tb=short -m "slow or not slow" tests/stack
+
+# PYTORCH is a source checkout, best of the installed version. FILES="test/distributed/fsdp/test_fsdp_core.py" selects.
+test-upstream: $(INSTALLED)
+	@test -n "$(PYTORCH)" || { echo "Usage: make test-upstream PYTORCH=<source checkout>"; exit 1; }
+	$(BIN)/python tests/upstream/run.py "$(PYTORCH)" $(if $(FILES),--files $(FILES))
+
 # Without BENCH the step in float32, which every CPU is good at: `make bench BENCH="memory --cases 10m:1x64:fp32"`.
 BENCH ?= step --cases 10m:1x128:fp32 --rounds 2 --steps 6 --interleave
 bench: $(INSTALLED)
@@ -113,5 +130,5 @@ docs: $(SITE_INSTALLED)
 	$(BIN)/python docs/site/check.py build/site
 
 clean:
-	rm -rf $(VENV) $(WHEEL) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(WHEEL) $(STACK) .versions build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
