@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 IMAGES = Path(__file__).parents[1] / "images"
-WIDTH = 520
+WIDTH = 440
 
 COLORS = {
     "parameters": ("#4c78a8", "#6fa0d8"),
@@ -94,7 +94,7 @@ ROWS: list[tuple[str, str, str, bool, str]] = [
 def parameter() -> Picture:
     """What two ranks hold of one parameter, from one step to the next."""
     picture = Picture("What two ranks hold of one parameter during a step")
-    lanes, size, row = (250.0, 390.0), 110.0, 74.0
+    lanes, size, row = (222.0, 332.0), 92.0, 74.0
     for rank, left in enumerate(lanes):
         picture.text(left + size / 2, 26, f"rank {rank}", "bold middle")
     for number, (stage, what, kind, unsharded, how) in enumerate(ROWS):
@@ -109,7 +109,7 @@ def parameter() -> Picture:
             if how:
                 picture.arrow(left + size / 2 - 1, top + 34, top + row - 5)
         if how:
-            picture.text(238, top + 57, how, "small right")
+            picture.text(212, top + 57, how, "small right")
     return picture
 
 
@@ -123,7 +123,7 @@ def memory() -> Picture:
     points = [each for each in planned.to_dict()["timeline"] if each["at"] != "forward (root)"]
     kinds = [kind for kind in COLORS if any(point.get(kind) for point in points)]
     picture = Picture("Memory of one of four ranks over a training step")
-    left, top, bottom = 58.0, 20.0, 300.0
+    left, top, bottom = 50.0, 20.0, 280.0
     most = 100 * -(-planned.peak // (100 * 2**20))
     scale = (bottom - top) / most
     for number in range(0, most + 1, 100):
@@ -144,7 +144,7 @@ def memory() -> Picture:
         picture.line((first + 2, bottom + 8), (last - 2, bottom + 8))
         picture.text((first + last) / 2, bottom + 26, title, "small middle")
     for number, kind in enumerate(kinds):
-        x, y = 16 + 168 * (number % 3), bottom + 52 + 24 * (number // 3)
+        x, y = 16 + 140 * (number % 3), bottom + 52 + 24 * (number // 3)
         picture.box(x, y - 11, 12, 12, kind)
         picture.text(x + 18, y, kind, "small")
     y = bottom + 52 + 24 * -(-len(kinds) // 3) + 2
@@ -189,7 +189,7 @@ def plan_of(world: int) -> Any:
 def streams() -> Picture:
     """Four blocks: all-gathers run one unit ahead, and reductions one unit behind."""
     picture = Picture("Streams of a GPU in forward and backward of four units")
-    left, wide = 16.0, 81.0
+    left, wide = 16.0, 68.0
     up, down = [f"block {number}" for number in range(4)], [f"block {number}" for number in reversed(range(4))]
     rows: list[tuple[str, list[tuple[str, list[str], int]]]] = [
         ("Forward", [("all-gathers", up, 0), ("compute", [*up, "loss"], 1)]),
@@ -234,7 +234,7 @@ MESHES: list[tuple[str, str, Owned]] = [
 def meshes() -> Picture:
     """The elements of one weight that each of four ranks holds between two steps."""
     picture = Picture("The elements of one weight on each of four ranks, for three meshes")
-    top, cell, step = 10.0, 20.0, 122.0
+    top, cell, step = 10.0, 18.0, 102.0
     groups = {
         "Hybrid": ("replica 0", "replica 1"),
         "With tensor parallelism": ("dp 0", "dp 1"),
@@ -244,11 +244,11 @@ def meshes() -> Picture:
         picture.text(16, top + 36, what, "small")
         top += 48
         for number, group in enumerate(groups.get(title, ())):
-            picture.text(24 + number * 2 * step + step, top + 10, group, "small middle")
-            picture.line((24 + number * 2 * step, top + 16), (24 + number * 2 * step + 2 * step - 20, top + 16))
+            picture.text(20 + number * 2 * step + step, top + 10, group, "small middle")
+            picture.line((20 + number * 2 * step, top + 16), (20 + number * 2 * step + 2 * step - 20, top + 16))
         top += 24 if title in groups else 0
         for rank in range(4):
-            left = 34 + rank * step
+            left = 30 + rank * step
             for row in range(4):
                 for column in range(4):
                     kind = "parameters" if owned(rank, row, column) else "empty"

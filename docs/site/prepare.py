@@ -80,7 +80,11 @@ def linked(text: str, source: str) -> str:
             return f"]({ONLINE}/{kind}/main/{target}{mark}{anchor})"
         return f"]({os.path.relpath(place(target), os.path.dirname(place(source)))}{mark}{anchor})"
 
-    return re.sub(r"\]\(([^)\s]+)\)", moved, text)
+    text = re.sub(r"\]\(([^)\s]+)\)", moved, text)
+    # GitHub needs `\|` in the code of a table, and MkDocs would show the backslash.
+    return re.sub(
+        r"^\|.*$", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), text, flags=re.M
+    )
 
 
 # -- nav -----------------------------------------------------------------------------------------------------------
@@ -116,8 +120,12 @@ def reference() -> Iterator[tuple[str, str, str]]:
         groups[group_of(defined)].append(name)
     for name, (title, _) in REFERENCE.items():
         # First the subject of the page, then functions, then classes; names of submodules last.
-        names = sorted(groups[name], key=lambda each: (each[8:] not in title, each.count("."), each[8].isupper(), each))
+        names = sorted(groups[name], key=lambda each: (each[8:] not in title, each.count("."), is_class(each), each))
         yield name, title, "\n\n".join([f"# {title}", *(f"::: {each}" for each in names)])
+
+
+def is_class(name: str) -> bool:
+    return name.rpartition(".")[2][0].isupper()
 
 
 def group_of(defined: str) -> str:
@@ -150,7 +158,7 @@ def commands() -> str:
 
 
 def described(parser: Any, level: int) -> Iterator[str]:
-    *description, example = re.split(r"^examples?:\n", parser.epilog or "", flags=re.MULTILINE)
+    notes, _, example = (parser.epilog or "").partition("example:\n")
     yield from ("```text", parser.format_usage().rstrip(), "```", "", parser.description or "", "")
     known = [each for each in parser._actions if not isinstance(each, argparse._SubParsersAction)]
     shown = [each for each in known if each.help != argparse.SUPPRESS and each.dest != "help"]
@@ -158,11 +166,9 @@ def described(parser: Any, level: int) -> Iterator[str]:
         yield from ("| argument | meaning |", "|---|---|")
         yield from (f"| {spelled(each)} | {(each.help or '').replace('|', chr(92) + '|')} |" for each in shown)
         yield ""
-    yield from (*description, "")
-    if description:
+    yield from (re.sub(r"((?:^  .*\n)+)", r"\n```text\n\1```\n", notes, flags=re.MULTILINE), "")
+    if example:
         yield from ("Example:", "", "```sh", *(line.strip() for line in example.splitlines()), "```", "")
-    else:
-        yield from (example, "")
     for each in parser.commands.values():
         yield from (f"{'#' * level} `{each.prog}`", "", *described(each, level + 1))
 
@@ -170,7 +176,7 @@ def described(parser: Any, level: int) -> Iterator[str]:
 def spelled(action: argparse.Action) -> str:
     value = f" {action.metavar or action.dest.upper()}" if action.nargs != 0 else ""
     names = [f"`{name}{value}`" for name in action.option_strings] or [f"`{value.strip()}`"]
-    return ", ".join(names).replace("|", "\\|")
+    return ", ".join(names)
 
 
 if __name__ == "__main__":

@@ -48,11 +48,18 @@ def fully_shard(
     """Shard the parameters of `module` that are in no other unit, as one flat parameter. Returns `module`.
 
     This does the same as `FullyShardedDataParallel(module, use_orig_params=True, ...)`, with two differences. Names do
-    not change, and every sharded module casts its inputs as a root does (`cast_root_forward_inputs`).
+    not change, and every sharded module casts its inputs as a root does (`cast_root_forward_inputs`). `policy` is the
+    `auto_wrap_policy` and `strategy` the `sharding_strategy`. `process_group`, `mixed_precision`, `cpu_offload`,
+    `ignored_modules`, `ignored_states`, `device_id`, `param_init_fn`, `sync_module_states` and `forward_prefetch` are
+    those of the wrapper.
 
     Static methods of `FullyShardedDataParallel`, such as `state_dict_type`, `summon_full_params` and
     `optim_state_dict`, also accept the returned module. `state_dict()` returns full tensors unless another state dict
-    type is set.
+    type is set. A second call raises an AppliedTwiceError.
+
+    Example::
+
+        model = unshard.composable.fully_shard(model, policy=ModuleWrapPolicy({Block}))
     """
     check_module(module, "fully_shard")
     precision, offload = checked_mixed_precision(mixed_precision), checked_cpu_offload(cpu_offload)

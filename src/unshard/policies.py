@@ -51,6 +51,13 @@ class MixedPrecisionPolicy:
 
     If ``full_precision_in_eval`` is True, all-gather and compute use the original dtype in ``eval()`` mode, without
     casts.
+
+    Raises a `PolicyError` if a field has an invalid value.
+
+    Example::
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, overrides={"*norm*": torch.float32})
+        fully_shard(model, mp_policy=policy)
     """
 
     param_dtype: torch.dtype | None = None
@@ -119,18 +126,25 @@ class MixedPrecisionPolicy:
         return self
 
     def keeps_buffer(self, name: str) -> bool:
+        """Return True if `buffer_dtype` does not apply to the buffer `name`."""
         return any(matches(name, pattern) for pattern in (*self.keep_buffers, *_ALWAYS_KEPT))
 
     def dtype_of_gradients(self, original: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Return the dtype of the sharded gradients (`.grad`)."""
+        """Return the dtype of the sharded gradients (`.grad`) of a parameter with dtype `original`.
+
+        Gradients have dtype `compute` before their reduction, and `reduce` in it.
+        """
         return original
 
     def dtype_of_sums(self, compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Return the dtype in which backwards without synchronization accumulate gradients."""
+        """Return the dtype in which backwards without synchronization accumulate gradients: `compute` or `reduce`."""
         return reduce
 
     def dtype_of_stored_reduction(self, original: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients are reduced after an `eval()` forward with `full_precision_in_eval`."""
+        """Return the dtype in which gradients are reduced after an `eval()` forward with `full_precision_in_eval`.
+
+        `original` is the dtype of the parameter, and `reduce` that of other reductions.
+        """
         return reduce
 
     def casts_inputs(self, root: bool, empty: bool) -> bool:
@@ -190,6 +204,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     If ``pin_memory`` is True, the host memory is page-locked, which makes copies faster. Without an accelerator,
     page-locked memory is not available, and the first unit emits a warning.
+
+    Raises a `PolicyError` if ``pin_memory`` is no bool.
+
+    Example::
+
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True
@@ -207,6 +227,13 @@ class OptimizerOffloadPolicy(OffloadPolicy):
 
     If ``pin_memory`` is True, the host memory is page-locked, so that copies overlap with compute. Without an
     accelerator, page-locked memory is not available, and the first unit emits a warning.
+
+    Raises a `PolicyError` if ``pin_memory`` is no bool.
+
+    Example::
+
+        fully_shard(model, offload_policy=OptimizerOffloadPolicy())
+        optimizer = unshard.optim.flat(torch.optim.AdamW(model.parameters(), fused=True))
     """
 
     pin_memory: bool = True

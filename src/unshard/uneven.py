@@ -68,6 +68,11 @@ def step(
     are followed, their micro-batches need no extra messages.
 
     `scaler` is a gradient scaler, with which `step.backward` scales the loss. `step.loss` is not scaled.
+
+    Raises:
+        ArgumentError: `model` is not the root of a sharded model, a pattern matches no unit, the ranks choose different
+            ways, or no unit shards a trained parameter.
+        StateError: `step.backward` was called outside the block, or the step has already failed.
     """
     root = _root_of(model, "unshard.step")
     if backwards is not None and (not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 0):
@@ -92,6 +97,14 @@ def inference(model: nn.Module) -> Scope:
 
     All ranks must enter the context together. On entry, the context all-gathers all units in the dtypes that they
     compute in. On exit, it reshards them. In between, forwards issue no collectives, and grad mode is off.
+
+    Raises an ArgumentError if `model` is not the root of a sharded model.
+
+    Example::
+
+        with unshard.inference(model):
+            for batch in batches:  # any number on each rank
+                evaluate(model, batch)
     """
     root = _root_of(model, "unshard.inference")
     return Inference(root, _precisions(model, root))

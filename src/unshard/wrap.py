@@ -35,21 +35,42 @@ Kwargs = dict[str, Any]
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every module."""
+    """Wrap every module.
+
+    Example::
+
+        block = FullyShardedDataParallel(Block(), auto_wrap_policy=always_wrap_policy)
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap modules for which `lambda_fn` returns True."""
+    """Wrap modules for which `lambda_fn` returns True.
+
+    The wrapper passes `module`, `recurse` (whether it asks about inner modules) and `nonwrapped_numel`.
+
+    Example::
+
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block))
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+    """
     return True if recurse else lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
-    """Wrap instances of the classes in `transformer_layer_cls`."""
+    """Wrap instances of the classes in `transformer_layer_cls`.
+
+    The wrapper passes `module`, `recurse` (whether it asks about inner modules) and `nonwrapped_numel`.
+
+    Example::
+
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -78,6 +99,14 @@ def size_based_auto_wrap_policy(
     The policy does not look inside instances of `force_leaf_modules`. This is meant for modules that read parameters of
     inner modules without calling those modules. The policy does not wrap instances of `exclude_wrap_modules`. This is
     meant for modules without a forward. The defaults are attributes of this function.
+
+    The wrapper passes `module`, `recurse` (whether it asks about inner modules) and `nonwrapped_numel`, the elements of
+    `module` that are in no other unit.
+
+    Example::
+
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
     """
     own: Any = size_based_auto_wrap_policy
     if recurse:
@@ -110,7 +139,14 @@ class _Policy(ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps instances of `module_classes`, with the same arguments as the root."""
+    """Wraps instances of `module_classes`, with the same arguments as the root.
+
+    Raises a `PolicyError` if `module_classes` is no collection of classes.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]):
         if isinstance(module_classes, type) or not isinstance(module_classes, Iterable):
@@ -139,7 +175,15 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wraps modules for which `lambda_fn` returns True, or a dict of arguments that override those of the root."""
+    """Wraps modules for which `lambda_fn` returns True, or a dict of arguments that override those of the root.
+
+    Raises a `PolicyError` if `lambda_fn` is no function.
+
+    Example::
+
+        policy = CustomPolicy(lambda module: isinstance(module, Block))
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
+    """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]):
         if not callable(lambda_fn):
@@ -176,7 +220,12 @@ _enabled: ContextVar[tuple[Callable[..., nn.Module], Kwargs] | None] = ContextVa
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
     """A context in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
 
-    Outside this context, `wrap` is a no-op.
+    Outside this context, `wrap` is a no-op. A nested context raises an UnsupportedError.
+
+    Example::
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+            model.head = wrap(model.head)
     """
     if _enabled.get() is not None:
         raise UnsupportedError("enable_wrap cannot be nested. Leave the first context before entering the second.")
@@ -191,6 +240,11 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Wrap `module` with the arguments of `enable_wrap`, overridden by `wrap_overrides`.
 
     Outside `enable_wrap`, return `module`.
+
+    Example::
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+            model.head = wrap(model.head, use_orig_params=True)
     """
     enabled = _enabled.get()
     if enabled is None:

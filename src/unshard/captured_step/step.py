@@ -72,6 +72,15 @@ def capture(
     synchronized.
 
     Steps that cannot be recorded run eagerly, with a warning that says why. On a CPU, there is no warning.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or value.
+
+    Example::
+
+        train_step = unshard.capture(train_step, model, optimizer)
+        for batch in batches:
+            loss = train_step(batch)
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -90,7 +99,7 @@ def capture(
 
 
 class CapturedStep(Generic[P, R]):
-    """A step whose calls run eagerly, are recorded, or replay a recording. `capture` creates it."""
+    """A step whose calls run eagerly, are recorded, or replay a recording. `unshard.capture` returns it."""
 
     def __init__(self, step: Callable[P, R], trained: Trained, warmup: int, max_graphs: int):
         update_wrapper(self, step, updated=())

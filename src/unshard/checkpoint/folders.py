@@ -52,6 +52,10 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     Folders without a valid manifest are skipped, and a warning is logged for each of them. If a manifest exists but
     cannot be read (for example, because permission is missing), a CheckpointError is raised.
+
+    Example::
+
+        start = checkpoint.load("checkpoints", model=model) if checkpoint.latest("checkpoints") else 0
     """
     if not storage.is_folder(Path(path)):
         return None

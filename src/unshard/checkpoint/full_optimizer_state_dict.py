@@ -36,6 +36,12 @@ def full_optimizer_state_dict(
     All ranks must call this function. The tensors are copies, which are gathered one at a time. With `rank0_only`, all
     ranks except rank 0 get an empty dict. Without `cpu_offload`, tensors stay on the devices of the optimizer's state.
     A tied parameter appears under the first of its names in module order.
+
+    Raises a CheckpointError if the state does not fit the parameters of `model`.
+
+    Example::
+
+        state = checkpoint.full_optimizer_state_dict(model, optimizer)
     """
     _, ranks, full = gather("the full optimizer state", model, optimizer, rank0_only, cpu_offload)
     rank, _ = rank_and_size()
@@ -81,6 +87,10 @@ def load_full_optimizer_state_dict(
     All ranks must call this function, but only rank 0 has to pass the result of `full_optimizer_state_dict`. Tensors
     are broadcast one at a time. If names are missing or unexpected, or if shapes do not match, all ranks raise a
     CheckpointError before anything changes. `strict=False` ignores missing and unexpected names.
+
+    Example::
+
+        checkpoint.load_full_optimizer_state_dict(model, optimizer, state_dict)  # None on other ranks than 0
     """
     what = "Loading a full optimizer state dict"
     values: dict[str, torch.Tensor] = {}

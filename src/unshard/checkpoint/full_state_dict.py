@@ -40,6 +40,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
     All ranks must call this function. The tensors are copies, which are gathered one at a time. With `rank0_only`, all
     ranks except rank 0 get an empty dict. Without `cpu_offload`, tensors are on the devices of the sharded tensors.
+
+    Raises a CheckpointError if a layer cannot be saved.
+
+    Example::
+
+        state = checkpoint.full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(state, "model.pt")
     """
     state, ranks, tensors = gather("the full state dict", model, None, rank0_only, cpu_offload)
     found: dict[str, Any] = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -199,6 +207,11 @@ def load_full_state_dict(
     `model.to_empty(device=...)` first. Tensors are broadcast one at a time, and floating-point tensors are converted to
     the dtypes of the model. If names are missing or unexpected, or if shapes or dtypes do not match, all ranks raise a
     CheckpointError and nothing changes. `strict=False` allows missing and unexpected names and loads the rest.
+
+    Example::
+
+        state = torch.load("model.pt") if dist.get_rank() == 0 else None
+        checkpoint.load_full_state_dict(model, state)
     """
     what, state = "Loading a full state dict", ModelState()
     rank, _ = rank_and_size()

@@ -70,6 +70,15 @@ def load(
     If the number of ranks has changed, the saved states of `data` must be equal on all ranks, or `data` must have a
     method `load_state_dicts` that takes the list of all ranks' states. If `rng` is True, each rank restores the random
     number generators of the saved rank with the same number, and new ranks derive a seed from the step and their rank.
+
+    `model`, `optimizer`, `scheduler`, `scaler` and `data` are the objects that were saved, built again.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or does not fit.
+
+    Example::
+
+        step = checkpoint.load("checkpoints", model=model, optimizer=optimizer)
     """
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
     check_optimizer(optimizer)

@@ -72,6 +72,14 @@ def prove_resume(
     ranks stop after the first step that differs on any rank. If `path` is given, it must be a folder that all ranks
     see, and the checkpoint stays there. Otherwise, rank 0 creates a temporary folder and deletes it at the end. The
     folder needs up to (`steps` + 3) times the disk space of a checkpoint.
+
+    Raises:
+        ArgumentError: `make` returns no `model`, or an argument is invalid.
+
+    Example::
+
+        report = checkpoint.prove_resume(make, train_step, steps=2)
+        assert report.equal, report
     """
     for name, value, least in (("steps", steps, 1), ("before", before, 0)):
         if type(value) is not int or value < least:

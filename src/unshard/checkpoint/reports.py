@@ -23,6 +23,10 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], objec
 
     `path` is a checkpoint, or a folder of checkpoints from which the latest is verified. No process group is needed.
     `progress` is called with the numbers of verified bytes and of all bytes.
+
+    Example::
+
+        folder = checkpoint.verify("checkpoints")
     """
     with CheckpointFiles(resolve(path)) as files:
         done, total = 0, sum(file.nbytes for file in files.manifest.files)
@@ -57,7 +61,15 @@ def contents(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """Return a printable table of a checkpoint's tensors. Only the manifest is read."""
+    """Return a printable table of a checkpoint's tensors. Only the manifest is read.
+
+    `path` is a checkpoint, or a folder of checkpoints from which the latest is used. Raises a CheckpointError if there
+    is none.
+
+    Example::
+
+        print(checkpoint.inspect("checkpoints"))
+    """
     folder = resolve(path)
     manifest = read_manifest(folder)
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "bytes", "boxes", "files")]
@@ -175,6 +187,12 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> CheckpointDiff
 
     `a` and `b` are checkpoints, or folders of checkpoints from which the latest is used. Tensors are compared
     unsharded, so two tensors can be equal even if different numbers of ranks saved them. No process group is needed.
+
+    Raises a CheckpointError if a checkpoint is missing or damaged.
+
+    Example::
+
+        assert checkpoint.diff("checkpoints", "other").equal
     """
     with CheckpointFiles(resolve(a)) as one, CheckpointFiles(resolve(b)) as other:
         found = CheckpointDiff(one.folder, other.folder)
@@ -250,7 +268,12 @@ class ResumeDifference:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """The result of `prove_resume`, which is the same on all ranks. `str()` returns a printable report."""
+    """The report that `prove_resume` returns, which is the same on all ranks. `str()` returns a printable report.
+
+    The uninterrupted run trained `before` steps, and both runs `steps` steps, of which `compared` were compared.
+    `differences` lists the first tensors and values that differ, and `unsaved` state that no checkpoint holds.
+    `repeatable` is False if a second resumed run differs from the first one.
+    """
 
     before: int
     steps: int

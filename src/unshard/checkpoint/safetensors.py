@@ -171,7 +171,7 @@ UNMAP_BYTES = 64 * 2**20
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, prefix: str = ""
 ) -> LoadedNames:
-    """Load safetensors files into a model, which may be sharded.
+    """Load safetensors files into a model, which may be sharded. Example: `load_safetensors(model, "weights")`.
 
     `path` is a file, or a folder with `model.safetensors` or an index. All ranks must call this function, and each
     reads only the elements that it holds. If the model is on the meta device, call `model.to_empty(device=...)` first.
@@ -322,8 +322,8 @@ def export(
     Floating-point tensors are cast to `dtype` if it is given, except tensors of quantized layers. `max_file_size` is a
     number of bytes or a string such as "5GB". A larger tensor gets its own file. `prefix` is added to all names. A tied
     tensor is written once, under its name in `tied_names` or else the first of its names in alphabetical order. If the
-    folder is not empty, `export` raises unless `overwrite=True`, which replaces the files of an earlier export. An
-    export needs no process group, no GPU, and memory for only a few million elements.
+    folder is not empty, a CheckpointError is raised unless `overwrite=True`, which replaces an earlier export. Other
+    wrong arguments raise an ArgumentError. Example: `export("checkpoints", "exported", dtype=torch.bfloat16)`.
     """
     limit, target, cast = _bytes(max_file_size), Path(folder), None
     if dtype is not None:

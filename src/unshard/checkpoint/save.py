@@ -61,6 +61,15 @@ def save(
     `state_dict`. After publishing the checkpoint, `save` deletes all but the latest `keep_last` checkpoints if
     `keep_last` is given. If saving fails on any rank, all ranks raise a CheckpointError and existing checkpoints stay
     unchanged.
+
+    `model` and `optimizer` may be sharded or not. `step` is the number of finished steps.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be written, or exists.
+
+    Example::
+
+        checkpoint.save("checkpoints", step=1000, model=model, optimizer=optimizer, keep_last=3)
     """
     check_step(step, keep_last)
     begin("save a checkpoint", model)

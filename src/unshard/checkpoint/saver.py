@@ -208,6 +208,12 @@ class Saver:
     All ranks must call every method from the training thread. If `keep_last` is given, all but the latest `keep_last`
     checkpoints are deleted after each save. `host_bytes` limits the size of each rank's host buffers. By default, the
     buffers hold the rank's whole file. If they are smaller, `save` takes longer because copies wait for the disk.
+
+    Example::
+
+        saver = checkpoint.Saver("checkpoints", keep_last=3)
+        saver.save(step=1000, model=model, optimizer=optimizer)
+        saver.wait()
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep_last: int | None = None, host_bytes: int | None = None):
@@ -233,6 +239,7 @@ class Saver:
         """Allocate the host buffers in the background, so the first `save` is as fast as later ones.
 
         Call this after the first optimizer step, which creates the optimizer state. `wait` waits for the allocation.
+        `model`, `optimizer`, `scheduler`, `scaler` and `data` are the arguments of `save`.
         """
         self.wait()
         saving = Saving(f"Preparing to save to {self._path}", self._path, 0, None)
@@ -250,10 +257,11 @@ class Saver:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        """Start saving a training run in the new folder `step_<step>`. See `unshard.checkpoint.save` for the arguments.
+        """Start saving a training run in the new folder `step_<step>`.
 
-        This method first waits for the previous save. If that save failed, its error is raised and no new save starts.
-        The method returns after this rank's bytes are copied to host buffers. Training may then change all arguments.
+        `model`, `optimizer`, `scheduler`, `scaler` and `data` are the arguments of `unshard.checkpoint.save`. This
+        method first waits for the previous save. If that save failed, its error is raised and no new save starts. The
+        method returns after this rank's bytes are copied to host buffers. Training may then change all arguments.
         """
         check_step(step, None)
         self.wait()

@@ -75,6 +75,16 @@ def sync_module_states(module: nn.Module, process_group: Any = None) -> None:
 
     Call this on all ranks of the process group before you shard the module. By default, the process group contains all
     ranks of the job.
+
+    Raises:
+        ArgumentError: the ranks have other names, shapes or dtypes.
+        StateError: `module` is already sharded.
+
+    Example::
+
+        model = Model()  # different weights on each rank
+        sync_module_states(model)
+        fully_shard(model)
     """
     group = dist.group.WORLD if process_group is None else process_group
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -177,7 +177,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor for the collective to work on."""
+        """Return an uninitialized tensor of `size`, `dtype` and `device` for the collective to work on."""
 
 
 class AllGather(Comm):
@@ -185,6 +185,17 @@ class AllGather(Comm):
 
     A subclass may also define `gather_many(outputs, inputs, group) -> Work | None`, which gathers several tensors of
     different dtypes at once. The outputs are the parameters' memory, so this method needs no allocations or copies.
+
+    Example::
+
+        class Gather(AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+        model.set_custom_all_gather(Gather())
     """
 
     @abstractmethod
@@ -199,6 +210,17 @@ class ReduceScatter(Comm):
 
     A subclass may also define `reduce_scatter_many(outputs, inputs, group, op) -> Work | None`, which reduces several
     tensors at once and needs no allocations or copies.
+
+    Example::
+
+        class Reduce(ReduceScatter):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+        model.set_custom_reduce_scatter(Reduce())
     """
 
     @abstractmethod

@@ -52,6 +52,15 @@ def install(child_processes: bool = False) -> None:
     With `child_processes`, this function also changes `PYTHONPATH`, so all Python processes that inherit the
     environment install the drop-in. `unshard run` passes `child_processes=True`. Processes that `multiprocessing`
     starts always install the drop-in.
+
+    Raises:
+        StateError: a class that already exists derives from one of PyTorch's classes.
+        UnsupportedError: this build of PyTorch has no `torch.distributed`.
+
+    Example::
+
+        unshard.dropin.install()
+        from torch.distributed.fsdp import fully_shard  # unshard's
     """
     if _undo:
         return
@@ -84,18 +93,30 @@ def install(child_processes: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore everything that `install` replaced. Modules that were imported after `install` keep our objects."""
+    """Restore everything that `install` replaced. Modules that were imported after `install` keep our objects.
+
+    Example::
+
+        unshard.dropin.uninstall()
+    """
     while _undo:
         _undo.pop()()
 
 
 def is_installed() -> bool:
+    """Return True if the drop-in is installed. Example: `assert unshard.dropin.is_installed()`."""
     return bool(_undo)
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Install the drop-in for the duration of a `with` block."""
+    """Install the drop-in for the duration of a `with` block.
+
+    Example::
+
+        with unshard.dropin.stand_in():
+            from torch.distributed.fsdp import fully_shard  # unshard's
+    """
     already = is_installed()
     install()
     try:

@@ -411,7 +411,7 @@ class FSDPState:
 
 
 class UnshardHandle:
-    """A handle for the all-gather that `unshard(async_op=True)` issued."""
+    """The handle for an all-gather that `unshard(async_op=True)` returns."""
 
     def __init__(self, state: FSDPState):
         self._state: FSDPState | None = state

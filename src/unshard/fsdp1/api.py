@@ -36,7 +36,12 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """Selects which tensors are sharded over the ranks, and when parameters are unsharded."""
+    """Selects which tensors are sharded over the ranks, and when parameters are unsharded.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    """
 
     FULL_SHARD = auto()
     """Shard parameters, gradients and optimizer state. Units are resharded after forward and after backward."""
@@ -51,7 +56,12 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """Selects whether backward prefetches the next unit before or after it computes the current unit's gradients."""
+    """Selects whether backward prefetches the next unit before or after it computes the current unit's gradients.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    """
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -67,6 +77,11 @@ class MixedPrecision:
     ``cast_root_forward_inputs`` casts floating-point inputs of the root. ``cast_forward_inputs`` casts floating-point
     inputs of other wrapped modules. With an ``auto_wrap_policy``, instances of ``_module_classes_to_ignore`` compute
     in full precision.
+
+    Example::
+
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FullyShardedDataParallel(model, mixed_precision=policy)
     """
 
     param_dtype: torch.dtype | None = None
@@ -80,13 +95,24 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Options for CPU offloading. ``offload_params`` keeps sharded parameters and gradients in host memory."""
+    """Options for CPU offloading. ``offload_params`` keeps sharded parameters and gradients in host memory.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, cpu_offload=CPUOffload(offload_params=True))
+    """
 
     offload_params: bool = False
 
 
 class StateDictType(Enum):
-    """Selects what `state_dict()` of a wrapped module returns."""
+    """Selects what `state_dict()` of a wrapped module returns.
+
+    Example::
+
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = model.state_dict()
+    """
 
     FULL_STATE_DICT = auto()
     """Unsharded parameters with the names and shapes of the module before it was wrapped."""
@@ -105,47 +131,79 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Options for FULL_STATE_DICT. With ``rank0_only``, ranks other than rank 0 get an empty state dict."""
+    """Options for FULL_STATE_DICT. With ``rank0_only``, ranks other than rank 0 get an empty state dict.
+
+    ``offload_to_cpu`` copies tensors to host memory.
+
+    Example::
+
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            state = model.state_dict()
+    """
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    pass
+    """Options for LOCAL_STATE_DICT. ``offload_to_cpu`` copies tensors to host memory."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Options for SHARDED_STATE_DICT. ``_use_dtensor`` is True for modules wrapped with a ``device_mesh``."""
+    """Options for SHARDED_STATE_DICT. ``_use_dtensor`` is True for modules wrapped with a ``device_mesh``.
+
+    ``offload_to_cpu`` copies tensors to host memory.
+
+    Example::
+
+        config = ShardedStateDictConfig(offload_to_cpu=True)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+            state = model.state_dict()
+    """
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Options for an optimizer state dict. By default, its tensors are copied to host memory."""
+    """Options for an optimizer state dict. ``offload_to_cpu`` copies its tensors to host memory (the default)."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Options for FULL_STATE_DICT. With ``rank0_only``, ranks other than rank 0 get an empty dict.
+
+    ``offload_to_cpu`` copies tensors to host memory; it is True by default.
+    """
+
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options for LOCAL_STATE_DICT. ``offload_to_cpu`` copies tensors to host memory."""
+
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options for SHARDED_STATE_DICT. ``offload_to_cpu`` copies tensors to host memory; it is True by default.
+
+    ``_use_dtensor`` is True for modules wrapped with a ``device_mesh``.
+    """
+
     _use_dtensor: bool = False
 
 
 @dataclass
 class StateDictSettings:
+    """A ``state_dict_type`` with its options: ``state_dict_config`` and ``optim_state_dict_config``."""
+
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
     optim_state_dict_config: OptimStateDictConfig

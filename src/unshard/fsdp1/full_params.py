@@ -57,7 +57,8 @@ def summon_full_params(
 
     This applies to all wrapped modules in `module`. Without `recurse`, it applies to `module` only. Changes that
     programs make to the parameters persist, unless `writeback` is False. With `rank0_only`, ranks other than rank 0
-    keep sharded parameters. With `with_grads`, gradients are also unsharded. All ranks must enter the context together.
+    keep sharded parameters. `offload_to_cpu` moves the parameters to host memory. With `with_grads`, gradients are also
+    unsharded. All ranks must enter the context together. Raises an UnsupportedError for combinations of these.
     """
     if writeback and rank0_only:
         raise UnsupportedError("writeback=True with rank0_only=True would leave the ranks with different parameters.")

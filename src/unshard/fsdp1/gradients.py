@@ -56,7 +56,7 @@ def no_sync(self: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their total norm is at most `max_norm`. Return the norm before scaling.
+    """Scale all gradients so that their norm of order `norm_type` is at most `max_norm`. Return the norm before.
 
     Call this on the root. After `composable.fully_shard`, call `FullyShardedDataParallel.clip_grad_norm_(module, ...)`.
     """
@@ -178,6 +178,10 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
 
     Each call is `hook(state, gradient, output)` with an unsharded flat gradient. The hook must write this rank's
     reduced shard to `output`. With NO_SHARD, each call is `hook(state, gradient)` and must reduce `gradient` in place.
+
+    Raises:
+        ArgumentError: this is not the root, or `hook` is no function.
+        ConflictError: a hook is already registered, or the strategy is hybrid.
     """
     if not callable(hook):
         raise ArgumentError(f"hook must be a function, got {hook!r}.")

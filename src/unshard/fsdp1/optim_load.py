@@ -42,10 +42,10 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> StateDict:
-    """Convert a state dict from `optim_state_dict` to the form that `optim.load_state_dict` takes.
+    """Convert `optim_state_dict`, from the function of this name, to the form that `optim.load_state_dict` takes.
 
-    The state may have been saved with a different number of ranks. With `load_directly`, also load the result into
-    `optim`.
+    The state may have been saved with a different number of ranks of `model`. With `is_named_optimizer`, the keys of
+    the result are names. With `load_directly`, also load the result into `optim`. `group` is the process group.
     """
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         optim_state_dict = _broadcast(optim_state_dict, group)
@@ -207,7 +207,12 @@ def _creates_state(optim: torch.optim.Optimizer, parameter: nn.Parameter) -> boo
 
 
 class OptimStateKeyType(Enum):
-    """Selects whether the keys of an optimizer state dict are names or numbers of parameters."""
+    """Selects whether the keys of an optimizer state dict are names or numbers of parameters.
+
+    Example::
+
+        FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, unwrapped)
+    """
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -229,13 +234,16 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> StateDict:
-    """Return the full optimizer state by original parameter name. With `rank0_only`, other ranks get an empty dict."""
+    """Return the full state of `optim` for `model`, by original parameter name.
+
+    With `rank0_only`, other ranks get an empty dict. `optim_input` is deprecated. `group` is the process group.
+    """
     _deprecated("full_optim_state_dict", optim_input)
     return states_to_save(model, optim, default_settings(rank0_only=rank0_only), group=group)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> StateDict:
-    """Return the sharded optimizer state by original parameter name."""
+    """Return the sharded state of `optim` for `model`, by original parameter name. `group` is the process group."""
     _deprecated("sharded_optim_state_dict")
     return states_to_save(model, optim, default_settings(StateDictType.SHARDED_STATE_DICT), group=group)
 
@@ -243,7 +251,10 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: nn.Module, optim_input: Any = None, optim: Any = None
 ) -> StateDict:
-    """Return this rank's shards of a full optimizer state dict. All ranks must pass the full state dict."""
+    """Return this rank's shards of `full_optim_state_dict`, which all ranks must pass, for `optim` of `model`.
+
+    `optim_input` is deprecated.
+    """
     _deprecated("shard_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), full_optim_state_dict)
 
@@ -251,7 +262,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """Convert a state dict from `sharded_optim_state_dict` to the form that `optim.load_state_dict` takes."""
+    """Convert `sharded_optim_state_dict` of `model`, from the function of this name, to what `optim` can load."""
     _deprecated("flatten_sharded_optim_state_dict")
     return _to_load(model, optim, sharded_optim_state_dict)
 
@@ -263,7 +274,10 @@ def scatter_full_optim_state_dict(
     optim: Any = None,
     group: Any = None,
 ) -> StateDict:
-    """Return this rank's shards of a full optimizer state dict. Only rank 0 needs to pass the full state dict."""
+    """Return this rank's shards of `full_optim_state_dict`, which only rank 0 needs to pass, for `optim` of `model`.
+
+    `optim_input` is deprecated. `group` is the process group.
+    """
     _deprecated("scatter_full_optim_state_dict", optim_input)
     return _to_load(model, _listed(model, optim, optim_input), _broadcast(full_optim_state_dict, group))
 
@@ -288,7 +302,10 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Any = None,
 ) -> StateDict:
-    """Convert the keys of an unwrapped model's optimizer state dict from numbers to names, or from names to numbers."""
+    """Convert the keys of `optim_state_dict` of an unwrapped `model` to `optim_state_key_type`: names or numbers.
+
+    `optim` is the optimizer of `model`, by default one of all its parameters. `optim_input` is deprecated.
+    """
     _deprecated("rekey_optim_state_dict", optim_input)
     names = {id(parameter): clean_tensor_name(name) for name, parameter in model.named_parameters()}
     parameters = enumerate(optimizer_parameters(_listed(model, optim, optim_input)))

@@ -86,10 +86,11 @@ def optim_state_dict(
     *,
     for_loading: bool = False,
 ) -> StateDict:
-    """Return the optimizer's state by original parameter name. All ranks must call this function.
+    """Return the state of `optim` by original parameter name. All ranks must call this function.
 
-    The model's state dict type determines whether the state is full or sharded. `for_loading=True` adds the state that
-    the optimizer's first step would create, without changing the optimizer or the parameters. Use it before
+    The state dict type of `model` determines whether the state is full or sharded. `optim_state_dict` is a state dict
+    of `optim` to convert, by default its own, and `group` the process group. `for_loading=True` adds the state that the
+    optimizer's first step would create, without changing the optimizer or the parameters. Use it before
     `torch.distributed.checkpoint.load`, which loads only entries that its argument already has.
     """
     return states_to_save(model, optim, get_state_dict_type(model), optim_state_dict, group, for_loading)

@@ -317,7 +317,11 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the state dict type of all wrapped modules in `module`. Return the previous settings."""
+    """Set the state dict type of all wrapped modules in `module`. Return the previous settings.
+
+    `state_dict_config` and `optim_state_dict_config` are options of `state_dict_type`, such as a `FullStateDictConfig`.
+    Raises an ArgumentError for another type, and a StateError for options of another type.
+    """
     warnings.warn(
         # PyTorch's checkpoint helpers ignore warnings that begin with these words.
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated, as in PyTorch. After "
@@ -350,7 +354,7 @@ def _for_mesh(state: WrapperState, config: Any) -> Any:
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the state dict settings of all wrapped modules in `module`. Raise if their settings differ."""
+    """Return the state dict settings of all wrapped modules in `module`. Raise a ConflictError if they differ."""
     found: StateDictSettings | None = None
     for state in wrapper_states(module):
         if found is not None and state.settings != found:
@@ -369,7 +373,10 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context manager that sets the type of state dicts, and restores the previous settings on exit."""
+    """A context manager that sets the type of state dicts, and restores the previous settings on exit.
+
+    `module`, `state_dict_type`, `state_dict_config` and `optim_state_dict_config` are those of `set_state_dict_type`.
+    """
     before = [(state, state.settings) for state in wrapper_states(module)]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

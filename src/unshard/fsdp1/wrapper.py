@@ -53,6 +53,11 @@ class FullyShardedDataParallel(nn.Module):
 
     Build the optimizer after wrapping. By default, `parameters()` then returns one flat parameter per wrapped module.
     With `use_orig_params=True`, it returns the original parameters, each with only this rank's elements.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
     """
 
     def __init__(
@@ -78,11 +83,18 @@ class FullyShardedDataParallel(nn.Module):
 
         `process_group` or `device_mesh` selects the ranks. A hybrid strategy takes a pair of process groups or a mesh
         with two dimensions. Parameters may be DTensors that are tensor parallel on another dimension of the same mesh.
-        `auto_wrap_policy` chooses modules inside `module`, which are wrapped first. `device_id` is the compute device.
-        By default, this is the module's accelerator or, for a module on the CPU, the current accelerator.
-        `param_init_fn` initializes modules on the meta device. `sync_module_states` copies rank 0's parameters and
-        buffers to all other ranks. Forward always prefetches one unit ahead, regardless of `forward_prefetch` and
-        `limit_all_gathers`.
+        `sharding_strategy` is FULL_SHARD by default. `auto_wrap_policy` chooses modules inside `module`, which are
+        wrapped first. `mixed_precision` sets dtypes, and `cpu_offload` the place of shards. `ignored_modules` and
+        `ignored_states` (modules or parameters) are not sharded. `device_id` is the compute device. By default, this is
+        the module's accelerator or, for a module on the CPU, the current accelerator. `param_init_fn` initializes
+        modules on the meta device. `sync_module_states` copies rank 0's parameters and buffers to all other ranks. With
+        any `backward_prefetch` but None, backward prefetches one unit. Forward always prefetches one unit ahead,
+        regardless of `forward_prefetch` and `limit_all_gathers`.
+
+        Raises:
+            ArgumentError: an argument is invalid, or shapes differ between ranks.
+            PolicyError: an argument has the wrong type.
+            StateError: the module is on several devices, or cannot be initialized.
         """
         super().__init__()
         check_module(module, "FullyShardedDataParallel")
@@ -184,7 +196,8 @@ class FullyShardedDataParallel(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call `fn` on every module inside this module, and then on this module.
 
-        While `fn` runs on a module, the parameters of the module's unit are unsharded, and `fn` may change them.
+        While `fn` runs on a module, the parameters of the module's unit are unsharded, and `fn` may change them. Raises
+        a TrainingStateError inside `summon_full_params`.
         """
         if self._state.in_summon_full_params:
             raise TrainingStateError("apply calls summon_full_params, which cannot be nested. Call it outside.")
@@ -199,7 +212,10 @@ class FullyShardedDataParallel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including gradients of units that are unsharded between forward and backward."""
+        """Clear all gradients, including gradients of units that are unsharded between forward and backward.
+
+        With `set_to_none=False`, gradients become zeros.
+        """
         super().zero_grad(set_to_none)
         for state in wrapper_states(self):
             state.unit.clear_gradients(set_to_none)

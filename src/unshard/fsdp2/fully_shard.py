@@ -85,6 +85,13 @@ def fully_shard(
 
     Tensor-parallel parameters (DTensors) keep their placements and are sharded in addition. If `dp_mesh_dims` is set,
     all parameters must be DTensors on `mesh`, and `dp_mesh_dims` names the mesh dimensions that shard and replicate.
+
+    Raises:
+        ArgumentError: an argument is invalid (also `AppliedTwiceError`), or the models of the ranks differ.
+        StateError: a module inside `module` has already run.
+        UnsupportedError: a parameter cannot be sharded.
+
+    Example: `for each in (*model.blocks, model): fully_shard(each)`.
     """
     given = module if isinstance(module, list | tuple) else [module]
     if not given:
@@ -146,6 +153,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Call this for methods other than `forward` that use parameters, such as `generate`. No-op if `module` is not
     sharded.
+
+    Raises:
+        ArgumentError: `module` has no method `method_name`.
+
+    Example::
+
+        register_fsdp_forward_method(model, "generate")
+        model.generate(tokens)
     """
     state = state_of(module)
     if state is None:
@@ -169,7 +184,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """No-op for compatibility. All roots of a process already share the side streams (`engine/side_stream.py`)."""
+    """No-op for compatibility. All roots of a process already share the side streams (`engine/side_stream.py`).
+
+    `modules` are sharded modules. Example: `share_comm_ctx([encoder, decoder])`.
+    """
     for module in modules:
         sharded_state(module)
 

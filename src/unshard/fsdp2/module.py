@@ -36,7 +36,9 @@ _FSDP_CLASSES: dict[type, type] = {}
 class FSDPModule:
     """Base class with the methods of a sharded module.
 
-    The class of a sharded module is `FSDP<Original>`, which derives from this class and from the original class.
+    The class of a sharded module is `FSDP<Original>`, which derives from this class and from the original class. With
+    `recurse=True`, a setter changes all units inside the module, otherwise only the module's own unit, even on the
+    root. Example: `model.set_requires_gradient_sync(False)`.
     """
 
     # PyTorch's compiler reads these, and so do generation loops of other libraries, which keep ranks in step.
@@ -82,32 +84,28 @@ class FSDPModule:
     # -- options of the following forwards and backwards ----------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients. If False, each rank accumulates its unsharded gradients."""
+        """Reduce gradients in backward if `requires_gradient_sync`, else accumulate unsharded gradients."""
         self._set("synchronize", _bool("requires_gradient_sync", requires_gradient_sync), recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward all-reduces over replicas. If False, reduce-scattered gradients are accumulated."""
+        """All-reduce over replicas in backward if `requires_all_reduce`, else accumulate reduce-scattered gradients."""
         self._set("all_reduce", _bool("requires_all_reduce", requires_all_reduce), recurse)
 
     # In PyTorch, the next four methods change one unit and have no argument `recurse`.
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Divide the sum of gradients by `factor` instead of by the number of ranks.
-
-        By default, this changes only this module's own unit, even on the root. To change the whole model, call this
-        method on the root with `recurse=True`.
-        """
+        """Divide the sum of gradients by `factor`, not by the number of ranks. Raise an ArgumentError if it is <= 0."""
         if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
             raise ArgumentError(f"factor must be a positive number, got {factor!r}.")
         self._set("divide_factor", float(factor), recurse)
 
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Do the same as `set_gradient_divide_factor`, which is the newer name."""
+        """Do the same as `set_gradient_divide_factor`, which is the newer name, with `factor`."""
         self.set_gradient_divide_factor(factor, recurse=recurse)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """If True, collectives only sum gradients, which are divided afterwards. By default, changes only this unit."""
+        """With `enable`, collectives only sum gradients, which are divided afterwards."""
         self._set("force_sum", _bool("enable", enable), recurse)
 
     def set_all_reduce_hook(
@@ -117,10 +115,10 @@ class FSDPModule:
         stream: torch.cuda.Stream | None = None,
         recurse: bool = False,
     ) -> None:
-        """Set a hook that gets a unit's reduced gradients as a flat tensor, before they are divided and cast.
+        """Set a `hook` that gets a unit's reduced gradients as a flat tensor, before they are divided and cast.
 
-        By default, this changes only this unit. The hook may change the tensor in place. With `stream`, the hook runs
-        on that stream, which is not supported on a mesh with replicas.
+        The hook may change the tensor in place. With `stream`, it runs on that stream. Raise an ArgumentError if a
+        `stream` is given and the mesh has replicas.
         """
         if stream is None:
             self._set("all_reduce_hook", hook, recurse)
@@ -139,28 +137,28 @@ class FSDPModule:
         self._set("all_reduce_hook", run_on_stream, recurse)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather this module's parameters with `comm` instead of the process group."""
+        """All-gather this unit with `comm` instead of the process group. Raise an ArgumentTypeError for other types."""
         if not isinstance(comm, AllGather):
             raise ArgumentTypeError(f"comm must be an unshard.AllGather, got {type(comm).__name__}.")
         self._get_fsdp_state().transport_settings.install(comm, None)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter this module's gradients with `comm` instead of the process group."""
+        """Reduce-scatter gradients with `comm`, not the process group. Raise an ArgumentTypeError for other types."""
         if not isinstance(comm, ReduceScatter):
             raise ArgumentTypeError(f"comm must be an unshard.ReduceScatter, got {type(comm).__name__}.")
         self._get_fsdp_state().transport_settings.install(None, comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether forward frees unsharded parameters. Overrides `fully_shard`'s argument and the root's default."""
+        """Free parameters after forward if `reshard_after_forward`. Overrides the argument of `fully_shard`."""
         self._set("reshard_after_forward", _bool("reshard_after_forward", reshard_after_forward), recurse)
         self._set("slice_after_forward", False, recurse)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether backward frees the unsharded parameters."""
+        """Free the unsharded parameters after backward if `reshard_after_backward`."""
         self._set("reshard_after_backward", _bool("reshard_after_backward", reshard_after_backward), recurse)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward unshards this module's own unit.
+        """Unshard this module's own unit in backward if `unshard_in_backward`.
 
         Pass False only if no gradient depends on the unit's weights, for example in an embedding.
         """
@@ -171,11 +169,11 @@ class FSDPModule:
         self._get_fsdp_state().root_options().post_optim_event = event
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the iteration's last. Pipeline schedules pass False if more will follow."""
+        """Set to False as `is_last_backward` if more backwards of the iteration follow, as pipeline schedules do."""
         self._get_fsdp_state().root_options().last_backward = _bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """If True, the iteration's backwards end only in `finalize_backward`. Schedules of torch 2.15 pass True."""
+        """If `enabled`, the iteration's backwards end only in `finalize_backward`. Schedules of torch 2.15 use this."""
         self._get_fsdp_state().root_options().last_backward = not _bool("enabled", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -195,7 +193,7 @@ class FSDPModule:
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Accept False for compatibility. True is not supported, because `reshard` frees unsharded parameters."""
+        """Accept False as `keep`, for compatibility. True raises an UnsupportedError: `reshard` frees parameters."""
         if _bool("keep", keep):
             raise UnsupportedError(
                 "set_keep_unsharded_storage(True) is not supported: unshard frees unsharded parameters when it "
@@ -204,11 +202,14 @@ class FSDPModule:
             )
 
     def set_reduce_scatter_unused_params(self, reduce_unused: bool, *, recurse: bool = True) -> None:
-        """If True, reduce zeros for trainable parameters without a gradient, so ranks may use different ones."""
+        """With `reduce_unused`, reduce zeros for trained parameters without a gradient, so ranks may use others."""
         self._set("reduce_unused", _bool("reduce_unused", reduce_unused), recurse)
 
     def set_reduce_scatter_max_input_buffers(self, buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may run at once. The first forward fixes this limit: the maximum over all units."""
+        """Let `buffers` reductions run at once. The first forward fixes the limit: the maximum over all units.
+
+        Raise a PolicyError if `buffers` is no integer, and an ArgumentError if it is less than 1.
+        """
         if isinstance(buffers, bool) or not isinstance(buffers, int):
             raise PolicyError(f"buffers must be an int, got {buffers!r}.")
         if buffers < 1:
@@ -224,7 +225,7 @@ class FSDPModule:
         self._get_fsdp_state().unit.options.backward_prefetch = _units_of(modules)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce-scatter over a separate process group, so that reductions do not queue behind all-gathers.
+        """With `enable`, reduce-scatter in a second process group, so that reductions do not queue behind all-gathers.
 
         This is the default with NCCL, except for units whose buffers come from a memory pool. All ranks must call
         this, because the next reduce-scatter creates a process group.
@@ -234,19 +235,13 @@ class FSDPModule:
             state.transport_settings.separate(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool, *, recurse: bool = False) -> None:
-        """Allocate the buffers of collectives with the backend's allocator, if it has one (NCCL).
-
-        By default, this changes only this unit, as in PyTorch.
-        """
+        """With `enable`, allocate the buffers of collectives with the backend's allocator, if it has one (NCCL)."""
         _bool("enable", enable)
         for state in self._states(recurse):
             state.transport_settings.allocate_from(pool_of_group if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL", *, recurse: bool = False) -> None:
-        """Allocate the buffers of collectives in torch's symmetric memory, which needs CUDA.
-
-        By default, this changes only this unit.
-        """
+        """Allocate buffers of collectives in torch's symmetric memory of `backend`, which needs CUDA."""
         for state in self._states(recurse):
             state.transport_settings.allocate_from(lambda group, device: symmetric_pool(device, backend))
 
@@ -276,7 +271,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of unsharded parameters and those accumulated without synchronization.
 
-        An optimizer's `zero_grad` does not clear gradients accumulated without synchronization.
+        An optimizer's `zero_grad` does not clear the latter. With `set_to_none=False`, gradients become zeros.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
@@ -305,7 +300,7 @@ class FSDPModule:
 
 
 class GradientReductionHandle:
-    """The result of `finalize_backward(async_op=True)`."""
+    """The handle that `finalize_backward(async_op=True)` returns."""
 
     def wait(self) -> None:
         """No-op, because the gradients are already complete."""
@@ -316,7 +311,10 @@ _skips_init: ContextVar[bool] = ContextVar("unshard_skips_init", default=False)
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Return a context in which calling an `FSDP<Original>` class creates a module without calling `__init__`."""
+    """Return a context in which calling an `FSDP<Original>` class creates a module without calling `__init__`.
+
+    Example: `with disable_fsdp_module_new_init(): copy = type(model)()`.
+    """
     token = _skips_init.set(True)
     try:
         yield
@@ -325,7 +323,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """Return a dict that maps each original class to its `FSDP<Original>` class."""
+    """Return a dict from original classes to `FSDP<Original>` classes. Example: `get_cls_to_fsdp_cls()[Block]`."""
     return _FSDP_CLASSES
 
 

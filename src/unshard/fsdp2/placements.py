@@ -98,19 +98,40 @@ class DataParallelMeshInfo:
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """A mesh with a dimension that shards parameters."""
+    """A `mesh` whose dimension number `shard_mesh_dim` shards parameters.
+
+    `replicate_mesh_dim` is None. `spmd_mesh` is the mesh of all parallelisms, if `dp_mesh_dims` is set.
+
+    Example::
+
+        experts = FSDPMeshInfo(mesh["expert"], shard_mesh_dim=0)
+    """
 
     needs = {"shard_mesh_dim": "shards"}
 
 
 class DDPMeshInfo(DataParallelMeshInfo):
-    """A mesh with a dimension that replicates parameters."""
+    """A `mesh` whose dimension number `replicate_mesh_dim` replicates parameters.
+
+    `shard_mesh_dim` is None. `spmd_mesh` is the mesh of all parallelisms, if `dp_mesh_dims` is set.
+
+    Example::
+
+        replicas = DDPMeshInfo(mesh["replicate"], replicate_mesh_dim=0)
+    """
 
     needs = {"replicate_mesh_dim": "replicates"}
 
 
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """A mesh that shards over one dimension and replicates over another."""
+    """A `mesh` that shards over dimension `shard_mesh_dim` and replicates over dimension `replicate_mesh_dim`.
+
+    `spmd_mesh` is the mesh of all parallelisms, if `dp_mesh_dims` is set.
+
+    Example::
+
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    """
 
     needs = FSDPMeshInfo.needs | DDPMeshInfo.needs
 
@@ -120,6 +141,10 @@ class DataParallelMeshDims:
     """Names of the data-parallel dimensions of a mesh, which may also have dimensions of other parallelisms.
 
     If `shard` or `replicate` has several names, these dimensions act as one.
+
+    Example::
+
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -131,10 +156,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """Names of the dimensions that shard."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """Names of the dimensions that replicate."""
         return _as_names(self.replicate)
 
 
@@ -211,7 +238,11 @@ def _as_names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class ShardPlacementResult:
     """The dimension and the mesh that `shard_placement_fn` chooses for a parameter.
 
-    A `placement` of None means dimension 0.
+    A `placement` of None means dimension 0. `mesh_info` is an `FSDPMeshInfo` or another mesh info.
+
+    Example::
+
+        fully_shard(moe, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), experts) if p in own else None)
     """
 
     placement: Shard | None

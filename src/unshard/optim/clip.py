@@ -52,6 +52,16 @@ def clip_grad_norm_(
 
     As in PyTorch, the norm of order 0 is the number of gradients that are not all zero, and the norm of order -inf is
     the smallest absolute value.
+
+    `foreach` selects torch's multi-tensor kernels, as in PyTorch.
+
+    Raises:
+        ArgumentError: an argument is invalid, or flat shards of the wrapper are passed on several ranks.
+        GradientError: the norm is not finite, and `error_if_nonfinite` is True. Nothing is scaled.
+
+    Example::
+
+        norm = unshard.optim.clip_grad_norm_(model.parameters(), 1.0)
     """
     given = _checked(parameters)
     order, limit = checked_order(norm_type), checked_limit(max_norm)

@@ -74,6 +74,13 @@ def flat(
     other units. In this mode, gradients can be neither clipped nor scaled, and steps cannot be skipped. Call `step`
     after every backward that synchronizes gradients. `step_in_backward=False` turns the mode off, and None leaves it
     unchanged. `ahead` is the deprecated name of `step_in_backward`.
+
+    Raises:
+        ArgumentError: the optimizer is not elementwise, or steps parameters of `FullyShardedDataParallel`.
+
+    Example::
+
+        optimizer = unshard.optim.flat(torch.optim.AdamW(model.parameters(), fused=True))
     """
     if ahead is not None:
         if step_in_backward is not None:

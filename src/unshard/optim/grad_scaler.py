@@ -34,6 +34,14 @@ class GradScaler(OpenGradScaler):
     Gradients may be DTensors on any meshes or plain tensors. They may be in float16 or bfloat16, and on the device or
     the host. A rank may have no gradients. If ranks that must skip the same steps share no mesh (for example, the ranks
     of pipeline stages), pass a `process_group` of these ranks. `device` defaults to the accelerator, or to the CPU.
+    `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `enabled` are those of PyTorch.
+
+    Example::
+
+        scaler = unshard.optim.GradScaler()
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     _reduced_over = staticmethod(largest_over)
@@ -62,6 +70,10 @@ class GradScaler(OpenGradScaler):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients of `optimizer` by `inverse`. Return a flag per device, positive after an overflow.
+
+        Raise an ArgumentError for flat shards of the wrapper without a `process_group`.
+        """
         parameters = optimizer_parameters(optimizer)
         if self._process_group is None and (name := cut_flat(parameters)) is not None:
             raise ArgumentError(
@@ -92,7 +104,7 @@ class GradScaler(OpenGradScaler):
         return {device: _copied(any_found, device) for device in found}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer unless gradients have overflowed, as PyTorch's `GradScaler.step` does.
+        """Step `optimizer` unless gradients have overflowed, as PyTorch's `GradScaler.step` does.
 
         Unlike in PyTorch, a skipped first step of a fused optimizer creates no state. In a captured training step, the
         device decides whether to skip the optimizer's step.
@@ -140,6 +152,15 @@ class ShardedGradScaler(GradScaler):
     Gradients may be in float16 or on the host, and a rank may have no gradients. The outputs of `scale` have the
     dtypes of its inputs. The arguments have the same order as in PyTorch's `ShardedGradScaler`. If there is no CUDA
     device, the default `device` is another accelerator, or the CPU.
+
+    `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `enabled` are those of PyTorch.
+
+    Example::
+
+        scaler = unshard.optim.ShardedGradScaler()
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     _reduced_over = staticmethod(sum_over)

@@ -77,6 +77,13 @@ def doctor(nproc_per_node: int | None = None, *, quick: bool = False, say: Say =
     The ranks are processes that this function starts: `nproc_per_node`, by default one per GPU, or 2 without GPUs. In a
     job of torchrun, all ranks call this function together, and the job's ranks measure. With `quick`, no ranks are
     started and nothing is measured. `say` is called with what the function does next.
+
+    Raises:
+        ArgumentError: `nproc_per_node` is less than 1.
+
+    Example::
+
+        print(doctor(nproc_per_node=2))
     """
     if nproc_per_node is not None and nproc_per_node < 1:
         raise ArgumentError(f"nproc_per_node must be at least 1, got {nproc_per_node}.")

@@ -47,6 +47,14 @@ def explain_hangs(seconds: float = 30.0, file: str | os.PathLike[str] | None = N
 
     Call this on every rank, at any time. One rank prints a table on stderr and writes it to `file`, as JSON. SIGUSR1
     prints the table at any moment. Use the result as a context manager, or call its `stop()`.
+
+    Raises:
+        ArgumentError: `seconds` is not positive.
+
+    Example::
+
+        with explain_hangs(seconds=30, file="hang.json"):
+            train(model)
     """
     if not seconds > 0:
         raise ArgumentError(f"explain_hangs needs a positive number of seconds, got {seconds!r}.")

@@ -28,6 +28,13 @@ def report(path: str | os.PathLike[str], *results: Any) -> Path:
 
     A result is an object of one of the tools, its `to_dict()`, a JSON file with one or more such dicts, or a folder
     that `record` wrote. If `path` is a folder, the page is its `report.html`.
+
+    Raises:
+        ArgumentError: a result cannot be drawn, or there is none.
+
+    Example::
+
+        report("report.html", precision(model))
     """
     found: Found = {}
     for result in results:

@@ -197,5 +197,11 @@ def ledger(model: nn.Module, optimizer: Any = None) -> Ledger:
     Use the result as a context manager to record a step: `with ledger(model, optimizer) as recorded: ...`. It reads
     sizes only: no collective, no change of the model. While it records, reduce-scatters run on the compute stream, as
     for every observer, so their inputs live a little longer.
+
+    Example::
+
+        with ledger(model, optimizer) as recorded:
+            train(model)
+        print(recorded)
     """
     return Ledger(model, optimizer)

@@ -110,6 +110,15 @@ def plan(
 
     If the step does not fit in `device_memory` bytes, or without `device_memory`, the plan lists changes that lower
     the peak. Each of them is planned, too, so `advise=False` is faster.
+
+    `device` is "cuda" or "cpu": the kind of device whose memory is planned.
+
+    Raises:
+        ArgumentError: the program, the batch or the mesh is invalid.
+
+    Example::
+
+        print(plan(Model, world=64, batch="4x2048", device_memory=80 * 2**30))
     """
     setting = Setting(_program(program, batch, optimizer), world, _mesh(world, mesh), policy, _device(device))
     found = run(setting)

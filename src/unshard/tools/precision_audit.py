@@ -42,7 +42,7 @@ DtypeSet = set[torch.dtype]
 
 
 class PrecisionAudit:
-    """A context manager that records dtypes. `differences` lists deviations from the plan. `str()` returns a report."""
+    """The context manager that `precision_audit` returns. `differences` lists deviations from the plan; print it."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self._model, self._optimizer = model, optimizer
@@ -72,6 +72,7 @@ class PrecisionAudit:
 
     @property
     def differences(self) -> list[str]:
+        """Descriptions of dtypes that differ from the plan."""
         found: list[str] = []
         for unit in self._plan.units:
             found += _parameter_differences(unit, self._recorder)
@@ -150,6 +151,7 @@ def precision_audit(model: nn.Module, optimizer: Any = None) -> PrecisionAudit:
     """Return a context manager that records dtypes in steps of a sharded `model`, and compares them with the plan.
 
     The context adds no collective and changes no result. With `optimizer`, it records only this optimizer's steps.
+    Raises an ArgumentError if `model` is not sharded. Example: `with precision_audit(model) as audit: train(model)`.
     """
     return PrecisionAudit(model, optimizer)
 

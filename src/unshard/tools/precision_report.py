@@ -33,7 +33,7 @@ _POSITION_TABLES = ("*inv_freq*", "*freqs*")
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The result of `precision`. `rows` has one row per unit and set of dtypes. `surprises` lists suspicious dtypes."""
+    """The report that `precision` returns. `rows` has a row per unit and set of dtypes; `surprises` look unintended."""
 
     plan: ModelPlan
     surprises: list[str]
@@ -70,6 +70,7 @@ def precision(model: nn.Module, optimizer: Any = None, *, file: TextIO | None = 
 
     You can call this before the first step and for models on the meta device. Every rank returns the report, and rank 0
     also prints it to `file` (default: standard output). With `optimizer`, the report includes the optimizer's state.
+    Raises an ArgumentError if `model` is not sharded. Example: `report = precision(model, optimizer)`.
     """
     plan = plan_of(model, optimizer)
     report = PrecisionReport(plan, surprises_of(plan, optimizer))

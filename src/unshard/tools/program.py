@@ -77,7 +77,15 @@ def default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Program:
-    """What a training step consists of. `build` returns the unsharded model; the other parts have defaults."""
+    """What a training step consists of. `build` returns the unsharded model; the other parts have defaults.
+
+    `batch` is a function `batch(rank, step)` or a constant batch. `shard` shards the model in place, or returns the
+    wrapper. `loss(model, batch)` returns the loss, and `optimizer(model)` the optimizer. `name` appears in reports.
+
+    Example::
+
+        program = Program(Model, shard=shard, loss=loss, batch=tokens("4x2048"))
+    """
 
     build: Callable[[], nn.Module]
     batch: Any = None

@@ -42,6 +42,14 @@ def record(
     Call `step` on the result after each optimizer step. Rank 0 records the loss, the learning rate, the scale and
     memory; the other ranks record their step time and memory. Recording never waits for the device or for other ranks.
     `unshard.tools.report(path, folder)` draws the recording.
+
+    `scaler` is the gradient scaler, whose scale and skipped steps are recorded. Raises an ArgumentError if `model` is
+    not sharded.
+
+    Example::
+
+        with record("report", model, optimizer) as recording:
+            recording.step(train(model))
     """
     return Recording(folder, model, optimizer, scaler)
 

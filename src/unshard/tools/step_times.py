@@ -281,6 +281,12 @@ def timeline(model: nn.Module, *, trace: Any = None) -> Timeline:
     All ranks of the model must enter and leave the block. If no exception leaves the block, its end issues one small
     all-gather (two with replicas) and blocks the host until the device has completed the steps. If `trace` is a path,
     each rank writes a trace for Chrome or Perfetto, with the rank in the name: `trace.json` becomes `trace.rank0.json`.
+
+    Example::
+
+        with timeline(model) as times:
+            train(model)
+        print(times)
     """
     return Timeline(model, trace=trace)
 

@@ -96,6 +96,16 @@ def verify(
     trains on the batches of all ranks, with the mean of their losses. `batch` is a function `batch(rank, step)`, a
     shape such as "4x128", or a constant. `tolerance` is relative to the norm of each tensor, 1e-5 by default in
     float32. Before each forward, the generators of Python, NumPy and torch are seeded by rank and step.
+
+    `device` is "cpu" (Gloo) or "cuda" (NCCL).
+
+    Raises:
+        ArgumentError: the program or another argument is invalid.
+        StateError: a rank of the sharded model failed, and the unsharded model did not.
+
+    Example::
+
+        print(verify("train.py:build_model", ranks=(2, 3)))
     """
     loaded = load_program(program) if isinstance(program, str) else program
     if not isinstance(loaded, Program):

@@ -435,11 +435,11 @@ def watch(
     dump: str | Path | None = None,
     exact: bool = False,
 ) -> Watch:
-    """Watch the training steps of a sharded `model` for non-finite values, until `stop()` or the end of the context.
+    """Watch the steps of a sharded `model` for non-finite values. Example: `with watch(model) as found: train(model)`.
 
     Call this on all ranks. A step ends when `optimizer` (by default, any optimizer) steps, when `scaler` is updated, or
-    when gradients are cleared. `exact` makes the host wait for every check, and counts elements and names modules.
-    `dump` is a folder for the inputs and gradients of the unit with the first non-finite value. It implies `exact`.
+    when gradients are cleared. `exact` makes the host wait for every check, counts elements and names modules. `dump`
+    is a folder for tensors of the unit that failed first, and implies `exact`. Raises an ArgumentError for other types.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
