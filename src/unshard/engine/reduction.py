@@ -241,7 +241,8 @@ class Reduction:
             and not last
             and options.reduce_buffers == 1
         ):
-            return self._start_on_side_stream(flight, gradients, self._side_stream, watcher)
+            self._start_on_side_stream(flight, gradients, self._side_stream, watcher)
+            return flight
         (flight.outputs if self._in_place else self._input).take()
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
@@ -264,7 +265,7 @@ class Reduction:
 
     def _start_on_side_stream(
         self, flight: ReductionInFlight, gradients: Gradients, stream: SideStream, watcher: Any
-    ) -> ReductionInFlight:
+    ) -> None:
         packing: Packing = self._packing  # type: ignore[assignment]  # None only without a side stream
         # 1. The side stream packs after the compute stream has computed the gradients.
         self._computed.record()
@@ -301,7 +302,6 @@ class Reduction:
             # The compute stream has just passed `_computed` again, so an event that is recorded there now completes
             # when the reduce-scatter can start.
             flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)
-        return flight
 
     def _pack(self, flight: ReductionInFlight, packing: Packing, gradients: Gradients) -> None:
         absent = packing.fill(gradients)
