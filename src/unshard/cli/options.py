@@ -10,6 +10,7 @@ import shutil
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..sizes import bytes_in
 
 HELP = ("-h", "--help")
 
@@ -266,9 +267,7 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 def memory(text: str) -> int:
-    """Return the bytes in a size such as 80GiB, 80GB or 512MB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", text.strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a size such as 80GiB or 512MB, got {text!r}")
-    return size
+    try:
+        return bytes_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
