@@ -40,6 +40,11 @@ def test_public_names() -> None:
     assert len(set(unshard.__all__)) == len(unshard.__all__)
 
 
+def test_names_of_the_tools() -> None:
+    """Completion lists them, although most are imported at their first use."""
+    assert set(unshard.tools.__all__) <= set(dir(unshard.tools))
+
+
 def test_names_of_the_policies() -> None:
     """Contract F1-02."""
     assert set(unshard.wrap.__all__) == set(POLICIES.split())

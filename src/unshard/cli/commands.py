@@ -14,7 +14,7 @@ from typing import Any
 
 from .output import progress, show, working
 
-# -- programs, in which PyTorch's FSDP is replaced as by `unshard run`, also in processes that the tools start -----------
+# -- programs; PyTorch's FSDP is replaced as by `unshard run`, also in processes that the tools start ----------------
 
 
 def plan(given: argparse.Namespace) -> int:

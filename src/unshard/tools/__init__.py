@@ -23,6 +23,10 @@ _MODULES = {
 __all__ = ["PrecisionAudit", "PrecisionReport", "precision", "precision_audit", *_MODULES]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
