@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    "layout policies wrap names errors torch_private",
+    "layout policies wrap names errors sizes torch_private",
     "comm",
     "engine",
     "optim",

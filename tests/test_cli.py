@@ -241,7 +241,9 @@ def test_a_plan_without_device_memory(
 
 
 def test_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
+    """PyTorch's FSDP is replaced."""
+    shard = "from torch.distributed.fsdp import fully_shard\ndef shard(model):\n    fully_shard(model)\n"
+    (tmp_path / "train.py").write_text(PROGRAM + shard)
     words = ("precision", f"{tmp_path / 'train.py'}:build_model")
     assert unshard(monkeypatch, *words) == 0
     assert "Precision of 1 unit, 4 parameters, 30 elements" in capsys.readouterr().out
@@ -338,9 +340,12 @@ def test_progress_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 BAD = {
     "exit": ("import sys; sys.exit(4)", "the file called sys.exit(4) when it was imported. "),
-    "broken": ("raise OSError('gone')", "cannot be imported: OSError: gone"),
+    "broken": (
+        "raise OSError('gone')",
+        'cannot be imported: OSError: gone. Put code that trains under `if __name__ == "__main__":`.',
+    ),
     "number": (PROGRAM, "number() returned int. Return the unsharded nn.Module."),
-    "absent": (PROGRAM, "has no function 'absent'. It defines: "),
+    "absent": (PROGRAM, "has no function 'absent'. It defines: build_model, number."),
     "build_model": (PROGRAM, "RuntimeError: shapes differ. Add --traceback to see where it was raised."),
 }
 

@@ -51,6 +51,11 @@ def test_the_types_of_every_public_name_are_checked() -> None:
     assert names - modules <= used
 
 
+def test_names_of_the_tools() -> None:
+    """Completion lists them, although most are imported at their first use."""
+    assert set(unshard.tools.__all__) <= set(dir(unshard.tools))
+
+
 def test_names_of_the_policies() -> None:
     """Contract F1-02."""
     assert set(unshard.wrap.__all__) == set(POLICIES.split())

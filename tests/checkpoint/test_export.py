@@ -123,7 +123,7 @@ def test_files_of_limited_size(folder: Path, tmp_path: Path) -> None:
         assert len(values) == 1 or sum(value.nbytes for value in values.values()) <= 32
     assert len(checkpoint.export(folder, tmp_path / "one", max_file_size="0.5 KB")) == 1
     for wrong in ("5 parsecs", "0", -3, "1XB", ""):
-        with pytest.raises(ArgumentError, match="max_file_size must be"):
+        with pytest.raises(ArgumentError, match="largest file size is wrong: expected"):
             checkpoint.export(folder, tmp_path / "none", max_file_size=wrong)
     with pytest.raises(ArgumentError, match="dtype must be one of"):
         checkpoint.export(folder, tmp_path / "none", dtype="int8")

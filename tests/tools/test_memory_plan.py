@@ -25,6 +25,7 @@ from bed.memory_models import (
     tokens,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import Case
@@ -71,7 +72,10 @@ def test_stages_hold_the_units_that_are_gathered() -> None:
     gathered = {point["at"]: point["all-gathers"] for point in planned.to_dict()["timeline"]}
     root, unit = 2 * (2 * VOCABULARY * 256), 2 * 256 * 256
     assert gathered["forward blocks.1"] == root + 2 * unit
-    assert gathered["loss"] == root
+    assert gathered["default loss"] == root
+    assert "The step (a line is the largest of " not in str(planned)
+    halves = plan(Program(lambda: Stack(12, 8), batch=tokens), world=2, advise=False)
+    assert "The step (a line is the largest of 2 stages):" in str(halves)
     stages = list(gathered)
     assert stages.index("backward blocks.3") < stages.index("backward blocks.0") < stages.index("optimizer")
 
@@ -196,6 +200,7 @@ def test_two_tables_in_the_root_need_one_large_input() -> None:
     assert best.change == "give each large table a unit of its own (table and head)" and best.fits
     by_hand = plan(replace(program, shard=partial(tables_of_their_own, mp_policy=BF16)), world=16, advise=False)
     assert best.peak == pytest.approx(by_hand.peak, rel=1e-3)
+    assert "Not counted: what the allocator reserves" in str(planned)
     assert "9.47 GiB" in str(planned) and best.change in str(planned)
     assert [each.peak for each in planned.advice] == sorted(each.peak for each in planned.advice)
 
@@ -256,7 +261,8 @@ def test_a_70b_model_on_1024_ranks() -> None:
 
 
 def test_the_result_is_plain_data() -> None:
-    planned = plan(STACK, world=WORLD, device="cpu", device_memory=GIB)
+    planned = plan(STACK, world=WORLD, device="cpu", device_memory="1GiB")
+    assert planned.device_memory == GIB
     found = json.loads(json.dumps(planned.to_dict()))
     assert list(found)[:2] == ["kind", "unshard"] and found["kind"] == "plan" and found["fits"] is True
     assert found["peak"] == sum(row["at_peak"] for row in found["rows"])
@@ -264,6 +270,7 @@ def test_the_result_is_plain_data() -> None:
     assert [unit["name"] for unit in found["units"]][:2] == ["(root)", "blocks.0"]
     assert all(unit["shards"] == len(unit["bytes_per_shard"]) == WORLD for unit in found["units"])
     assert all(sum(unit["bytes_per_shard"]) == unit["bytes"] for unit in found["units"])
+    assert "Not counted" not in str(planned)
     assert f"of one of {WORLD} ranks" in str(planned) and planned.peak_at in str(planned)
 
 
@@ -293,6 +300,24 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nothing": (lambda: None, {"world": 2, "batch": "1x4"}, "returned NoneType"),
     "no batch": (Stack, {"world": 2}, "needs a batch"),
     "text": (Stack, {"world": 2, "batch": "many"}, "such as 4x2048"),
+    "batch": (replace(STACK, batch=lambda: 3), {"world": 2}, r"batch\(rank, step\) raised TypeError"),
+    "names": (
+        replace(STACK, batch={"ids": torch.ones(2)}),
+        {"world": 2},
+        "entries are passed as keyword arguments: TypeError: .*'ids'",
+    ),
+    "token": (
+        replace(STACK, batch=torch.full((1, 4), VOCABULARY)),
+        {"world": 2},
+        f"IndexError: token {VOCABULARY} in a table of {VOCABULARY} rows",
+    ),
+    "file": ("train.py", {"world": 2}, "Expected FILE:FUNCTION"),
+    "memory": (STACK, {"world": 2, "device_memory": "80GX"}, "expected a size such as 80GiB"),
+    "negative memory": (STACK, {"world": 2, "device_memory": -5}, "expected a size such as 80GiB"),
+    "frozen": (replace(STACK, build=lambda: Stack().requires_grad_(False)), {"world": 2}, "parameters are frozen"),
+    "no optimizer": (STACK, {"world": 2, "optimizer": lambda model: None}, "returned NoneType. Return the optimizer"),
+    "class": (STACK, {"world": 2, "optimizer": torch.optim.SGD}, r"optimizer\(model\) raised TypeError: .* It gets"),
+    "PyTorch's": (replace(STACK, shard=torchs_fully_shard), {"world": 2}, "calls PyTorch's own FSDP, not unshard's"),
     "shape": (
         Program(lambda: nn.Linear(4, 4), batch=torch.ones(2, 3)),
         {"world": 2},

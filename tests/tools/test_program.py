@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from unshard.errors import ArgumentError
 from unshard.tools.program import Program, default_loss, example_batch, load_program, tokens
 
 FILE = """
-from torch import nn
+from beside import nn
 
 batch = (1, 2)
 
@@ -27,10 +28,15 @@ def loss(model, batch):
 """
 
 
-def test_a_file_replaces_the_defaults(tmp_path: Path) -> None:
+def test_a_file_replaces_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file may import others beside it."""
     file = tmp_path / "train.py"
     file.write_text(FILE)
+    (tmp_path / "beside.py").write_text("from torch import nn")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     program = load_program(f"{file}:build")
+    with pytest.raises(ArgumentError, match=r"has no function 'absent'\. It defines: build, loss\."):
+        load_program(f"{file}:absent")
     assert isinstance(program.model(), nn.Linear)
     assert program.loss(program.model(), None) == 7
     assert program.batch_of(0, 0) == (1, 2)
@@ -39,7 +45,7 @@ def test_a_file_replaces_the_defaults(tmp_path: Path) -> None:
 
 def test_only_an_unchanged_program_can_be_loaded_again(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    file.write_text(FILE)
+    file.write_text(FILE.replace("beside", "torch"))
     target = f"{file}:build"
     program = load_program(target, batch=None)
     assert program.target == target

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from unshard import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    dropin,
     fully_shard,
     sync_module_states,
 )
@@ -205,21 +206,27 @@ def test_a_loss_that_depends_on_the_rank() -> None:
 
 
 class Centered(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, constant: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, 3)
-        self.register_buffer("center", torch.zeros(WIDTH))
+        self.linear = nn.Linear(WIDTH, 3, bias=False)
+        self.constant = constant
+        self.register_buffer("center", torch.ones(WIDTH) + constant * float(os.environ["RANK"]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.linear(x - self.center)
-        self.center.lerp_(x.mean(0), 0.5)
+        output = self.linear(x * self.center)
+        if not self.constant:
+            self.center += x.mean() / 10
         return output
 
 
-def test_a_buffer_that_each_rank_updates() -> None:
-    run = checked(Program(Centered, batch=floats))
-    assert (run.differs.what, run.differs.name, run.differs.step) == ("loss", "linear.weight", 2)
-    assert "Buffers center differ between ranks" in causes(run)
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_buffer_that_differs_between_ranks(constant: bool) -> None:
+    run = checked(Program(partial(Centered, constant), batch=floats), ranks=3)
+    assert (run.differs.what, run.differs.name, run.differs.step) == ("loss", "linear.weight", 1 if constant else 2)
+    said = (
+        "Ranks build buffers center with different" if constant else "Buffers center differ between ranks, because each"
+    )
+    assert run.causes[-1].startswith(said) and len(run.causes) == 1 + constant
 
 
 @pytest.mark.filterwarnings("ignore:Unsharded parameters of unit")
@@ -455,6 +462,10 @@ def test_the_calling_process_is_left_alone() -> None:
 
 PROGRAM = """
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+def shard(model):
+    return fully_shard(model)
 
 def build():
     return nn.Linear(4, 3)
@@ -469,9 +480,12 @@ def loss(model, batch):
 
 @pytest.mark.slow  # a new process imports torch
 def test_a_file(tmp_path: Path) -> None:
+    """The processes of ranks have the drop-in if this one has it. Without it, PyTorch's own FSDP is refused."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
-    found = verify(f"{file}:build", ranks=(1, 2), steps=2, batch="5x4")
+    assert "shard() calls PyTorch's own FSDP" in refused(f"{file}:build", ranks=1)
+    with dropin.stand_in():
+        found = verify(f"{file}:build", ranks=(1, 2), steps=2, batch="5x4")
     assert found.agree
     assert found.name == "build"
 
@@ -503,6 +517,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def test_bad_batches_and_losses() -> None:
     assert "The loss of the unsharded model raised RuntimeError: mat1 and mat2" in refused(mlp, batch="4x5")
+    assert refused(Program(mlp, batch=lambda: 3)).startswith("batch(rank, step) raised TypeError: ")
+    assert "optimizer(model) returned NoneType" in refused(Program(mlp, batch=floats, optimizer=lambda model: None))
     assert "a tensor of shape (4, 5)" in refused(Program(mlp, loss=lambda model, x: model(x)))
     assert "without a graph" in refused(Program(mlp, loss=lambda model, x: model(x).sum().detach()))
     assert "The loss of the unsharded model is nan" in refused(
@@ -529,6 +545,14 @@ def test_an_error_on_one_rank_ends_the_others() -> None:
     with pytest.raises(StateError, match=r"^Rank 1 of 2 failed: ZeroDivisionError: on purpose \(at .*\.py:\d+\)$"):
         verify(Program(mlp, loss=failing), ranks=2)
     assert time.monotonic() - begin < 60  # far less than a collective waits
+
+    def build() -> nn.Module:
+        return mlp() if os.environ["RANK"] == "0" else failing.absent  # type: ignore[attr-defined]
+
+    with pytest.raises(
+        ArgumentError, match=r"^Rank 1 of 2 failed: build\(\) raised AttributeError: .* \(at .*\.py:\d+\)$"
+    ):
+        verify(Program(build, name="build"), ranks=2)
 
 
 def test_a_rank_that_dies() -> None:

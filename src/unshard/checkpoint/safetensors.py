@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentError, CheckpointError, listed
+from ..sizes import bytes_in
 from ..state.boxes import Box, full_box
 from ..state.model import HeldTensor, ModelState, model_state, non_persistent_names
 from . import storage
@@ -293,7 +294,6 @@ def _files(path: Path) -> Mapping[Path, set[str] | None]:
 
 # -- exporting ----------------------------------------------------------------------------------------------
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 _HIDDEN = ".exporting_"
 _OWN = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}|{re.escape(_HIDDEN)}.*")
 """Matches the names of files that an export writes. `overwrite=True` replaces or deletes these files."""
@@ -325,7 +325,11 @@ def export(
     folder is not empty, a CheckpointError is raised unless `overwrite=True`, which replaces an earlier export. Other
     wrong arguments raise an ArgumentError. Example: `export("checkpoints", "exported", dtype=torch.bfloat16)`.
     """
-    limit, target, cast = _bytes(max_file_size), Path(folder), None
+    try:
+        limit = bytes_in(max_file_size)
+    except ValueError as error:
+        raise ArgumentError(f"The largest file size is wrong: {error}.") from None
+    target, cast = Path(folder), None
     if dtype is not None:
         cast = str(dtype).removeprefix("torch.")
         known = [name for name, each in DTYPES.items() if each.is_floating_point and name in CODE_OF]
@@ -363,16 +367,6 @@ def export(
     return [target / name for name in files]
 
 
-def _bytes(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?B?)", str(size).strip().upper())
-    found = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2], 0))
-    if found < 1:
-        raise ArgumentError(
-            f"max_file_size must be a number of bytes, or a string such as '5GB' or '500MiB', got {size!r}."
-        )
-    return found
-
-
 def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: Iterable[str]) -> dict[str, str]:
     """Map names in the checkpoint to names in the files. `tied` maps each name of a tied tensor to its stored name."""
     found = {key: prefix + key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")}
@@ -380,8 +374,8 @@ def _names(manifest: Manifest, prefix: str, tied: dict[str, str], tied_names: It
     for name in tied_names:
         if name not in tied or chosen.setdefault(tied[name], name) != name:
             raise ArgumentError(
-                f"tied_names has {name!r}, which is not a tied tensor of the checkpoint, or is the second name of the "
-                f"same tensor. Tied tensors: {listed(tied, 8) or 'none'}."
+                f"The tied name {name!r} is not a tied tensor of the checkpoint, or is the second name of the same "
+                f"tensor. Tied tensors: {listed(tied, 8) or 'none'}."
             )
         found[tied[name]] = prefix + name
     if METADATA in found.values():

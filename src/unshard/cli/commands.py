@@ -14,12 +14,15 @@ from typing import Any
 
 from .output import progress, show, working
 
+# -- programs; PyTorch's FSDP is replaced as by `unshard run`, also in processes that the tools start ----------------
+
 
 def plan(given: argparse.Namespace) -> int:
     from .. import tools
+    from ..dropin import stand_in
     from ..tools.program import load_program
 
-    with working("planning"):
+    with working("planning"), stand_in():
         found = tools.plan(
             load_program(given.program),
             world=given.world,
@@ -33,9 +36,10 @@ def plan(given: argparse.Namespace) -> int:
 
 def verify(given: argparse.Namespace) -> int:
     from .. import tools
+    from ..dropin import stand_in
     from ..tools.program import load_program
 
-    with working("training unsharded and sharded"):
+    with working("training unsharded and sharded"), stand_in():
         found = tools.verify(
             load_program(given.program), ranks=given.ranks, steps=given.steps, device=given.device, batch=given.batch
         )
@@ -45,12 +49,14 @@ def verify(given: argparse.Namespace) -> int:
 
 def precision(given: argparse.Namespace) -> int:
     from .. import tools
+    from ..dropin import stand_in
     from ..tools.program import load_program
 
-    program = load_program(given.program)
-    with _one_rank():
-        model = program.sharded(program.model())
-        show(tools.precision(model, program.optimizer(model), file=io.StringIO()))
+    with stand_in():
+        program = load_program(given.program)
+        with _one_rank():
+            model = program.sharded(program.model())
+            show(tools.precision(model, program.optimizer_of(model), file=io.StringIO()))
     return 0
 
 

@@ -10,6 +10,7 @@ import shutil
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..sizes import bytes_in
 
 HELP = ("-h", "--help")
 
@@ -22,15 +23,22 @@ _EXIT_CODES = """exit codes:
 
 `unshard run` ends with the exit code of the program. Errors are one line; --traceback or UNSHARD_TRACEBACK=1 shows
 where they were raised. With --json, a command prints one JSON document on stdout, and everything else on stderr.
-See `unshard COMMAND --help` for examples."""
+See `unshard COMMAND --help` for examples.
+From Python, `unshard.tools` also has watch (finds NaN), timeline, ledger, record and explain_hangs."""
 
 _RUN = """Runs a Python program with torch.distributed.fsdp replaced by unshard. With torchrun options, it starts
-processes as torchrun does. When the program ends, rank 0 prints how many units were sharded."""
+processes as torchrun does. When the program ends, rank 0 prints how many units were sharded. To find out where NaN
+comes from, use unshard.tools.watch in the program."""
 _RUN_USAGE = """unshard run [--explain-hangs SECONDS[:FILE]|off] script.py [arguments]
        unshard run [--explain-hangs SECONDS[:FILE]|off] -m module [arguments]
        unshard run [--explain-hangs SECONDS[:FILE]|off] --nproc-per-node 8 [torchrun options] script.py [arguments]"""
-_PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. The functions
-`shard`, `loss`, `batch` and `optimizer` of the same file replace the defaults."""
+_PROGRAM = """FILE:FUNCTION names the function that builds the model, such as train.py:build_model. Functions of the
+same file replace the defaults:
+  shard(model)        default: each block of the longest list of modules is a unit
+  optimizer(model)    default: AdamW"""
+_STEP = """
+  loss(model, batch)  default: the loss in the output, or the mean square of the output
+  batch(rank, step)   default: random values (--batch). A dict becomes keyword arguments of the model"""
 _CHECKPOINT_PATH = "a checkpoint written by unshard.checkpoint.save, or a folder of several (uses the latest)"
 
 
@@ -138,7 +146,7 @@ def _add_program_commands(commands: Any) -> None:
         "plan",
         "compute the memory of a training step on many ranks, without running it",
         "unshard plan train.py:build_model --world 64 --mesh 8x8 --batch 4x2048 --device-memory 80GiB",
-        f"{_PROGRAM}\nThe exit code is 1 if the step does not fit on the device.",
+        f"{_PROGRAM}{_STEP}\nThe exit code is 1 if the step does not fit on the device.",
     )
     plan.add_argument("program", metavar="FILE:FUNCTION")
     plan.add_argument("--world", type=positive, required=True, help="number of ranks")
@@ -151,7 +159,7 @@ def _add_program_commands(commands: Any) -> None:
         "verify",
         "train the model unsharded and sharded over local ranks, and compare",
         "unshard verify train.py:build_model --ranks 2,3,4 --steps 3 --batch 4x16",
-        f"{_PROGRAM}\nThe exit code is 1 if losses, gradients or parameters differ.",
+        f"{_PROGRAM}{_STEP}\nThe exit code is 1 if losses, gradients or parameters differ.",
     )
     verify.add_argument("program", metavar="FILE:FUNCTION")
     verify.add_argument("--ranks", type=ranks, default=(2, 3), metavar="2,3,4", help="default: 2,3")
@@ -225,7 +233,7 @@ def _add_others(commands: Any) -> None:
         "report",
         "draw results and recordings as one HTML page",
         "unshard report plan.json recordings/ -o report.html",
-        "Takes files written by --json, and folders of recordings.",
+        "Takes JSON of plan, verify, precision and doctor, hang reports, and folders of recordings.",
     )
     report.add_argument("paths", metavar="PATH", nargs="+", help="a JSON file or a folder")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
@@ -266,9 +274,7 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 def memory(text: str) -> int:
-    """Return the bytes in a size such as 80GiB, 80GB or 512MB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", text.strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a size such as 80GiB or 512MB, got {text!r}")
-    return size
+    try:
+        return bytes_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -107,7 +107,8 @@ def simulated_job(world: int, device: str, options: Mapping[str, Any]) -> Iterat
     if dist.is_initialized():
         raise StateError(
             "plan() simulates a job of its own, and this process is already part of a job. Call plan() before "
-            "init_process_group, or in another process: python -m unshard plan."
+            "init_process_group, or use `unshard plan`. If a file joins a job when it is imported, put that under "
+            '`if __name__ == "__main__":`.'
         )
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])

@@ -12,11 +12,12 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..policies import MixedPrecisionPolicy
+from ..sizes import bytes_in
 from .memory_advice import Advice, advise_on
 from .memory_rows import KINDS, size
 from .memory_run import Run, Setting, run
 from .precision_report import table
-from .program import Program, tokens
+from .program import Program, load_program, sizes_in
 
 _WIDTH = 50
 
@@ -70,12 +71,14 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         ranks = f"{self.world:,} rank" + "s" * (self.world > 1)
-        lines = [f"Memory of one of {ranks}: peak {size(self.peak)}, in {self.peak_at}{self._verdict()}.", ""]
-        lines += memory_table(self.rows, self.run.host)
+        lines = [f"Memory of one of {ranks}: peak {size(self.peak)}, in {self.peak_at}{self._verdict()}."]
+        if self.device != "cpu":
+            lines.append("Not counted: what the allocator reserves on top, NCCL, the CUDA context. Leave a margin.")
+        lines += ["", *memory_table(self.rows, self.run.host)]
         lines += ["", "Largest at the peak:"]
         largest = [[each["what"], each["kind"], size(each["bytes"])] for each in self.run.largest[:6]]
         lines += table(("tensor", "kind", "size"), largest, numbers=(2,))
-        lines += ["", "The step:", *_chart([(point.at, point.total) for point in self.run.timeline], self.peak)]
+        lines += ["", *_chart([(point.at, point.total) for point in self.run.timeline], self.peak)]
         if self.advice:
             lines += ["", "Changes, with the new peak:"]
             rows = [[each.change, size(each.peak), _answer(each.fits)] for each in self.advice]
@@ -90,7 +93,7 @@ class MemoryPlan:
 
 
 def plan(
-    program: Program | Callable[[], nn.Module],
+    program: Program | str | Callable[[], nn.Module],
     *,
     world: int,
     mesh: Sequence[int] | None = None,
@@ -98,18 +101,19 @@ def plan(
     policy: MixedPrecisionPolicy | None = None,
     optimizer: Callable[[nn.Module], Any] | None = None,
     device: str = "cuda",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     advise: bool = True,
 ) -> MemoryPlan:
     """Return the memory that a training step of `program` needs on each of `world` ranks, without a GPU or a job.
 
-    `program` is a `Program`, or a function that returns the unsharded model. The engine runs two steps, but no kernel
-    does: all tensors are on memory that is never touched. `mesh` has the sizes of a hybrid mesh, (replicas, shards).
-    `batch` is a batch, a function `batch(rank, step)`, or the shape of random tokens such as `"4x2048"`. `policy` is
-    the `mp_policy` of all `fully_shard` calls that pass none. `optimizer` is a function of the sharded model.
+    `program` is a `Program`, `FILE:FUNCTION`, or the function that builds the unsharded model. The engine runs two
+    steps, but no kernel does: all tensors are on memory that is never touched. `mesh` has the sizes of a hybrid mesh,
+    (replicas, shards). `batch` is a batch, a function `batch(rank, step)`, or the shape of random tokens such as
+    `"4x2048"`. `policy` is the `mp_policy` of all `fully_shard` calls that pass none. `optimizer` is a function of the
+    sharded model.
 
-    If the step does not fit in `device_memory` bytes, or without `device_memory`, the plan lists changes that lower
-    the peak. Each of them is planned, too, so `advise=False` is faster.
+    If the step does not fit in `device_memory` (bytes, or a size such as "80GiB"), or without `device_memory`, the plan
+    lists changes that lower the peak. Each of them is planned, too, so `advise=False` is faster.
 
     `device` is "cuda" or "cpu": the kind of device whose memory is planned.
 
@@ -120,15 +124,21 @@ def plan(
 
         print(plan(Model, world=64, batch="4x2048", device_memory=80 * 2**30))
     """
+    try:
+        limit = None if device_memory is None else bytes_in(device_memory)
+    except ValueError as error:
+        raise ArgumentError(f"device_memory is wrong: {error}.") from None
     setting = Setting(_program(program, batch, optimizer), world, _mesh(world, mesh), policy, _device(device))
     found = run(setting)
-    planned = MemoryPlan(world, setting.device, device_memory, found)
+    planned = MemoryPlan(world, setting.device, limit, found)
     if not advise or planned.fits:
         return planned
-    return replace(planned, advice=advise_on(setting, found, device_memory))
+    return replace(planned, advice=advise_on(setting, found, limit))
 
 
 def _program(program: Any, batch: Any, optimizer: Any) -> Program:
+    if isinstance(program, str):
+        program = load_program(program)
     if not isinstance(program, Program):
         if isinstance(program, nn.Module) or not callable(program):
             raise ArgumentError(
@@ -136,12 +146,15 @@ def _program(program: Any, batch: Any, optimizer: Any) -> Program:
                 "plan(lambda: Model(config), world=64)."
             )
         program = Program(program)
-    if isinstance(batch, str):
-        batch = tokens(batch)
     changed = {"batch": batch, "optimizer": optimizer}
     program = replace(program, **{name: value for name, value in changed.items() if value is not None})
     if program.batch is None:
-        raise ArgumentError('plan() needs a batch: pass batch="4x2048" for tokens, a tensor, or batch(rank, step).')
+        raise ArgumentError(
+            'A plan needs a batch: the shape of random tokens (--batch 4x2048, batch="4x2048"), or a function '
+            "batch(rank, step) in the program."
+        )
+    if isinstance(program.batch, str):
+        sizes_in(program.batch)
     return program
 
 
@@ -188,9 +201,10 @@ def _answer(fits: bool | None) -> str:
 
 
 def _chart(points: Sequence[tuple[str, int]], peak: int, most: int = 24) -> list[str]:
-    """Return one bar per stage. Neighbors share a bar if there are many stages, which shows the largest of them."""
+    """Return a title and one bar per stage. Neighbors share a bar if there are many; it shows the largest of them."""
     each = -(-len(points) // most)
     shared = [points[start : start + each] for start in range(0, len(points), each)]
     rows = [max(part, key=lambda point: point[1]) for part in shared]
     width = max(len(at) for at, _ in rows)
-    return [f"  {at.ljust(width)}  {'#' * round(_WIDTH * nbytes / peak)} {size(nbytes)}" for at, nbytes in rows]
+    bars = [f"  {at.ljust(width)}  {'#' * round(_WIDTH * nbytes / peak)} {size(nbytes)}" for at, nbytes in rows]
+    return [f"The step{f' (a line is the largest of {each} stages)' if each > 1 else ''}:", *bars]

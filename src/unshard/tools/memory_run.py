@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..engine.api import ROOT, name_stages, observer, state_of
+from ..engine.api import ROOT, name_stages, observer
 from ..errors import ArgumentError, UnshardError
 from ..torch_private import run_backward
 from .memory_allocator import Allocator
 from .memory_job import simulated_job
 from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, total, unit_rows
 from .memory_virtual import Recording, virtual_memory
-from .program import Program, shard_blocks
+from .program import Program, default_loss, is_sharded, shard_blocks, tokens
 
 WORKSPACES = 2 * 32 * 2**20
 """Bytes of cuBLAS on a CUDA device: one workspace for the thread of forward, and one for the thread of backward.
@@ -114,7 +114,7 @@ def run(setting: Setting, changes: Changes | None = None, look: Callable[[nn.Mod
         simulated_job(world, setting.device, {"mp_policy": setting.policy, **(changes.options or {})}),
         virtual_memory() as recording,
         torch.random.fork_rng(devices=[]),
-        _stages(recording),
+        _stages(recording, _loss_of(setting.program)),
     ):
         return _run(setting, mesh, changes, recording, look)
 
@@ -127,27 +127,33 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
     model = _shard(setting, model, mesh)
     if changes.sharded is not None:
         changes.sharded(model)
-    optimizer = program.optimizer(model)
+    optimizer = program.optimizer_of(model)
     if changes.optimizer is not None:
         optimizer = changes.optimizer(optimizer)
     _mark_host(recording, model, optimizer)
     begins = []
     for step in range(2):
         begins.append(len(recording.events))
-        batch = program.batch_of(0, step)
-        recording.in_forward = True
-        recording.enter("forward")
+        failed = "batch(rank, step) raised"
         try:
+            batch = program.batch_of(0, step)
+            if isinstance(batch, str):
+                batch = tokens(batch, _vocabulary(model))
+            failed = "The model fails on this batch:"
+            if isinstance(batch, dict) and program.loss is default_loss:
+                failed = "The model fails on this batch, whose entries are passed as keyword arguments:"
+            recording.in_forward = True
+            recording.enter("forward")
             loss = program.loss(model, batch)
             _require_loss(loss)
             recording.in_forward = False
-            recording.enter("backward loss")
+            recording.enter(f"backward {_loss_of(program)}")
             run_backward(loss)
         except UnshardError:
             raise
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
-            raise ArgumentError(f"The model fails on this batch: {type(error).__name__}: {text}") from error
+            raise ArgumentError(f"{failed} {type(error).__name__}: {text}") from error
         del loss, batch
         recording.enter("optimizer")
         optimizer.step()
@@ -158,6 +164,15 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
     if look is not None:
         look(model)
     return result
+
+
+def _loss_of(program: Program) -> str:
+    return "default loss" if program.loss is default_loss else "loss"
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return how many different tokens every table of the model has."""
+    return min([256, *(each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding))])
 
 
 def _require_loss(loss: Any) -> None:
@@ -173,13 +188,13 @@ def _shard(setting: Setting, model: nn.Module, mesh: tuple[int, ...] | None) -> 
     if mesh is not None:
         if program.shard is not shard_blocks and "mesh" not in inspect.signature(program.shard).parameters:
             raise ArgumentError(
-                "mesh= has no effect: the program's shard function has no argument mesh. Define "
-                "shard(model, mesh=None) and pass the mesh to fully_shard, or leave mesh= out."
+                "The mesh has no effect: the program's shard function has no argument mesh. Define "
+                "shard(model, mesh=None) and pass the mesh to fully_shard, or leave the mesh out."
             )
         names = ("replicate", "shard") if len(mesh) == 2 else ("shard",)
         options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
-    sharded = program.shard(model, **options) or model
-    if not any(state_of(module) is not None for module in sharded.modules()):
+    sharded = program.sharded(model, **options)
+    if not is_sharded(sharded):
         raise ArgumentError("shard() has sharded no module. Call fully_shard or FullyShardedDataParallel in it.")
     if any(parameter.is_meta for parameter in sharded.parameters()):
         sharded.to_empty(device="cpu")
@@ -187,7 +202,7 @@ def _shard(setting: Setting, model: nn.Module, mesh: tuple[int, ...] | None) -> 
 
 
 @contextmanager
-def _stages(recording: Recording) -> Iterator[None]:
+def _stages(recording: Recording, loss: str) -> Iterator[None]:
     """Enter a stage of `recording` when a unit enters one."""
 
     class Handler(logging.Handler):
@@ -198,7 +213,7 @@ def _stages(recording: Recording) -> Iterator[None]:
             if stage == "pre_forward":
                 recording.enter(f"{'forward' if recording.in_forward else 'recompute'} {unit}")
             elif stage == "post_forward" and recording.in_forward:
-                recording.enter("loss" if unit == ROOT else f"forward {ROOT}")
+                recording.enter(loss if unit == ROOT else f"forward {ROOT}")
             elif stage == "root_post_backward":
                 recording.enter("end of backward")
             elif stage == "pre_backward" and now != "recompute":

@@ -127,6 +127,8 @@ class VirtualMemory(TorchDispatchMode):
         self.recording = recording
         self._kinds: dict[Any, str] = {}
         self._results: dict[Any, Any] = {}
+        self.guessed = False
+        """True if some integers are not those of a run, because they depend on floating point values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -212,6 +214,7 @@ class VirtualMemory(TorchDispatchMode):
                 "are never used. Allow overcommitting: sysctl vm.overcommit_memory=1."
             ) from error
         if not _is_number(meta.dtype):
+            self.guessed |= meta.dtype != torch.bool
             _fill(func, made, inputs)
         self.recording.add(schema_of(func).name, made, host)
         return made
@@ -339,6 +342,13 @@ def _item(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwargs: Any) 
     return 1.0 if _is_number(args[0].dtype) else func(*args)
 
 
+def _embedding(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+    rows, indices = args[0].shape[0], args[1]
+    if not mode.guessed and indices.numel() and not 0 <= indices.min() <= indices.max() < rows:
+        raise IndexError(f"token {int(indices.max())} in a table of {rows} rows (smallest: {int(indices.min())})")
+    return NotImplemented
+
+
 def _equal(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
     return args[0].shape == args[1].shape
 
@@ -384,6 +394,7 @@ def _onednn_lstm(mode: VirtualMemory, func: Any, tensors: Any, args: Any, kwargs
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _item,
+    "aten::embedding": _embedding,
     "aten::equal": _equal,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,

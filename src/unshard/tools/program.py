@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import runpy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..errors import ArgumentError
+from ..engine.api import state_of
+from ..errors import ArgumentError, UnshardError
 from ..fsdp2.fully_shard import fully_shard
 
 _PARTS = ("shard", "loss", "batch", "optimizer")
@@ -72,7 +76,10 @@ def _most_arguments(model: nn.Module) -> float:
 
 
 def default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if not trained:
+        raise ArgumentError("All parameters are frozen (requires_grad=False), so a step trains nothing. Unfreeze some.")
+    return torch.optim.AdamW(trained, lr=1e-3)
 
 
 @dataclass(frozen=True)
@@ -109,8 +116,32 @@ class Program:
             raise ArgumentError(f"{title}() returned {type(built).__name__}. Return the unsharded nn.Module.")
         return built
 
-    def sharded(self, model: nn.Module) -> nn.Module:
-        return self.shard(model) or model
+    def sharded(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Shard the model. Raise `ArgumentError` if PyTorch's FSDP shards it instead of this library."""
+        sharded = self.shard(model, **options) or model
+        bases = [base.__module__ for each in sharded.modules() for base in type(each).__mro__]
+        if any(each.startswith(f"{dist.__name__}.fsdp") for each in bases) and not is_sharded(sharded):
+            raise ArgumentError(
+                "shard() calls PyTorch's own FSDP, not unshard's. Import fully_shard or FullyShardedDataParallel from "
+                "unshard, or call unshard.dropin.install() before the file is imported, as `unshard COMMAND` does."
+            )
+        return sharded
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        """Build the optimizer. Raise `ArgumentError` if `optimizer` fails or returns something else."""
+        try:
+            built = self.optimizer(model)
+        except UnshardError:
+            raise
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise ArgumentError(
+                f"optimizer(model) raised {type(error).__name__}: {text}. It gets the sharded model, such as in "
+                "lambda model: torch.optim.AdamW(model.parameters())."
+            ) from error
+        if not callable(getattr(built, "step", None)):
+            raise ArgumentError(f"optimizer(model) returned {type(built).__name__}. Return the optimizer.")
+        return built
 
     def batch_of(self, rank: int, step: int) -> Any:
         return self.batch(rank, step) if callable(self.batch) else self.batch
@@ -127,7 +158,8 @@ def load_program(target: str, **changed: Any) -> Program:
         raise ArgumentError(f"Expected FILE:FUNCTION, got {target!r}. For example: train.py:build_model.")
     names = _names_in(place)
     if not callable(build := names.get(function)):
-        known = ", ".join(each for each, value in names.items() if callable(value) and not each.startswith("_"))
+        own = (each for each, value in names.items() if getattr(value, "__module__", None) == names["__name__"])
+        known = ", ".join(each for each in own if callable(names[each]) and not each.startswith("_"))
         raise ArgumentError(f"{place} has no function {function!r}. It defines: {known or 'no functions'}.")
     parts = {each: names[each] for each in _PARTS if callable(names.get(each))}
     if "batch" not in parts and names.get("batch") is not None:
@@ -142,12 +174,23 @@ def load_program(target: str, **changed: Any) -> Program:
 def _names_in(place: str) -> dict[str, Any]:
     if place.endswith(".py") and not Path(place).is_file():
         raise ArgumentError(f"There is no file {place!r}.")
+    folder = str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd()
+    if folder not in sys.path:  # as for `python FILE` and `python -m MODULE`
+        sys.path.insert(0, folder)
     try:
         if place.endswith(".py"):
             return runpy.run_path(place, run_name=Path(place).stem)
         return vars(importlib.import_module(place))
     except Exception as error:
-        raise ArgumentError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        text = f"{place} cannot be imported: {type(error).__name__}: {error}"
+        if not isinstance(error, ImportError | SyntaxError):
+            text = f'{text.rstrip(".")}. Put code that trains under `if __name__ == "__main__":`.'
+        raise ArgumentError(text) from error
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if a module of the model is a unit."""
+    return any(state_of(each) is not None for each in model.modules())
 
 
 def tokens(shape: str | Sequence[int], vocabulary: int = 256) -> torch.Tensor:

@@ -138,12 +138,15 @@ def _check(worlds: tuple[int, ...], steps: int, device: str, batch: Any) -> None
     if device == "cuda" and torch.cuda.device_count() < max(worlds):
         raise ArgumentError(
             f"{max(worlds)} ranks need {max(worlds)} CUDA devices, but there are {torch.cuda.device_count()}. Pass "
-            "fewer ranks, or device='cpu'."
+            "fewer ranks, or the device cpu."
         )
     if is_shape(batch):
         sizes_in(batch)
     if dist.is_initialized():
-        raise StateError("verify starts its own jobs. Call it in a process without a process group, not in a job.")
+        raise StateError(
+            "verify starts its own jobs. Call it in a process without a process group, not in a job. If a file joins a "
+            'job when it is imported, put that under `if __name__ == "__main__":`.'
+        )
 
 
 # -- processes ----------------------------------------------------------------------------------------------
@@ -218,13 +221,15 @@ def _raise_first(tasks: Any, files: Sequence[Path], processes: Sequence[Any]) ->
     failed = {number: each for number, each in failed.items() if "error" in each}
     number = min(failed, key=lambda each: failed[each]["time"])
     if failed[number]["is_argument"]:
-        raise ArgumentError(failed[number]["error"])
+        who = f"{_title(tasks, number)} failed: " if tasks[number][0] is run_rank else ""
+        raise ArgumentError(who + failed[number]["error"])
     cause = RuntimeError(f"traceback of that process:\n{failed[number]['traceback']}")
     raise StateError(f"{_title(tasks, number)} failed: {failed[number]['error']}") from cause
 
 
 def _place(error: BaseException) -> str:
     """Return the last line outside this package and torch, which is the user's."""
+    error = error.__cause__ or error
     libraries = tuple(str(Path(each).parent) for each in (torch.__file__, __file__.rpartition("tools")[0]))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -239,13 +244,11 @@ def _work(task: Callable[..., Any], job: Job, arguments: tuple[int, ...], file: 
     try:
         content = {"result": task(job, *arguments)}
     except BaseException as error:
-        lines = str(error).strip().splitlines() or [""]
+        lines, is_argument = str(error).strip().splitlines() or [""], isinstance(error, ArgumentError)
         content = {
-            "error": str(error)
-            if isinstance(error, ArgumentError)
-            else f"{type(error).__name__}: {lines[0]}{_place(error)}",
+            "error": (str(error) if is_argument else f"{type(error).__name__}: {lines[0]}") + _place(error),
             "traceback": traceback.format_exc(),
-            "is_argument": isinstance(error, ArgumentError),
+            "is_argument": is_argument,
             "time": time.time(),
         }
     part = file.with_suffix(".part")

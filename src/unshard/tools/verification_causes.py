@@ -203,8 +203,9 @@ def _depends_on_rank(case: Case) -> Iterator[str]:
 
 def _gradient_weights(case: Case) -> Iterator[str]:
     first = next((each for each in case.found if each.what == "gradient"), None)
-    if first is None or case.random:
-        return
+    built, updated = _differing_buffers(case)
+    if first is None or case.random or built or (updated and case.step > 1):
+        return  # ranks that compute with different buffers say nothing about the reduction
     aliases = aliases_of(case.reference.model)
     name, world = aliases.get(first.name, first.name), case.reference.world
     copies = put_together([each.gradients for each in case.dumps]).get(first.name, [])
@@ -239,15 +240,23 @@ def _unit(rank: int, world: int) -> list[float]:
     return [float(each == rank) for each in range(world)]
 
 
+def _differing_buffers(case: Case) -> tuple[list[str], list[str]]:
+    """Return the buffers that differ between ranks after the step: those that were built so, and the others."""
+    first, built, updated = case.dumps[0].buffers if case.dumps else {}, list[str](), list[str]()
+    for name, value in first.items():
+        if any(name in each.buffers and not torch.equal(value, each.buffers[name]) for each in case.dumps[1:]):
+            values = {each.digests.get(name) for each in case.starts}
+            (built if len(values) > 1 else updated).append(name)
+    return built, updated
+
+
 def _buffers(case: Case) -> Iterator[str]:
-    if len(case.dumps) < 2:
-        return
-    first = case.dumps[0].buffers
-    names = [
-        name
-        for name, value in first.items()
-        if any(name in each.buffers and not torch.equal(value, each.buffers[name]) for each in case.dumps[1:])
-    ]
+    built, names = _differing_buffers(case)
+    if built:
+        yield (
+            f"Ranks build buffers {listed(built)} with different values, and sharding does not make them equal. Build "
+            "them from values that are equal on all ranks, or call unshard.sync_module_states(model) before sharding."
+        )
     if names:
         yield (
             f"Buffers {listed(names)} differ between ranks, because each rank updates them with its own batches, and "

@@ -188,7 +188,7 @@ def run_rank(job: Job, rank: int, world: int) -> None:
         model = build(program, job.device)
         values = {} if on_meta(model) else _values(model)
         sharded = program.sharded(model)
-        optimizer = program.optimizer(sharded)
+        optimizer = program.optimizer_of(sharded)
         torch.save(_start(values, sharded, rank), job.file(world, "start", rank))
         for step in range(1, job.steps + 1):
             batch = job.batch_of(program, sharded, rank, step)
@@ -273,7 +273,7 @@ class Reference:
         if on_meta(self.model):
             self.model.to_empty(device=job.device)
         self.load({**full, **start.values})
-        self.optimizer = program.optimizer(self.model)
+        self.optimizer = program.optimizer_of(self.model)
 
     def load(self, values: Tensors) -> None:
         with torch.no_grad():
@@ -359,15 +359,17 @@ def probe(job: Job) -> None:
         model = build(program, job.device)
         if on_meta(model):
             return  # has no values before sharding
+        failed = "batch(rank, step)"
         try:
             batch = job.batch_of(program, model, 0, 1)
+            failed = "The loss of the unsharded model"
             loss = program.loss(model, batch)
         except ArgumentError:
             raise
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
             raise ArgumentError(
-                f"The loss of the unsharded model raised {type(error).__name__}: {text}. Pass a batch that fits the "
+                f"{failed} raised {type(error).__name__}: {text}. Pass a batch that fits the "
                 "model, or define functions batch(rank, step) and loss(model, batch)."
             ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
