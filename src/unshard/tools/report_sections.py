@@ -197,7 +197,7 @@ def _norms(norms: Sequence[dict[str, Any]], charts: Charts) -> list[Markup]:
 
 def _scaler(found: Found, charts: Charts) -> Section | None:
     rows = [step for each in of_kinds(found, "recording") for step in each.get("steps", []) if step.get("scale")]
-    steps, reasons = len(rows), {}
+    steps, reasons = len(rows), dict[Any, Any]()
     for each in of_kinds(found, "watch"):
         changes = each.get("scaler") or []
         # Both have the number of the step, unless the recording began earlier or later than the watch.
