@@ -139,7 +139,7 @@ def test_a_recording_beside_a_watch_has_all_steps_of_the_scaler() -> None:
         (chart,) = (each for each in page.charts if each["series"][0]["label"] == "scale")
         assert len(chart["x"]) == (200 if recording in results else 2)
         assert chart["series"][0]["values"][0] == 1024 and chart["series"][0]["values"][-1] == 512
-        assert "skipped 1 of 200 steps (steps 118). The scale went from 1,024 to 512." in page.texts["scaler"]
+        assert "skipped 1 of 200 steps (step 118). The scale went from 1,024 to 512." in page.texts["scaler"]
         assert "rank 2 alone became infinite" in page.texts["scaler"] and "Why is not finite" not in page.text
     assert "gradients overflowed" in page_of(recording).texts["scaler"]
 

@@ -1,17 +1,10 @@
-"""Findings about non-finite values: what each rank reports, and which rank and place came first.
-
-Ranks exchange reports through the job's store. A rank writes to the store only if it has seen a non-finite value.
-"""
+"""Findings about non-finite values: what each rank reports, and which rank and place came first."""
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from itertools import groupby
 from operator import attrgetter
@@ -19,24 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..engine.api import StreamEvent
 from ..errors import listed
 from ..names import ALL_PREFIXES, clean_tensor_name
-from ..torch_private import job_store, local_part, tree_map
-from .precision_report import short
+from ..torch_private import local_part, tree_map
+from .precision_report import short, table
 
-_MOST_REPORTS = 1000  # of one rank: a training run with NaN weights would write one in every step
-_PATIENCE = timedelta(seconds=10)
-
-
+_MOST_SHOWN = 20
 CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Stage(IntEnum):
     """Where a value was checked. In a step, a non-finite value of one stage spreads to all later stages."""
 
+    INPUT = -1
+    """No stage of its own: inputs may be infinite on purpose, such as masks. A forward output may come from them."""
     FORWARD = 0
     OUTPUT = 1
     LOCAL = 2
@@ -64,6 +55,8 @@ class Seen:
     nan: bool
     elements: int | None
     largest_finite: float | None
+    input: str = ""
+    """For forward outputs: what the input of the model was, if it was not finite either."""
 
     @property
     def place(self) -> tuple[int, str, str]:
@@ -209,8 +202,12 @@ class Record:
 def first_stage(seen: Iterable[Seen]) -> list[Seen]:
     """Return what was seen in the earliest stage. The rest are consequences."""
     seen = list(seen)
-    earliest = min((each.stage for each in seen), default=None)
-    return [each for each in seen if each.stage == earliest]
+    earliest = min((each.stage for each in seen if each.stage != Stage.INPUT), default=None)
+    # Inputs that were infinite in steps without findings are not the reason.
+    inputs = [each for each in seen if each.stage == Stage.INPUT and math.isfinite(each.largest_finite or 0)]
+    what = "NaN" if any(each.nan for each in inputs) else "infinite" if inputs else ""
+    found = [each for each in seen if each.stage == earliest]
+    return [replace(each, input=what) for each in found] if earliest == Stage.FORWARD else found
 
 
 def clean(name: str) -> str:
@@ -224,19 +221,22 @@ Reports = dict[int, dict[int, list[Seen]]]
 """What the ranks have seen, by step and rank."""
 
 
-def findings_of(reports: Reports, world: int) -> list[Finding]:
-    """Return one finding per step. Leave out steps that only repeat the finding of the step before."""
+def findings_of(reports: Reports, world: int, complete: float = math.inf) -> list[Finding]:
+    """Return one finding per step. Leave out steps that only repeat the finding of the step before.
+
+    All ranks have reported what they saw up to the step `complete`.
+    """
     found: list[Finding] = []
     before: tuple[int, Any] | None = None
     for step in sorted(reports):
-        place, finding = _first_of(step, reports[step], world)
+        place, finding = _first_of(step, reports[step], world, step <= complete)
         if before != (step - 1, place):
             found.append(finding)
         before = step, place
     return found
 
 
-def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int) -> tuple[Any, Finding]:
+def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int, is_complete: bool) -> tuple[Any, Finding]:
     first = min((each for seen in by_rank.values() for each in seen), key=lambda each: (each.stage, each.position))
     same = {r: each for r, seen in sorted(by_rank.items()) for each in seen if each.place == first.place}
     ranks, counts = tuple(same), [each.elements for each in same.values()]
@@ -245,7 +245,8 @@ def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int) -> tuple[An
     nan, largest = all(each.nan for each in same.values()), max(finite, default=None)
     stage = Stage(first.stage)
     module = first.parameter if stage is Stage.FORWARD and first.parameter else None
-    text = _text(step, first, stage, ranks, world, nan, elements, largest)
+    known = next((each for each in same.values() if each.input), first)
+    text = _text(step, known, stage, ranks, world, is_complete, nan, elements, largest)
     parameter = first.parameter if stage in (Stage.LOCAL, Stage.REDUCED) else None
     what = WHAT[stage]
     finding = Finding(step, what, first.unit, parameter, ranks, elements, first.dtype, largest, text, module)
@@ -258,17 +259,19 @@ def _text(
     stage: Stage,
     ranks: tuple[int, ...],
     world: int,
+    is_complete: bool,
     nan: bool,
     elements: int | None,
     largest: float | None,
 ) -> str:
     who = "all ranks" if len(ranks) == world > 1 else f"ranks {listed(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
-    alone = " alone" if len(ranks) == 1 < world else ""
+    alone = " alone" if len(ranks) == 1 < world and is_complete else ""
     count = "" if elements is None else f", {elements} {'element' if elements == 1 else 'elements'}"
-    did = "got NaN" if nan else "overflowed"
+    did = "got NaN" if nan else "became infinite"
     if stage is Stage.FORWARD:
         where = f"module {first.parameter!r} of unit {first.unit!r}" if first.parameter else f"unit {first.unit!r}"
         text = f"{who}{alone} {did} in forward: output of {where} ({first.dtype}{count})"
+        text += f"; an input of the model was {first.input}" if first.input else ""
         before = "largest finite output there in earlier steps"
     elif stage is Stage.OUTPUT:
         text = f"{who}{alone} {did} in the loss: gradient of the output of unit {first.unit!r} ({first.dtype}{count})"
@@ -278,80 +281,52 @@ def _text(
         before = "largest finite gradient there in earlier steps"
     else:
         verb = "NaN" if nan else "overflow"
-        text = f"{verb} only in the {first.dtype} reduction of {first.parameter} (unit {first.unit!r}{count} on {who})"
-        text += ": local gradients of all ranks were finite"
+        only, them = (" only", "all ranks") if is_complete else ("", who)
+        text = f"{verb}{only} in the {first.dtype} reduction of {first.parameter} (unit {first.unit!r}{count} on {who})"
+        text += f": local gradients of {them} were finite"
         before = "largest of them on these ranks"
+    text += "" if is_complete else "; not all ranks have reported"
     return f"Step {step}: {text}" + ("." if largest is None else f"; {before}: {largest:.4g}.")
 
 
-# -- exchange -----------------------------------------------------------------------------------------------------
+def text_of(steps: int, findings: list[Finding], scaler: list[dict[str, Any]]) -> str:
+    """Return the text of a watch."""
+    if not steps:
+        return "No step was watched. A step is a forward and a backward of the model between watch() and stop()."
+    lines = [f"Steps watched: {steps}.", ""]
+    lines += ["Non-finite values:", *(f"- {each.text}" for each in findings[:_MOST_SHOWN])] if findings else []
+    if len(findings) > _MOST_SHOWN:
+        lines.append(f"- and {len(findings) - _MOST_SHOWN} more, all of them in `findings`")
+    lines += [] if findings else ["All values were finite."]
+    if scaler:
+        rows = [[str(x["step"]), f"{x['scale']:g}", "skipped" if x["skipped"] else "", x["why"]] for x in scaler]
+        lines += ["", *table(["step", "scale after", "", "why"], rows, numbers=(0, 1))]
+    return "\n".join(lines)
 
 
-class Exchange:
-    """Sends this rank's reports to all ranks and reads theirs, without collectives."""
-
-    def __init__(self) -> None:
-        self.rank, self.world, self.reports = 0, 1, Reports()
-        self._store: Any = None
-        self._read = self._sent = 0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            job = dist.PrefixStore("unshard watch", job_store())
-            number = job.add(f"watches of {self.rank}", 1)
-            self._store = dist.PrefixStore(f"{number}", job)
-            self._store.add("started", 1)
-
-    def report(self, step: int, seen: list[Seen]) -> None:
-        self._add(self.rank, step, seen)
-        if self._store is not None and self._sent < _MOST_REPORTS:
-            self._sent += 1
-            with suppress(RuntimeError):  # the store cannot be reached: the job is ending
-                number = self._store.add("reports", 1)
-                self._store.set(f"report {number}", json.dumps([self.rank, step, [asdict(each) for each in seen]]))
-
-    def read(self) -> None:
-        """Read new reports of other ranks. One request if there are none."""
-        if self._store is None:
+def save_first(
+    folder: Path,
+    rank: int,
+    step: int,
+    checks: Sequence[Check],
+    tensors: Sequence[torch.Tensor],
+    inputs: dict[str, Any],
+) -> None:
+    """Save the tensors of the first bad check, and the inputs of its unit."""
+    number = 0
+    for check in checks:
+        mine = tensors[number : number + len(check.names)]
+        number += len(check.names)
+        if not all(bool(each.isfinite().all()) for each in mine):
+            key = "outputs" if check.stage is Stage.FORWARD else "gradients"
+            names = [clean(name) or str(i) for i, name in enumerate(check.names)]
+            content = {"step": step, "unit": check.unit, "inputs": inputs.get(check.unit, [])}
+            content[key] = dict(zip(names, mine, strict=True))
+            _save_tensors(folder, f"rank{rank}-step{step}-{check.unit}", content)
             return
-        with suppress(RuntimeError):
-            count = self._store.add("reports", 0)
-            while self._read < count:
-                key = f"report {self._read + 1}"
-                self._store.wait([key], _PATIENCE)  # its writer has only counted it so far
-                rank, step, seen = json.loads(self._store.get(key))
-                self._read += 1
-                if rank != self.rank:
-                    self._add(rank, step, [Seen(**each) for each in seen])
-
-    def _add(self, rank: int, step: int, seen: list[Seen]) -> None:
-        known = self.reports.setdefault(step, {}).setdefault(rank, [])
-        known += [each for each in seen if each not in known]
-
-    def end(self, wait: bool, patience: timedelta = _PATIENCE) -> bool:
-        """Say that this rank reports no more. With `wait`, wait for the others. Return False if any did not end."""
-        if self._store is None:
-            return True
-        with suppress(RuntimeError):
-            ended = self._store.add("ended", 1)
-            if wait:
-                done = _until(lambda: self._store.add("ended", 0) >= self._store.add("started", 0), patience)
-                self.read()
-                return done
-            return bool(ended)
-        return False
 
 
-def _until(met: Callable[[], bool], patience: timedelta) -> bool:
-    limit, pause = time.monotonic() + patience.total_seconds(), 0.001
-    while not met():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return True
-
-
-def save_tensors(folder: Path, name: str, content: dict[str, Any]) -> None:
+def _save_tensors(folder: Path, name: str, content: dict[str, Any]) -> None:
     """Save copies of the tensors in `content` as plain tensors on the host."""
 
     def saved(value: Any) -> Any:

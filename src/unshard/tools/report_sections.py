@@ -197,7 +197,7 @@ def _norms(norms: Sequence[dict[str, Any]], charts: Charts) -> list[Markup]:
 
 def _scaler(found: Found, charts: Charts) -> Section | None:
     rows = [step for each in of_kinds(found, "recording") for step in each.get("steps", []) if step.get("scale")]
-    steps, reasons = len(rows), {}
+    steps, reasons = len(rows), dict[Any, Any]()
     for each in of_kinds(found, "watch"):
         changes = each.get("scaler") or []
         # Both have the number of the step, unless the recording began earlier or later than the watch.
@@ -211,7 +211,8 @@ def _scaler(found: Found, charts: Charts) -> Section | None:
     section = Section("scaler", "Gradient scaler")
     skipped = [row for row in rows if row.get("skipped")]
     text = f"The gradient scaler skipped {len(skipped):,} of {count(steps, 'step')}"
-    text += "" if not skipped else f" (steps {ranks_text(row['step'] for row in skipped)})"
+    which = "step" if len(skipped) == 1 else "steps"
+    text += "" if not skipped else f" ({which} {ranks_text(row['step'] for row in skipped)})"
     section.findings.append((None, text + "."))
     words = f"{text}. The scale went from {number(rows[0]['scale'])} to {number(rows[-1]['scale'])}."
     scales = [row["scale"] for row in rows]

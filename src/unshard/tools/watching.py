@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,26 +32,27 @@ from .nonfinite import (
     CHECKED,
     Batch,
     Check,
-    Exchange,
     Finding,
     Place,
     Record,
+    Seen,
     Stage,
     batches_of,
     clean,
     findings_of,
     first_stage,
-    save_tensors,
+    save_first,
+    text_of,
 )
 from .norms import Statistics, tensor_norms
 from .precision_plan import ParamPlan, UnitPlan, owned_modules, plan_of
-from .precision_report import table, unit_title
+from .precision_report import unit_title
+from .rank_reports import PATIENCE, Exchange
 
 _log = logging.getLogger("unshard")
-_MOST_SHOWN = 20
 _MOST_BATCHES = 1000
 _MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
-_SETTLED = 2  # other ranks have read their values of a step once this rank has read those of two steps later
+_AFTER_ERROR = timedelta(seconds=2)  # how long rank 0 then waits for reports, if it has a finding to log
 
 
 class Watch(observer.Observer):
@@ -61,7 +64,8 @@ class Watch(observer.Observer):
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._dump, self._is_exact = dump, exact
         self._plan = plan_of(model)
-        self._exchange = Exchange()
+        groups = [group for unit in self._plan.units for group in unit.state.unit.param_groups]
+        self._exchange = Exchange(r for each in groups for t in (each.shards, each.replicas) for r in t.compared_ranks)
         self._params: dict[ManagedParam, tuple[str, ParamPlan]] = {}
         self._flat: dict[Any, tuple[list[ManagedParam], int]] = {}
         """Params of each flat parameter in the order of its elements, and this rank's number in the unit."""
@@ -100,7 +104,7 @@ class Watch(observer.Observer):
                 hook = partial(self._after_forward, title, unit.outermost)
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         for module in tops:
-            self._handles.append(module.register_forward_pre_hook(partial(self._before_forward)))
+            self._handles.append(module.register_forward_pre_hook(partial(self._before_forward), with_kwargs=True))
             self._handles.append(module.register_forward_hook(partial(self._after_top)))
 
     def _watch_modules(self, unit: UnitPlan) -> None:
@@ -113,6 +117,8 @@ class Watch(observer.Observer):
     # -- results ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:
+        if not self._on:
+            raise StateError("This watch has ended. Create another one for each block.")
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
@@ -131,7 +137,10 @@ class Watch(observer.Observer):
             self._handles.pop().remove()
         self._inputs.clear()
         self._flush()
-        if not self._exchange.end(wait):
+        self._exchange.read()
+        to_log = self._exchange.rank == 0 and max(self._exchange.reports, default=0) > self._logged
+        done = self._exchange.end(PATIENCE if wait else _AFTER_ERROR if to_log else timedelta(0))
+        if wait and not done and not self._exchange.leave_out_absent():
             _log.warning("watch: not all ranks have called stop(), so reports of other ranks may be missing.")
         self._tell(settled=True)
 
@@ -142,8 +151,8 @@ class Watch(observer.Observer):
         Reports of other ranks arrive within two steps, and at the latest when all ranks have called `stop`.
         """
         self._flush()
-        self._exchange.read()
-        return findings_of(self._exchange.reports, self._exchange.world)
+        complete = self._exchange.complete(self._last_read)
+        return findings_of(self._exchange.reports, self._exchange.world, complete)
 
     @property
     def steps(self) -> int:
@@ -181,19 +190,11 @@ class Watch(observer.Observer):
             "findings": [each.to_dict() for each in self.findings],
             "norms": list(self._norms),
             "scaler": self.scaler,
+            "initial_scale": self._scales[0][1] if self._scales else None,
         }
 
     def __str__(self) -> str:
-        findings, scaler = self.findings, self.scaler
-        lines = [f"Steps watched: {self.steps}.", ""]
-        lines += ["Non-finite values:", *(f"- {each.text}" for each in findings[:_MOST_SHOWN])] if findings else []
-        if len(findings) > _MOST_SHOWN:
-            lines.append(f"- and {len(findings) - _MOST_SHOWN} more, all of them in `findings`")
-        lines += [] if findings else ["All values were finite."]
-        if scaler:
-            rows = [[str(x["step"]), f"{x['scale']:g}", "skipped" if x["skipped"] else "", x["why"]] for x in scaler]
-            lines += ["", *table(["step", "scale after", "", "why"], rows, numbers=(0, 1))]
-        return "\n".join(lines)
+        return text_of(self.steps, self.findings, self.scaler)
 
     # -- the program's hooks ------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Watch(observer.Observer):
             self._stepped = True
 
     @never_compiled
-    def _before_forward(self, *unused: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if side_stream.recording:
             raise StateError(
                 "watch() cannot check the steps of unshard.capture, because a replay runs no hooks. Stop the watch, or "
@@ -211,6 +212,13 @@ class Watch(observer.Observer):
             )
         if (self._delivered or self._is_closed) and not inside_backward() and self._is_consumed():
             self._next_step()
+        if module is self._model and not inside_backward() and torch.is_grad_enabled():
+            self._check_inputs(tuple(local_part(each.detach()) for each in tensors_in((args, kwargs))))
+
+    @torch.no_grad()
+    def _check_inputs(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        key = (Stage.INPUT, *(each.dtype for each in inputs), *(each.device for each in inputs))
+        self._check(key, Stage.INPUT, inputs, lambda index: ("", str(index), inputs[index].dtype))
 
     def _is_consumed(self) -> bool:
         """Return True if the gradients of the last backward have been used: by a step, a skipped one or zero_grad."""
@@ -332,7 +340,7 @@ class Watch(observer.Observer):
         for batch in batches:
             mine = [tensors[index] for index in batch.indices]
             maxima = foreach_norm(mine, math.inf, batch.wide)
-            if self._is_exact and not bool(torch.stack(maxima).isfinite().all()):
+            if self._is_exact and stage is not Stage.INPUT and not bool(torch.stack(maxima).isfinite().all()):
                 self._count(len(record.checks), batch.checks, mine)
             record.checks += [(start, check) for check in batch.checks]
             record.maxima += maxima
@@ -343,7 +351,10 @@ class Watch(observer.Observer):
             count = int(tensor.numel() - tensor.isfinite().sum())
             if count:
                 self._record.exact[key] = count, self._bad_module
-        self._save(checks, tensors)
+        step, before = self._record.step, self._saved
+        self._saved = step
+        if self._dump is not None and step - before not in (0, 1):  # the step before has not saved any
+            save_first(self._dump, self._exchange.rank, step, checks, tensors, self._inputs)
 
     # -- records, which are read a step late --------------------------------------------------------------------
 
@@ -354,8 +365,11 @@ class Watch(observer.Observer):
         if self._scaler is not None:
             self._round = round_of(self._scaler)
         self._record = Record(self._record.step + 1)
+        first = not self._last_read
         while len(self._pending) > 1:
             self._read(self._pending.popleft())
+        if first and self._last_read:  # the device has completed a step, so all ranks have begun it
+            self._exchange.leave_out_absent()
         if self._exchange.rank == 0:
             self._exchange.read()
             self._tell(settled=False)
@@ -370,10 +384,9 @@ class Watch(observer.Observer):
         self._is_closed = True
 
     def _flush(self) -> None:
-        if self._delivered:
+        ran = any(check.stage is not Stage.INPUT for _, check in self._record.checks)
+        if self._delivered or (ran and not self._on):
             self._delivered = False
-            self._close()
-        elif not self._on and self._record.checks:
             self._close()
         while self._pending:
             self._read(self._pending.popleft())
@@ -386,45 +399,30 @@ class Watch(observer.Observer):
         if not layout:
             return
         before = self._largest.get(layout)
-        if bool(values.isfinite().all()):
+        seen: list[Seen] = []
+        if not bool(values.isfinite().all()):
+            seen = first_stage(record.seen(values.tolist(), None if before is None else before.tolist()))
+        if not seen:
             self._largest[layout] = values if before is None else torch.maximum(before, values)
             if len(self._largest) > _MOST_LAYOUTS:
                 del self._largest[next(iter(self._largest))]
             self._last_seen = set()
             return
-        seen = first_stage(record.seen(values.tolist(), None if before is None else before.tolist()))
         places = {each.place for each in seen}
         if places != self._last_seen:  # a step with NaN weights repeats the one before
             self._exchange.report(record.step, seen)
         self._last_seen = places
 
     def _tell(self, settled: bool) -> None:
-        """Log findings whose reports are complete, once each, on rank 0."""
-        if self._exchange.rank != 0:
+        """Log findings whose reports should have arrived, once each, on rank 0."""
+        exchange, due = self._exchange, math.inf if settled else self._exchange.due(self._last_read)
+        if exchange.rank != 0 or not any(self._logged < step <= due for step in exchange.reports):
             return
-        settled = settled or self._exchange.world == 1
-        known = findings_of(self._exchange.reports, self._exchange.world)
-        for each in known:
-            if each.step > self._logged and (settled or each.step <= self._last_read - _SETTLED):
+        complete = exchange.complete(self._last_read)
+        for each in findings_of(exchange.reports, exchange.world, complete):
+            if self._logged < each.step <= due:
                 _log.warning("watch: %s", each.text)
-                self._logged = each.step
-
-    def _save(self, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
-        """Save the tensors of the first bad check of a step. Do nothing if the step before has saved some, too."""
-        step, before, number = self._record.step, self._saved, 0
-        self._saved = step
-        if self._dump is None or step - before in (0, 1):
-            return
-        for check in checks:
-            mine = tensors[number : number + len(check.names)]
-            number += len(check.names)
-            if not all(bool(each.isfinite().all()) for each in mine):
-                key = "outputs" if check.stage is Stage.FORWARD else "gradients"
-                names = [clean(name) or str(i) for i, name in enumerate(check.names)]
-                content = {"step": step, "unit": check.unit, "inputs": self._inputs.get(check.unit, [])}
-                content[key] = dict(zip(names, mine, strict=True))
-                save_tensors(self._dump, f"rank{self._exchange.rank}-step{step}-{check.unit}", content)
-                return
+        self._logged = int(min(due, max(exchange.reports)))
 
 
 def watch(
@@ -445,6 +443,8 @@ def watch(
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(f"scaler must be a gradient scaler, such as unshard.optim.GradScaler, got {scaler!r}.")
+    if dump is not None and not isinstance(dump, str | os.PathLike):
+        raise ArgumentError(f"dump must be a folder, got {type(dump).__name__}.")
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     return Watch(model, optimizer, scaler, None if dump is None else Path(dump), exact or dump is not None)

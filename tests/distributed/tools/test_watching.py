@@ -6,9 +6,13 @@ import json
 import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +28,9 @@ from unshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPoli
 from unshard.engine import observer
 from unshard.errors import ArgumentError, StateError
 from unshard.optim import GradScaler
-from unshard.tools import watch
-from unshard.tools.nonfinite import Exchange, Record, Seen, Stage, batches_of, findings_of
+from unshard.tools import watch, watching
+from unshard.tools.nonfinite import Record, Seen, Stage, batches_of, findings_of, first_stage
+from unshard.tools.rank_reports import Exchange
 
 F16 = torch.float16
 
@@ -105,6 +110,19 @@ def train(model: nn.Module, steps: int, plant: Any = None, scaler: Any = None) -
     return optimizer
 
 
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield the messages that unshard logs in the block."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unshard").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("unshard").removeHandler(handler)
+
+
 def last() -> int:
     return dist.get_world_size() - 1
 
@@ -140,7 +158,9 @@ def test_the_module_inside_the_unit() -> None:
     with watch(fully_sharded(model), exact=True) as watched:
         train(model, 1)
     assert (watched.findings[0].unit, watched.findings[0].module) == ("blocks.2", "blocks.2.second")
-    assert "overflowed in forward: output of module 'blocks.2.second' of unit 'blocks.2'" in watched.findings[0].text
+    assert (
+        "became infinite in forward: output of module 'blocks.2.second' of unit 'blocks.2'" in watched.findings[0].text
+    )
 
 
 @pytest.mark.parametrize("kind", ["rows", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARD)[1:])])
@@ -196,20 +216,81 @@ def test_the_loss() -> None:
     assert (found.what, found.unit, found.parameter, found.ranks) == ("output gradient", "(root)", None, (1,))
 
 
+@world(2)
+def test_the_input() -> None:
+    model = fully_sharded(Model())
+    with watch(model) as watched:
+        for step in (1, 2):
+            inputs = batch(step)
+            inputs[0, 0] = math.inf if (step, dist.get_rank()) == (2, 1) else 0.0
+            model(inputs).square().mean().backward()
+            model.zero_grad()
+    (found,) = watched.findings
+    assert (found.what, found.ranks) == ("forward output", (1,)) and found.largest_finite is not None
+    assert "; an input of the model was " in found.text
+    with pytest.raises(StateError, match="This watch has ended"), watched:
+        pass
+    with watch(model) as watched, torch.no_grad():
+        model(batch())
+    assert str(watched).startswith("No step was watched.")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@world(2)
+def test_an_exception_in_the_block(ranks: int) -> None:
+    """Rank 0 alone knows only of the reduced gradients. If all ranks leave the block, it hears of the loss in time."""
+    model = fully_sharded(Model())
+    patience = mock.patch.object(watching, "_AFTER_ERROR", timedelta(seconds=60 if ranks == 2 else 0))
+    with patience, logged() as records, pytest.raises(ZeroDivisionError), watch(model) as watched:
+        (model(batch()).square().mean() * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
+        if dist.get_rank() == 1:
+            watched._exchange._store.wait(["ended 0"])  # rank 0 leaves the block first
+            if ranks == 1:
+                dist.barrier()  # rank 0 has logged
+        1 / 0  # noqa: B018
+    if dist.get_rank() == 0:
+        (text,) = records
+        assert text == f"watch: {watched.findings[0].text}"
+        assert ("rank 1 alone became infinite in the loss" in text) == (ranks == 2)
+        assert ("local gradients of rank 0 were finite; not all ranks have reported" in text) == (ranks == 1)
+        if ranks == 1:
+            dist.barrier()
+
+
+@world(2)
+def test_a_watch_on_one_rank() -> None:
+    """Its findings claim nothing about the other rank, and the next watch on both ranks is right."""
+    model, logs = fully_sharded(Model()), []
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def plant(step: int) -> None:
+        block(model, 0).weight = math.inf if step == 2 and dist.get_rank() == 1 else 1.0
+
+    for watches in (dist.get_rank() == 0, True):
+        with logged() as records:
+            watched = watch(model, scaler=scaler) if watches else None
+            train(model, 4, plant, scaler)
+            if watched is not None:
+                watched.stop()
+        logs.append(records)
+        dist.barrier()
+    assert watched is not None and "rank 1 alone became infinite in blocks.0.first.weight" in watched.findings[0].text
+    if dist.get_rank() == 0:
+        (absent, alone), (both,) = logs
+        assert "these ranks have no watch: 1." in absent and both == f"watch: {watched.findings[0].text}"
+        assert "not all ranks have reported" in alone and "all ranks were" not in alone
+
+
 @world(1, 3)
 def test_skipped_steps(caplog: Any = None) -> None:
-    model, records = fully_sharded(Model()), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unshard").addHandler(handler)
+    model = fully_sharded(Model())
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def plant(step: int) -> None:
         block(model, 0).weight = math.inf if step in (2, 3) and dist.get_rank() == last() else 1.0
 
-    with watch(model, scaler=scaler) as watched:
+    with logged() as records, watch(model, scaler=scaler) as watched:
         train(model, 5, plant, scaler)
-    logging.getLogger("unshard").removeHandler(handler)
     scales = [(row["step"], row["scale"], row["skipped"]) for row in watched.scaler]
     assert scales == [(2, 512, True), (3, 256, True), (5, 512, False)] and watched.scaler[-1]["why"] == ""
     (found,) = watched.findings  # the second one is the same again
@@ -221,22 +302,19 @@ def test_skipped_steps(caplog: Any = None) -> None:
 @world(3)
 def test_findings_are_logged_while_training() -> None:
     """Two steps later, without `stop`, rank 0 has the reports of all ranks."""
-    model, records = fully_sharded(Model()), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unshard").addHandler(handler)
+    model = fully_sharded(Model())
     scaler = GradScaler("cpu", init_scale=1024.0)
 
     def plant(step: int) -> None:
         block(model, 0).weight = math.inf if step == 2 and dist.get_rank() else 1.0
 
-    watched = watch(model, scaler=scaler)
-    train(model, 6, plant, scaler)
-    assert len(records) == (dist.get_rank() == 0)
-    assert all("ranks 1, 2 " in each for each in records), records
-    watched.stop()
-    watched.stop()
-    logging.getLogger("unshard").removeHandler(handler)
+    with logged() as records:
+        watched = watch(model, scaler=scaler)
+        train(model, 6, plant, scaler)
+        assert len(records) == (dist.get_rank() == 0)
+        assert all("ranks 1, 2 " in each for each in records), records
+        watched.stop()
+        watched.stop()
     assert len(records) == (dist.get_rank() == 0)
     assert observer.current is None
 
@@ -360,11 +438,11 @@ def test_a_rank_that_leaves_early() -> None:
     exchange = Exchange()
     dist.barrier()
     if dist.get_rank() == 0:
-        assert not exchange.end(wait=True, patience=timedelta(seconds=0.1))
+        assert not exchange.end(timedelta(seconds=0.1))
     dist.barrier()
     if dist.get_rank() == 1:
         exchange.report(1, [seen(Stage.LOCAL)])
-        assert exchange.end(wait=True)
+        assert exchange.end()
     dist.barrier()
     exchange.read()
     assert list(exchange.reports[1]) == [1]
@@ -388,6 +466,13 @@ def test_the_order_of_checks() -> None:
     assert by_order == [(1, "b", True), (2, "c", False), (3, "a", False), (4, "b", False), (5, "c", False)]
 
 
+def test_inputs_are_no_findings() -> None:
+    """A mask is infinite in every step."""
+    mask, output = Seen(Stage.INPUT, 0, "", "0", "fp32", False, None, math.inf), seen(Stage.FORWARD)
+    assert first_stage([mask]) == [] and first_stage([mask, output]) == [output]
+    assert first_stage([replace(mask, largest_finite=2.0, nan=True), output]) == [replace(output, input="NaN")]
+
+
 def test_the_first_place_wins() -> None:
     reports = {
         5: {
@@ -403,7 +488,7 @@ def test_the_first_place_wins() -> None:
         (5, "b", (1, 2), 4),
         (9, "b", (1,), 2),
     ]
-    assert found[0].text.startswith("Step 5: ranks 1, 2 overflowed in b: ")
+    assert found[0].text.startswith("Step 5: ranks 1, 2 became infinite in b: ")
     assert findings_of({1: {r: [seen(Stage.LOCAL)] for r in range(2)}}, 2)[0].text.startswith("Step 1: all ranks ")
 
 
@@ -416,6 +501,8 @@ def test_bad_arguments() -> None:
         watch(model, scaler=1.0)
     with pytest.raises(ArgumentError, match="contains no module"):
         watch(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="dump must be a folder, got int"):
+        watch(model, dump=3)  # type: ignore[arg-type]
     assert observer.current is None
 
 
