@@ -115,7 +115,10 @@ class Hosts:
     def torchrun(
         self, *program: Any, elastic: bool = False, options: Sequence[Any] = (), **environment: str
     ) -> list[Running]:
-        """Start torchrun on every host. `elastic`: with a c10d rendezvous on host 0 instead of fixed node ranks."""
+        """Start torchrun on every host. `elastic`: with a c10d rendezvous on host 0 instead of fixed node ranks.
+
+        `options` are further options of torchrun, before the program.
+        """
         return [self.torchrun_on(host, *program, elastic=elastic, options=options, **environment) for host in self.up]
 
     def torchrun_on(
