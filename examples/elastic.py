@@ -45,11 +45,8 @@ def say(text: str) -> None:
         print(f"{time.time():.3f} {text}", flush=True)
 
 
-def main(folder: str) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(timeout=TIMEOUT)
+def train(folder: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     for layer in model:
@@ -59,7 +56,7 @@ def main(folder: str) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     samples = Samples()
     run = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": samples}
-    say(f"start with {dist.get_world_size()} ranks, restart {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    say(f"start with {dist.get_world_size()} ranks")
     step = checkpoint.load(folder, **run) if checkpoint.latest(folder) else 0
     say(f"resume at step {step}, sample {samples.position}")
     with checkpoint.Saver(folder, keep_last=3) as saver:
@@ -76,8 +73,11 @@ def main(folder: str) -> None:
             say(f"step {step} sample {samples.position} lr {rate:.6g} loss {loss.item():.9g}")
             if step % EVERY == 0 or step == STEPS:
                 saver.save(step=step, **run)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(timeout=TIMEOUT)
+    train(sys.argv[1])
+    dist.destroy_process_group()
