@@ -267,8 +267,8 @@ class Flat(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
-        # Frees the former flat state now and not in the next step. A program that puts its model to sleep loads an empty
-        # state to free the device's memory.
+        # Frees the former flat state now and not in the next step: programs load an empty state to make room on the
+        # device.
         vars(self).pop("unshard_flat_groups", None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
