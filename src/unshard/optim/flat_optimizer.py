@@ -274,6 +274,9 @@ class Flat(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+        # Frees the former flat state now and not in the next step: programs load an empty state to make room on the
+        # device.
+        vars(self).pop("unshard_flat_groups", None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was created at run time, so unpickling has to create it again.

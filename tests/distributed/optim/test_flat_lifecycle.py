@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,9 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from unshard import MixedPrecisionPolicy, fully_shard
 from unshard.comm import process_group
+from unshard.engine.hooks import state_of
 from unshard.engine.sharded_grad import ShardedGrad
 from unshard.optim import GradScaler, clip_grad_norm_, flat
-from unshard.torch_private import local_of, set_local_tensor
+from unshard.torch_private import local_of, set_local_tensor, storage_use_count
 
 
 def adamw(model: nn.Module, **options: Any) -> Any:
@@ -271,6 +273,34 @@ def test_nothing_grows() -> None:
     again = [steps(), steps()]
     assert len(shards) == 2 and all(list(map(id, each)) == list(map(id, shards)) for each, _ in again)
     assert min(each[1] for each in again) <= objects + 5
+
+
+@world(2)
+def test_a_model_that_sleeps_on_another_device() -> None:
+    """Its shards and its flat state are freed, and it trains on when both are back."""
+    model, plain = sharded(), Net()
+    optimizer, reference = adamw(model), optim.AdamW(by_decay(plain), lr=0.01)
+    train(model, optimizer)
+    train(plain, reference)
+    state, values = copy.deepcopy(optimizer.state_dict()), [local(each).detach().clone() for each in model.parameters()]
+    held = [state_of(each).unit.param_groups[0].sharded.shard.memory for each in (model.first, model)]
+    held += [flat for span in ranges(optimizer) for flat in optimizer.flat_groups().state[span.flat].values()]
+    storages = [each.untyped_storage() for each in held if each.numel() > 1]
+    assert len(storages) == 2 + 2 * len(ranges(optimizer))
+    del held
+
+    optimizer.load_state_dict({**state, "state": {}})
+    model.to("meta")  # stands for a host, when the shards are on a GPU
+    gc.collect()
+    assert [storage_use_count(each) for each in storages] == [1] * len(storages)
+
+    model.to_empty(device="cpu")
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        local(parameter).detach().copy_(value)
+    optimizer.load_state_dict(state)
+    train(model, optimizer)
+    train(plain, reference)
+    torch.testing.assert_close(model(inputs(9)), plain(inputs(9)))
 
 
 @world(2)

@@ -125,8 +125,8 @@ class ShardedParams:
                 self._take_over(param, unit)
             merged = self._merge_tied()
             dtypes = [param.sharded.dtype for param in self.params]
-            materialized = self.shard.device == META and self._device() != META
-            if dtypes == self.shard.segments.originals and not materialized and not merged and not fewer:
+            moved = self.shard.device != self._device()
+            if dtypes == self.shard.segments.originals and not moved and not merged and not fewer:
                 self._bind(self.shard)
                 return False
             self.shard = self._lay_out()
@@ -259,11 +259,11 @@ class ShardedParams:
     def _device(self) -> torch.device:
         """Return the device of the shard.
 
-        If all parameters are on meta, the shard is on meta, too. It then needs no memory until parameters are
-        materialized.
+        The shard is on meta, where it takes no memory, while no parameter is on its own device. Parameters are on meta
+        before they are materialized, and on the host after `model.to("cpu")`, which programs call to free a GPU.
         """
-        on_meta = bool(self.params) and all(local_of(param.sharded).is_meta for param in self.params)
-        return META if on_meta else self.offload.device
+        devices = {local_of(param.sharded).device.type for param in self.params}
+        return META if devices and self.offload.device.type not in devices else self.offload.device
 
     def _bind(self, shard: Shard) -> None:
         """Copy parameters with memory outside the shard into it. Parameters on meta or another device are skipped."""
