@@ -25,18 +25,18 @@ ONLINE = "https://github.com/unshard/unshard"
 # Pages of the site that are not in docs/.
 OUTSIDE = {"tests/contract.md": "contract.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-# Public names are grouped by the module that defines them. The first prefix that matches wins.
+# Title, guide, and the modules that define the names of a page. The first prefix that matches wins.
 REFERENCE = {
-    "fully_shard": ("`fully_shard` and policies", ("fsdp2", "policies", "engine", "comm.agreement")),
-    "wrapper": ("`FullyShardedDataParallel`", ("fsdp1", "wrap", "composable")),
-    "step": ("Uneven steps and inference", ("uneven",)),
-    "capture": ("Captured steps", ("captured_step",)),
-    "optim": ("`unshard.optim`", ("optim",)),
-    "checkpoint": ("`unshard.checkpoint`", ("checkpoint",)),
-    "tools": ("`unshard.tools`", ("tools",)),
-    "collectives": ("Custom collectives", ("comm.interface",)),
-    "errors": ("Errors", ("errors",)),
-    "dropin": ("`unshard.dropin`", ("dropin",)),
+    "fully_shard": ("`fully_shard` and policies", "concepts", ("fsdp2", "policies", "engine", "comm.agreement")),
+    "wrapper": ("`FullyShardedDataParallel`", "migrating", ("fsdp1", "wrap", "composable")),
+    "step": ("Uneven steps and inference", "uneven_steps", ("uneven",)),
+    "capture": ("Captured steps", "captured_steps", ("captured_step",)),
+    "optim": ("`unshard.optim`", "optimizers", ("optim",)),
+    "checkpoint": ("`unshard.checkpoint`", "checkpoints", ("checkpoint",)),
+    "tools": ("`unshard.tools`", "debugging", ("tools",)),
+    "collectives": ("Custom collectives", "custom_collectives", ("comm.interface",)),
+    "errors": ("Errors", "errors", ("errors",)),
+    "dropin": ("`unshard.dropin`", "dropin", ("dropin",)),
 }
 MODULES = ("wrap", "optim", "checkpoint", "tools", "errors", "dropin", "composable")
 """Modules with public names of their own."""
@@ -118,10 +118,12 @@ def reference() -> Iterator[tuple[str, str, str]]:
     groups: dict[str, list[str]] = {name: [] for name in REFERENCE}
     for name, defined in public_names().items():
         groups[group_of(defined)].append(name)
-    for name, (title, _) in REFERENCE.items():
+    for name, (title, guide, _) in REFERENCE.items():
         # First the subject of the page, then functions, then classes; names of submodules last.
         names = sorted(groups[name], key=lambda each: (each[8:] not in title, each.count("."), is_class(each), each))
-        yield name, title, "\n\n".join([f"# {title}", *(f"::: {each}" for each in names)])
+        heading = (REPOSITORY / f"docs/{guide}.md").read_text().partition("\n")[0].removeprefix("# ")
+        parts = [f"# {title}", f"Guide: [{heading}](../{guide}.md)", *(f"::: {each}" for each in names)]
+        yield name, title, "\n\n".join(parts)
 
 
 def is_class(name: str) -> bool:
@@ -129,7 +131,7 @@ def is_class(name: str) -> bool:
 
 
 def group_of(defined: str) -> str:
-    for name, (_, prefixes) in REFERENCE.items():
+    for name, (_, _, prefixes) in REFERENCE.items():
         if defined.removeprefix("unshard.").startswith(prefixes):
             return name
     raise LookupError(f"{defined} is public, but no page of the reference has it. Add its module to REFERENCE.")
