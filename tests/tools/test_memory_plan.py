@@ -274,6 +274,17 @@ def test_the_result_is_plain_data() -> None:
     assert f"of one of {WORLD} ranks" in str(planned) and planned.peak_at in str(planned)
 
 
+def test_gradients_have_the_names_of_their_parameters() -> None:
+    program = Program(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), batch=torch.ones(4, 512))
+    shard = partial(FullyShardedDataParallel, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    for each in (
+        replace(program, shard=lambda model: [fully_shard(part) for part in (*model, model)][-1]),
+        replace(program, shard=shard),
+    ):
+        largest = [row["what"] for row in plan(each, world=2, advise=False).to_dict()["largest"]]
+        assert "1.weight gradient" in largest
+
+
 def test_the_process_is_left_as_it_was() -> None:
     state, before = torch.get_rng_state(), (observer._prefix, observer._second_log)
     plan(STACK, world=2, advise=False)

@@ -261,7 +261,7 @@ def _name(recording: Recording, model: nn.Module, optimizer: Any) -> None:
                 named, position = names.get((unit, block.shape), []), copied[block.shape]
                 name = named[position] if position < len(named) else str(list(block.shape))
                 copied[block.shape] += 1
-                block.kind, block.what = GRADIENTS, f"{name if unit == ROOT else f'{unit}.{name}'} gradient"
+                block.kind, block.what = GRADIENTS, f"{name} gradient"
     for block in recording.blocks:
         if not block.kind:
             outside = block.stage in ("build", "optimizer")
