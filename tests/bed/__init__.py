@@ -26,6 +26,8 @@ runs              runs of all kinds, to save and resume
 damage            damaged and hostile checkpoints
 checkpoints       what saving a checkpoint warns about
 programs          Python programs in processes of their own
+hosts             several hosts on one machine: namespaces with a network, a hostname and a disk of their own
+training          a program that trains on hosts
 late              side streams that run their work as late as they may
 cuda              training on a CUDA device, and the transports of a test's choice
 """

@@ -211,6 +211,7 @@ def use_private_files(disks: list[Path]) -> None:
         checkpoint.load_safetensors(third.model, "model.safetensors")
 
 
+@pytest.mark.slow
 def test_private_files(pool: HostPool, disks: list[Path]) -> None:
     """Only rank 0 reads and writes full state dicts, and each host may have a copy of safetensors files."""
     pool.run(use_private_files, 4, {"disks": disks})
@@ -234,6 +235,7 @@ def become_another_user(disks: list[Path], umask: int) -> None:
             save_and_load(disks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o022], ids=oct)
 def test_other_users_and_clocks(tmp_path: Path, umask: int) -> None:
     """Each rank must be able to write to the folder that rank 0 makes."""

@@ -70,6 +70,7 @@ def stops(ahead: float) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [-HOUR, HOUR])
 def test_times_of_hosts_whose_clocks_differ(pool: HostPool, ahead: float) -> None:
     *others, _ = pool.run(stops, 4, {"ahead": ahead})
