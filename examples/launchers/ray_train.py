@@ -1,6 +1,6 @@
 """Train with Ray Train: `elastic.train` on two workers, which resume from the last checkpoint after a failure.
 
-    python examples/launchers/ray_train.py checkpoints
+python examples/launchers/ray_train.py checkpoints
 """
 
 import sys

@@ -1,14 +1,15 @@
-"""examples/launchers/ray_train.py with two workers on this machine, one of which is killed."""
+"""examples/launchers/ray_train.py with two workers on this machine, one of which is killed.
+
+Opt in: LAUNCHERS_PYTHON names an interpreter with torch and ray[train].
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,10 +17,8 @@ import pytest
 from bed.programs import PACKAGES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# The interpreter of an environment with torch and ray[train]; by default this one.
-PYTHON = os.environ.get("RAY_PYTHON", sys.executable)
-found = sys.executable != PYTHON or importlib.util.find_spec("ray") is not None
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not found, reason="needs ray[train]; see RAY_PYTHON in this file")]
+PYTHON = os.environ.get("LAUNCHERS_PYTHON")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="LAUNCHERS_PYTHON is not set")]
 
 PAUSE = "        mine = torch.arange("
 
@@ -30,6 +29,7 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     text = (EXAMPLES / "elastic.py").read_text()
     assert PAUSE in text
     (tmp_path / "elastic.py").write_text(text.replace(PAUSE, f"        time.sleep(0.05)\n{PAUSE}"))
+    assert PYTHON is not None
     output = tmp_path / "output.txt"
     environment = {"PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
     with output.open("w") as file:
