@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,6 +25,8 @@ from ..errors import CheckpointError, listed
 
 _log = logging.getLogger("unshard")
 T = TypeVar("T")
+_COMPRESSED = 1024
+"""Fields of fewer bytes are sent as they are, because decompressing any field takes 20 microseconds or more."""
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -95,6 +99,40 @@ def on_first_rank(what: str, work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only and return its result on all ranks. All ranks must call this."""
     rank, _ = rank_and_size()
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def pack(fields: Iterable[Any]) -> list[Any]:
+    """Return `fields` as bytes. The keys and the values of a dict are converted one by one."""
+
+    def bytes_of(value: Any) -> bytes:
+        data = pickle.dumps(value)
+        return data if len(data) < _COMPRESSED else zlib.compress(data, 1)
+
+    return [
+        [bytes_of(part) for item in each.items() for part in item] if type(each) is dict else bytes_of(each)
+        for each in fields
+    ]
+
+
+def unpacked(ranks: Iterable[list[Any]]) -> Iterator[list[Any]]:
+    """Yield the fields that each rank passed to `pack`. Equal bytes become one object.
+
+    Ranks of a job describe themselves nearly alike, so this takes little time and memory in a large job.
+    """
+    known: dict[bytes, Any] = {}
+
+    def value(data: bytes) -> Any:
+        if data not in known:
+            known[data] = pickle.loads(data if data.startswith(pickle.PROTO) else zlib.decompress(data))
+        return known[data]
+
+    for fields in ranks:
+        yield [
+            value(each)
+            if isinstance(each, bytes)
+            else dict(zip(map(value, each[::2]), map(value, each[1::2]), strict=True))
+            for each in fields
+        ]
 
 
 def refuse_different_parts(given: list[list[str]]) -> None:

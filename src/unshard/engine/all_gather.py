@@ -236,7 +236,7 @@ class AllGatherPlan:
                 target = self.buffer.tensor(dtype, self.buffer.offsets[index], chunks).movedim(dim, 0)
                 source = table[:, begin : begin + sharding.piece].view(target.shape)
                 pairs += pairs_to_copy(target, source)
-        return partial(foreach_copy, *map(list, zip(*pairs, strict=True)))
+        return partial(foreach_copy, [target for target, _ in pairs], [source for _, source in pairs])
 
     def _copy_out_columns(self, region: Region, at: RegionRange) -> Callable[[], object]:
         """Return a function that copies a whole region in one call. Mixed dtypes are copied as bytes."""

@@ -74,7 +74,7 @@ class Pack:
                 full += 1
             if full < world:
                 pads.append(place[full:])
-        foreach_copy(*map(list, zip(*pairs, strict=True)))
+        foreach_copy([target for target, _ in pairs], [source for _, source in pairs])
         if pads:
             foreach_zero(pads)
 
