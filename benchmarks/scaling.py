@@ -6,6 +6,9 @@
 bytecodes of unshard, operators, the tensors that these take, and the time and CPU time of forward and backward without
 those of the simulated collectives. Times are medians over rounds in which the worlds take turns, and ratios are medians
 of the ratios of the rounds. `start`: process groups, and requests to the store until the order of collectives is known.
+`checkpoint`: the plan of a checkpoint from descriptions of all ranks, without sending or writing tensors; CPU seconds.
+`plan` is what every rank spends before it writes, `writing` what rank 0 spends on the manifest, and `reading` and
+`lookup` what every rank spends before it reads tensors.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from .formulas import Job, Shape, sent
 from .loopback import METER
 from .measure import MIB, MS, Clock, quiet
 from .places import Place, run
+from .plans import MODELS, plan_row
 from .stores import CountingStore
 from .tables import Row
 
@@ -46,11 +50,17 @@ PART = 4
 """Ranks that shard a replica of the hybrid kinds, or that keep the slices of a unit."""
 KINDS = ("plain", "hybrid", "sliced", "columns", "wrapper", "wrapper-hybrid", "step-keep", "step-follow")
 
+PLANNED = ("plain", "columns", "wrapper")
+"""Kinds of which checkpoints are planned."""
+
 STEP = {"kind": "kind", "world": "ranks", "gathers": "gathers", "reductions": "reductions", "sent_mib": "sent MiB"}
 STEP |= {"formula": "formula", "shard_mib": "shard MiB", "bytecodes": "bytecodes", "operators": "operators"}
 STEP |= {"tensors": "tensors", "wall": "ms", "wall_ratio": "ratio", "cpu": "CPU ms", "cpu_ratio": "ratio"}
 START = {"kind": "kind", "backend": "backend", "world": "ranks", "groups": "groups", "setup": "requests: setup"}
 START |= {"first": "step 1", "second": "step 2", "later": "steps 3-5"}
+CHECKPOINT = {"model": "model", "kind": "kind", "world": "ranks", "tensors": "tensors", "boxes": "boxes"}
+CHECKPOINT |= {"sent_mib": "exchanged MiB", "plan": "plan s", "writing": "writing s", "manifest_mib": "manifest MiB"}
+CHECKPOINT |= {"reading": "reading s", "lookup": "lookup s"}
 
 
 class Block(nn.Module):
@@ -258,7 +268,8 @@ def arguments() -> argparse.ArgumentParser:
     names = _list_of(str)
     parser.add_argument("--worlds", type=_list_of(int), default=[8, 64, 256, 1024], help="numbers of ranks")
     parser.add_argument("--kinds", type=names, default=list(KINDS), help=", ".join(KINDS))
-    parser.add_argument("--parts", type=names, default=["step", "start"], help="step, start")
+    parser.add_argument("--parts", type=names, default=["step", "start"], help="step, start, checkpoint")
+    parser.add_argument("--models", type=names, default=["8b"], help="models whose checkpoints are planned: 8b, 70b")
     parser.add_argument("--rounds", type=int, default=7, help="how often the worlds take turns; 0 measures no time")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a world per round")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -283,6 +294,15 @@ def main(arguments_given: list[str] | None = None) -> None:
             for world in options.worlds
         ]
         tables.show(place, "requests of one rank to the store, and process groups", found["start"], START)
+    if "checkpoint" in options.parts:
+        found["checkpoint"] = [
+            {"model": model, **plan_row(MODELS[model], kind, world)}
+            for model in options.models
+            for kind in options.kinds
+            if kind in PLANNED
+            for world in options.worlds
+        ]
+        tables.show(place, "checkpoints of a model in fp32 and its Adam", found["checkpoint"], CHECKPOINT)
     tables.save(options.json, place, options, **found)
 
 

@@ -197,6 +197,19 @@ def test_endurance(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_scaling(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    options = "--parts", "step,start,checkpoint", "--kinds", "plain,sliced", "--rounds", "1", "--steps", "1"
+    found = run("scaling", "--worlds", "8,16", *options)
+    assert [(row["kind"], row["world"]) for row in found["step"]] == [
+        *(("plain", 8), ("plain", 16), ("sliced", 8), ("sliced", 16)),
+    ]
+    assert all(row["formula"] == "equal" and row["wall"] > 0 and row["cpu_ratio"] > 0 for row in found["step"])
+    assert all(row["first"] > 0 for row in found["start"]) and len(found["start"]) == 8
+    assert [row["tensors"] for row in found["checkpoint"]] == [873, 873]
+    assert "checkpoints of a model" in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_shards_on_the_host(run: Run) -> None:
     hosts = ["fsdp2-offload", "unshard-offload", "unshard-offload-step-in-backward", "unshard-offload-state"]
     assert not set(hosts) & set(sides.known("all"))

@@ -17,6 +17,7 @@ from unshard.captured_step import recording
 from unshard.captured_step.recording import Agreement
 from unshard.comm.order import announcing
 from unshard.comm.order.announcing import Announcer
+from unshard.comm.order.requests import JobStore
 from unshard.comm.order.sequence import OrderStore
 from unshard.comm.process_group import add_up
 from unshard.tools.hang_waits import find_waits
@@ -26,7 +27,7 @@ WORLDS = [8, 1024]
 
 def order_store(world: int, rank: int = 0) -> tuple[CountingStore, OrderStore]:
     store = CountingStore(world)
-    return store, OrderStore(dist.PrefixStore("job", store), "group", list(range(world)), rank)
+    return store, OrderStore(JobStore(dist.PrefixStore("job", store)), "group", list(range(world)), rank)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -34,13 +35,13 @@ def test_a_look_for_errors_is_one_request(world: int) -> None:
     store, order = order_store(world)
     assert order.error_elsewhere() == ""
     assert len(store.requests) == 1
-    elsewhere = OrderStore(dist.PrefixStore("job", store), "other group", [world, world + 1], world)
+    elsewhere = OrderStore(JobStore(dist.PrefixStore("job", store)), "other group", [world, world + 1], world)
     elsewhere.acknowledge("of ranks that are not members")
     assert order.error_elsewhere() == ""
     before = len(store.requests)
     assert order.error_elsewhere() == ""  # the error above is not read again
     assert len(store.requests) == before + 1
-    OrderStore(dist.PrefixStore("job", store), "other group", [1, world], 1).acknowledge("wrong order")
+    OrderStore(JobStore(dist.PrefixStore("job", store)), "other group", [1, world], 1).acknowledge("wrong order")
     assert order.error_elsewhere() == order.error_elsewhere() == "wrong order"
 
 
@@ -48,8 +49,9 @@ def test_a_look_for_errors_is_one_request(world: int) -> None:
 def test_absent_ranks_take_few_requests(world: int) -> None:
     store, _ = order_store(world)
     absent = {3, world - 1}
+    job = JobStore(dist.PrefixStore("job", store))
     for rank in set(range(world)) - absent:
-        order_store_of_rank = OrderStore(dist.PrefixStore("job", store), "group", list(range(world)), rank)
+        order_store_of_rank = OrderStore(job, "group", list(range(world)), rank)
         order_store_of_rank.add_name(7)
     store.requests.clear()
     assert set(order_store_of_rank.missing(7)) == absent
@@ -62,7 +64,7 @@ def test_announcements_are_read_together(world: int, monkeypatch: pytest.MonkeyP
     for rank in range(1, world):  # rank 0 has announced nothing
         store.set(f"job/rank {rank}", json.dumps({"count": rank}))
     announcer = Announcer.__new__(Announcer)  # without its thread
-    announcer.job = dist.PrefixStore("job", store)
+    announcer.job = JobStore(dist.PrefixStore("job", store))
     store.requests.clear()
     found = announcer.records(list(range(world)))
     assert found == {0: {}, **{rank: {"count": rank} for rank in range(1, world)}}

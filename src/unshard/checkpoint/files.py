@@ -15,7 +15,8 @@ import torch
 from ..errors import CheckpointError, listed
 from ..state.boxes import Box, boxes_of_range
 from . import storage
-from .manifest import BlockChecksums, FileEntry, StoredBox, TensorEntry, checksum_of, read_manifest
+from .manifest import BlockChecksums, FileEntry, TensorEntry, checksum_of, read_manifest
+from .stored_boxes import StoredBox
 from .values import DTYPES
 
 CHUNK_BYTES = 32 * 2**20
@@ -151,19 +152,15 @@ class CheckpointFiles:
     def blocks_of(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, range]]:
         """Yield (file number, range of block numbers) for each stored box that overlaps `box`."""
         size = self.manifest.block_bytes
-        for stored in entry.boxes:
-            common = box.intersection(stored.box)
-            if common is not None:
-                begin, end = (stored.offset + at * entry.itemsize for at in common.elements_in(stored.box))
-                yield stored.file, range(begin // size, -(-end // size))
+        for stored, common in entry.boxes.overlapping(box):
+            begin, end = (stored.offset + at * entry.itemsize for at in common.elements_in(stored.box))
+            yield stored.file, range(begin // size, -(-end // size))
 
     def copy(self, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a stored tensor to `target` without verifying checksums."""
-        for stored in entry.boxes:
-            common = box.intersection(stored.box)
-            if common is not None:
-                source = self._tensor(entry, stored)
-                copy_pieces(target[common.slices_in(box)], source[common.slices_in(stored.box)])
+        for stored, common in entry.boxes.overlapping(box):
+            source = self._tensor(entry, stored)
+            copy_pieces(target[common.slices_in(box)], source[common.slices_in(stored.box)])
 
     def _tensor(self, entry: TensorEntry, stored: StoredBox) -> torch.Tensor:
         """Return a stored box as a view of the mapped file. The system reads each page on first access."""

@@ -25,8 +25,8 @@ from .files import copy_pieces
 from .load import LoadedNames, fill, match
 from .manifest import TensorEntry
 from .optimizer import optimizer_state
-from .ranks import Differences, begin, exchanging, on_first_rank, rank_and_size, together
-from .save import Described, describe, make_plan
+from .plan import Descriptions, describe, make_plan
+from .ranks import Differences, begin, exchanging, on_first_rank, pack, rank_and_size, together, unpacked
 from .values import DTYPES, name_of_dtype
 
 _SENDING = "Sending a tensor between the ranks"
@@ -79,7 +79,7 @@ def _extra_states(state: ModelState, ranks: list[RankPart]) -> dict[str, Any]:
 class RankPart(NamedTuple):
     """Describes one rank's share of a model or its optimizer. The ranks exchange these descriptions."""
 
-    tensors: dict[str, Described]
+    tensors: Descriptions
     aliases: dict[str, str]
     names: list[str]
     """All names in the model's state dict on this rank, in the order of that state dict."""
@@ -98,15 +98,15 @@ def gather(
     state = ModelState()
     tensors: list[HeldTensor] = []
 
-    def collect() -> RankPart:
+    def collect() -> list[Any]:
         nonlocal state, tensors
         state = model_state(model)
         tensors, entry = (state.tensors, None) if optimizer is None else optimizer_state(optimizer, state)
         device_type = sending_device_type([each.local for each in tensors])
-        return RankPart(describe(tensors), state.aliases, _names(model, state), device_type, entry)
+        return pack(RankPart(describe(tensors), state.aliases, _names(model, state), device_type, entry))
 
     begin(f"gather {noun}", model)
-    ranks = together(f"Gathering {noun}", collect)
+    ranks = [RankPart(*fields) for fields in unpacked(together(f"Gathering {noun}", collect))]
     rank, _ = rank_and_size()
     plan, _ = make_plan([each.tensors for each in ranks], spread=False)
     sent_from, by_name = current_device(ranks[0].device_type), {each.name: each for each in tensors}
@@ -120,7 +120,7 @@ def gather(
             full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
             _receive(full, entry, views, sent_from)
         else:
-            _send([views[each.box] for each in entry.boxes if each.file == rank], DTYPES[entry.dtype], sent_from)
+            _send([views[each.box] for each in entry.boxes.in_file(rank)], DTYPES[entry.dtype], sent_from)
         if not rank0_only:
             full = broadcast(full, entry, sent_from.type).to(device)
         if full is not None:

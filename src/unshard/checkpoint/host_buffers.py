@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from ..errors import ArgumentError
-from .manifest import ALIGNMENT, aligned
+from .stored_boxes import ALIGNMENT, aligned
 
 _log = logging.getLogger("unshard")
 

@@ -13,6 +13,14 @@ A box is stored as [file number, offset in the file, first indices, lengths], wi
 checksum covers the bytes between `"manifest": ` and the last brace. Manifests are untrusted, so every field is
 validated.
 
+Tensors of more than 64 boxes share lists of boxes, and their files and offsets are runs of first value, step and
+length. So the size of a manifest does not grow with the number of tensors times the number of ranks. The version is
+then 2:
+
+      "splits": [[[[0, 0], [2, 8]], [[2, 0], [2, 8]], ...], ...],
+      "tensors": {"model/head.weight": {"dtype": "float32", "shape": [5632, 8],
+                  "boxes": {"split": 0, "files": [0, 1, 2816], "offsets": [64, 0, 2816]}}, ...},
+
 Each block of a file has its own checksum, so a rank verifies only the blocks that it reads. The algorithm is xxh3_64 if
 the package xxhash is installed, and CRC-32 otherwise. Checksums detect damage, but not forgery.
 """
@@ -23,16 +31,31 @@ import importlib
 import json
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..errors import CheckpointError
-from ..state.boxes import Box, first_overlap
+from ..state.boxes import Box
 from . import storage
+from .stored_boxes import (
+    ALIGNMENT,
+    MOST,
+    NONE,
+    Split,
+    StoredBox,
+    StoredBoxes,
+    integers,
+    runs_of,
+    stored_boxes,
+    values_of,
+)
 from .values import DTYPES
 
 BLOCK_BYTES = 4 * 2**20
@@ -107,33 +130,22 @@ class BlockChecksums:
         return [each.hexdigest() for each in self._blocks]
 
 
-FORMAT, VERSION = "unshard checkpoint", 1
+FORMAT, VERSION, VERSION_WITH_SPLITS = "unshard checkpoint", 1, 2
+MOST_INLINE = 64
+"""A tensor of more boxes refers to one of the manifest's splits."""
 MANIFEST = "manifest.json"
 UNCAST = "uncast"
 """Key in the manifest's values that lists tensors of quantized layers. `export` does not cast these tensors."""
 MAX_MANIFEST_BYTES = 512 * 2**20
 _FRAME = re.compile(rb'\{"checksum": "([a-z0-9_]{1,16}):([0-9a-f]{1,32})", "manifest": (.*)\}\n', re.DOTALL)
 _FILE = re.compile(r"rank_[0-9]{5,10}\.bin")
-_MAX = 2**60
-ALIGNMENT = 64
-"""Boxes start at multiples of this number of bytes, so tensors can be views of a mapped file."""
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class StoredBox(NamedTuple):
-    file: int
-    offset: int
-    box: Box
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...] = ()
+    boxes: StoredBoxes = NONE
 
     @property
     def itemsize(self) -> int:
@@ -172,28 +184,34 @@ class Manifest:
         return [
             name
             for name, entry in self.tensors.items()
-            for each in entry.boxes
-            if each.file == file and each.offset < last and each.offset + each.box.numel * entry.itemsize > first
+            for each in entry.boxes.in_file(file)
+            if each.offset < last and each.offset + each.box.numel * entry.itemsize > first
         ]
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
+    splits: dict[Split, int] = {}
+
+    def boxes_of(boxes: StoredBoxes) -> Any:
+        if len(boxes) <= MOST_INLINE:
+            return [[each.file, each.offset, each.box.begin, each.box.size] for each in boxes]
+        split = splits.setdefault(boxes.split, len(splits))
+        return {"split": split, "files": runs_of(boxes.files), "offsets": runs_of(boxes.offsets)}
+
+    tensors = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "boxes": boxes_of(entry.boxes)}
+        for name, entry in manifest.tensors.items()
+    }
     value = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION_WITH_SPLITS if splits else VERSION,
         "step": manifest.step,
         "ranks": manifest.ranks,
         "algorithm": manifest.algorithm,
         "block_bytes": manifest.block_bytes,
         "files": [{"name": each.name, "bytes": each.nbytes, "blocks": "".join(each.blocks)} for each in manifest.files],
-        "tensors": {
-            name: {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "boxes": [[each.file, each.offset, each.box.begin, each.box.size] for each in entry.boxes],
-            }
-            for name, entry in manifest.tensors.items()
-        },
+        **({"splits": [split.boxes for split in splits]} if splits else {}),
+        "tensors": tensors,
         "aliases": manifest.aliases,
         "values": manifest.values,
     }
@@ -247,8 +265,8 @@ def _field(value: Any, key: str, kind: type) -> Any:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX:
-        raise Malformed(f"{value!r} is not an integer from 0 to {_MAX}")
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise Malformed(f"{value!r} is not an integer from 0 to {MOST}")
     return value
 
 
@@ -265,8 +283,9 @@ def _name(value: str) -> str:
 
 
 def _manifest(value: Any, algorithm: str, checksum: str) -> Manifest:
-    if _field(value, "format", str) != FORMAT or _field(value, "version", int) != VERSION:
-        raise Malformed(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {VERSION}")
+    known = VERSION, VERSION_WITH_SPLITS
+    if _field(value, "format", str) != FORMAT or _field(value, "version", int) not in known:
+        raise Malformed(f"format {value['format']!r}, version {value['version']}; expected {FORMAT!r}, {known}")
     if _field(value, "algorithm", str) != algorithm:
         raise Malformed("the algorithms of the manifest's checksum and of the blocks differ")
     block_bytes = _field(value, "block_bytes", int)
@@ -275,7 +294,9 @@ def _manifest(value: Any, algorithm: str, checksum: str) -> Manifest:
     files = [_file(each, DIGITS[algorithm], block_bytes) for each in _field(value, "files", list)]
     if len({each.name for each in files}) != len(files):
         raise Malformed("two files have the same name")
-    tensors = {_name(key): _tensor(key, each, files) for key, each in _field(value, "tensors", dict).items()}
+    splits = list(map(_split, _field(value, "splits", list))) if "splits" in value else []
+    sizes = integers([each.nbytes for each in files])
+    tensors = {_name(key): _tensor(key, each, sizes, splits) for key, each in _field(value, "tensors", dict).items()}
     _refuse_shared_bytes(tensors, files)
     aliases = _field(value, "aliases", dict)
     for alias, name in aliases.items():
@@ -304,35 +325,66 @@ def _file(value: Any, digits: int, block_bytes: int) -> FileEntry:
     return FileEntry(name, nbytes, [blocks[at : at + digits] for at in range(0, len(blocks), digits)])
 
 
-def _tensor(name: str, value: Any, files: list[FileEntry]) -> TensorEntry:
+def _box(value: Any) -> Box:
+    if type(value) is not list or len(value) != 2:
+        raise Malformed(f"{str(value)[:100]} is not a box")
+    return Box(_integers(value[0]), _integers(value[1]))
+
+
+def _split(value: Any) -> Split:
+    if type(value) is not list:
+        raise Malformed(f"{str(value)[:100]} is not a split")
+    return Split(map(_box, value))
+
+
+def _boxes(value: Any, splits: list[Split]) -> StoredBoxes:
+    if type(value) is list:
+        if not all(type(each) is list and len(each) == 4 for each in value):
+            raise Malformed("a box is invalid")
+        return stored_boxes(StoredBox(_integer(file), _integer(offset), _box(box)) for file, offset, *box in value)
+    number = _field(value, "split", int)
+    if number >= len(splits):
+        raise Malformed(f"there is no split {number}")
+    split = splits[number]
+    length = len(split.boxes)
+    return StoredBoxes(split, values_of(value.get("files"), length), values_of(value.get("offsets"), length))
+
+
+def _tensor(name: str, value: Any, sizes: torch.Tensor, splits: list[Split]) -> TensorEntry:
+    """Return a tensor's entry. `sizes` are those of the files."""
     dtype, shape = _field(value, "dtype", str), _integers(value.get("shape"))
     if dtype not in DTYPES:
         raise Malformed(f"{name!r} has the dtype {dtype[:100]!r}")
-    numel, itemsize, boxes = prod(shape), DTYPES[dtype].itemsize, []
-    for each in _field(value, "boxes", list):
-        if type(each) is not list or len(each) != 4:
-            raise Malformed(f"a box of {name!r} is invalid")
-        file, offset, box = _integer(each[0]), _integer(each[1]), Box(_integers(each[2]), _integers(each[3]))
-        if not len(box.begin) == len(box.size) == len(shape):
-            raise Malformed(f"a box of {name!r} has another number of dimensions")
-        if any(a + n > length or not n for a, n, length in zip(box.begin, box.size, shape, strict=True)):
-            raise Malformed(f"the box {box.begin} of size {box.size} is outside of {name!r} of shape {shape}")
-        if file >= len(files) or offset % ALIGNMENT or offset + box.numel * itemsize > files[file].nbytes:
-            raise Malformed(f"a box of {name!r} is at {offset} of file {file}, outside of it or not aligned")
-        boxes.append(StoredBox(file, offset, box))
-    if sum(each.box.numel for each in boxes) != numel:
-        raise Malformed(f"the boxes of {name!r} do not have its {numel} elements")
-    if overlap := first_overlap([each.box for each in boxes]):
-        raise Malformed(f"two boxes of {name!r} overlap: {overlap[0]} and {overlap[1]}")
-    return TensorEntry(dtype, shape, tuple(boxes))
+    if prod(shape) * DTYPES[dtype].itemsize > MOST:
+        raise Malformed(f"{name!r} has the shape {shape}")
+    try:
+        boxes = _boxes(value.get("boxes"), splits)
+        boxes.split.check(shape)
+    except (Malformed, ValueError) as error:
+        raise Malformed(f"{name!r}: {error}") from error
+    files, offsets = boxes.files, boxes.offsets
+    ends = offsets + boxes.split.numels * DTYPES[dtype].itemsize
+    wrong = (files >= len(sizes)) | (offsets % ALIGNMENT != 0)
+    if not wrong.any():
+        wrong = ends > sizes[files]
+    if wrong.any():
+        first = boxes[int(wrong.nonzero()[0])]
+        raise Malformed(f"a box of {name!r} is at {first.offset} of file {first.file}, outside of it or not aligned")
+    return TensorEntry(dtype, shape, boxes)
 
 
 def _refuse_shared_bytes(tensors: dict[str, TensorEntry], files: list[FileEntry]) -> None:
-    ranges = sorted(
-        (each.file, each.offset, each.offset + each.box.numel * entry.itemsize, name)
-        for name, entry in tensors.items()
-        for each in entry.boxes
-    )
-    for (file, _, end, one), (other_file, begin, _, other) in pairwise(ranges):
-        if file == other_file and begin < end:
-            raise Malformed(f"{one!r} and {other!r} share bytes of {files[file].name}")
+    entries = list(tensors.values())
+    if not entries:
+        return
+    file, begin = (torch.cat([getattr(each.boxes, key) for each in entries]) for key in ("files", "offsets"))
+    end = begin + torch.cat([each.boxes.split.numels * each.itemsize for each in entries])
+    order = begin.argsort(stable=True)
+    order = order[file[order].argsort(stable=True)]
+    file, begin, end = file[order], begin[order], end[order]
+    shared = (file[1:] == file[:-1]) & (begin[1:] < end[:-1])
+    if shared.any():
+        at = int(shared.nonzero()[0])
+        ends, names = list(accumulate(len(each.boxes) for each in entries)), list(tensors)
+        one, other = (names[bisect_right(ends, int(order[place]))] for place in (at, at + 1))
+        raise Malformed(f"{one!r} and {other!r} share bytes of {files[int(file[at])].name}")

@@ -13,9 +13,9 @@ State marked `sharded` has one value per element of the parameter, and is stored
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,7 @@ from .values import DTYPES, decode, encode
 
 SHARDED = {"$": "sharded"}
 Stored = Callable[[str], torch.Tensor]
+T = TypeVar("T")
 
 
 def tensor_name(key: str, name: str) -> str:
@@ -81,16 +82,22 @@ def merged(entries: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     given = [entry for entry in entries if entry is not None]
     if not given:
         return None
-    found = {**given[0], "groups": [dict(group) for group in given[0]["groups"]], "state": dict(given[0]["state"])}
-    for entry in given[1:]:
-        for number, group in enumerate(entry["groups"]):
+    found = {**given[0], "groups": [], "state": {}}
+    for groups in _different(entry["groups"] for entry in given):
+        for number, group in enumerate(groups):
             if number == len(found["groups"]):
                 found["groups"].append(dict(group))
             names = [*found["groups"][number]["params"], *group["params"]]
             found["groups"][number]["params"] = list(dict.fromkeys(names))
-        for name, state in entry["state"].items():
+    for states in _different(entry["state"] for entry in given):
+        for name, state in states.items():
             found["state"].setdefault(name, state)
     return found
+
+
+def _different(values: Iterable[T]) -> Iterable[T]:
+    """Return `values` without repeated objects. Ranks with equal entries share objects (`ranks.unpacked`)."""
+    return {id(each): each for each in values}.values()
 
 
 # -- loading ---------------------------------------------------------------------------------------------------

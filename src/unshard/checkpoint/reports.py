@@ -75,7 +75,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
     rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "bytes", "boxes", "files")]
     for name, entry in manifest.tensors.items():
         shape = "x".join(map(str, entry.shape)) or "scalar"
-        files = ",".join(str(number) for number in sorted({each.file for each in entry.boxes})) or "-"
+        files = ",".join(str(number) for number in entry.boxes.files.unique().tolist()) or "-"
         rows.append((name, entry.dtype, shape, f"{entry.nbytes:,}", str(len(entry.boxes)), files))
     nbytes = sum(file.nbytes for file in manifest.files)
     others = [name for name in ("optimizer", "scheduler", "scaler") if manifest.values.get(name) is not None]
@@ -216,7 +216,7 @@ def _compare(name: str, one: CheckpointFiles, other: CheckpointFiles, found: Che
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         found.other.append(f"{name}: {a.dtype} of shape {a.shape} in a, {b.dtype} of shape {b.shape} in b")
     elif None in ties:  # tensors that are tied in both checkpoints are compared under their stored names
-        difference = TensorDifference(name, sum(each.box.numel for each in a.boxes))
+        difference = TensorDifference(name, a.boxes.split.numel)
         for mine, theirs in zip(one.pieces(a), other.pieces(b), strict=True):
             difference.add(mine, theirs)
         if difference.differing:

@@ -1,7 +1,4 @@
-"""Saves a training run. All ranks write to a hidden folder, which rank 0 publishes with one rename.
-
-`make_plan` decides which rank writes which box of which tensor at which offset. All ranks compute the same plan.
-"""
+"""Saves a training run. All ranks write to a hidden folder, which rank 0 publishes with one rename."""
 
 from __future__ import annotations
 
@@ -9,16 +6,15 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
-from ..state.boxes import Box, first_overlap, whole
+from ..state.boxes import whole
 from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
 from . import storage
 from .files import host_pieces, write_file
@@ -29,15 +25,15 @@ from .manifest import (
     UNCAST,
     FileEntry,
     Manifest,
-    StoredBox,
     TensorEntry,
-    aligned,
     best_algorithm,
     manifest_bytes,
 )
 from .optimizer import merged, optimizer_state
-from .ranks import begin, on_first_rank, rank_and_size, refuse_different_parts, require_seen, together
-from .values import DTYPES, encode, name_of_dtype, rng_state
+from .plan import Descriptions, describe, make_plan
+from .ranks import begin, on_first_rank, pack, rank_and_size, refuse_different_parts, require_seen, together, unpacked
+from .stored_boxes import StoredBoxes, aligned
+from .values import encode, encode_apart, rng_state
 
 _log = logging.getLogger("unshard")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -84,67 +80,6 @@ def save(
     return saving.target
 
 
-# -- the plan -----------------------------------------------------------------------------------------------
-
-
-class Described(NamedTuple):
-    """Describes a tensor that one rank holds. The ranks exchange these descriptions."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    plain: bool
-    boxes: tuple[Box, ...]
-
-
-def describe(tensors: list[HeldTensor]) -> dict[str, Described]:
-    found: dict[str, Described] = {}
-    for each in tensors:
-        if each.name in found:
-            raise CheckpointError(f"Two tensors have the name {each.name!r}.")
-        if not each.name.isprintable() or len(each.name) > 4096:
-            raise CheckpointError(f"{each.name[:100]!r} cannot be the name of a tensor in a checkpoint.")
-        dtype = name_of_dtype(each.dtype, repr(each.name))
-        found[each.name] = Described(dtype, each.box_map.shape, each.plain, each.box_map.boxes)
-    return found
-
-
-def make_plan(ranks: list[dict[str, Described]], spread: bool = True) -> tuple[dict[str, TensorEntry], list[int]]:
-    """Assign each box to the rank that writes it. Return the tensor entries and the size of each rank's file.
-
-    In the returned entries, the file number of a box is the rank that writes the box. If several ranks hold a box, the
-    rank with the smallest file so far writes it, or the lowest rank if the tensor is plain or `spread` is False.
-    """
-    nbytes = [0] * len(ranks)
-    tensors: dict[str, TensorEntry] = {}
-    for name in sorted({name for rank in ranks for name in rank}):
-        holders: dict[Box, list[int]] = {}
-        described = [(rank, held[name]) for rank, held in enumerate(ranks) if name in held]
-        _, first = described[0]
-        for rank, mine in described:
-            if mine[:2] != first[:2]:
-                raise CheckpointError(
-                    f"{name!r} differs between ranks: rank {rank} has {mine.dtype} of shape {mine.shape}, and another "
-                    f"rank has {first.dtype} of shape {first.shape}."
-                )
-            for box in mine.boxes:
-                if box.numel:
-                    holders.setdefault(box, []).append(rank)
-        numel, overlap = sum(box.numel for box in holders), first_overlap(list(holders))
-        if overlap is not None or numel != prod(first.shape):
-            raise CheckpointError(
-                f"The ranks together hold {numel} elements of {name!r}, which has {prod(first.shape)}"
-                f"{'' if overlap is None else f', and {overlap[0]} and {overlap[1]} overlap'}. Call it on all ranks, "
-                "with a model and an optimizer that are sharded in the same way on all of them."
-            )
-        stored = []
-        for box, having in holders.items():
-            writer = having[0] if first.plain or not spread else min(having, key=nbytes.__getitem__)
-            stored.append(StoredBox(writer, nbytes[writer], box))
-            nbytes[writer] += aligned(box.numel * DTYPES[first.dtype].itemsize)
-        tensors[name] = TensorEntry(first.dtype, first.shape, tuple(stored))
-    return tensors, nbytes
-
-
 # -- saving -------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +88,7 @@ class RankEntry:
     """One rank's contribution to the manifest. The ranks exchange these entries."""
 
     step: int
-    tensors: dict[str, Described] = field(default_factory=dict)
+    tensors: Descriptions = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     """Encoded values that only rank 0 saves."""
@@ -187,7 +122,8 @@ class Saving:
     def plan(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, data: Any) -> None:
         """Collect what each rank saves, and decide which rank writes which box. All ranks must call this method."""
         given = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
-        self._entries = together(self.what, lambda: self.collect(model, optimizer, given, data))
+        packed = together(self.what, lambda: pack(vars(self.collect(model, optimizer, given, data)).values()))
+        self._entries = [RankEntry(*fields) for fields in unpacked(packed)]
         steps = sorted({entry.step for entry in self._entries})
         if len(steps) > 1:
             raise CheckpointError(f"The ranks save different steps: {steps}.")
@@ -214,7 +150,7 @@ class Saving:
             found.shared = {name: encode(_state_dict(each, name), name, store) for name, each in shared.items()}
             extra = {name: module.get_extra_state() for name, module in state.extra.items()}
             found.shared["extra"] = {name: encode(each, f"extra/{name}", store) for name, each in extra.items()}
-        found.own["rng"] = encode(rng_state(), f"rng/{self.rank}", store)
+        found.own["rng"] = encode_apart(rng_state(), f"rng/{self.rank}", store, self.size)
         if data is not None:
             found.own["data"] = encode(_state_dict(data, "data"), f"data/{self.rank}", store)
         found.tensors = describe(tensors)
@@ -252,7 +188,7 @@ class Saving:
     def views(self) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
         """Yield each box that this rank writes, in file order, as a view of the tensor and the dtype to store."""
         for name, entry in self._plan.items():
-            mine = [each.box for each in entry.boxes if each.file == self.rank]
+            mine = [each.box for each in entry.boxes.in_file(self.rank)]
             if mine:
                 held = self.tensors[name]
                 views = dict(zip(held.box_map.boxes, held.views(), strict=True))
@@ -270,9 +206,10 @@ class Saving:
 
     def _manifest(self, files: list[FileEntry | None]) -> Manifest:
         written = [rank for rank, each in enumerate(files) if each is not None]
-        number = {rank: position for position, rank in enumerate(written)}
+        number = torch.zeros(self.size, dtype=torch.int64)
+        number[written] = torch.arange(len(written))
         tensors = {
-            name: replace(entry, boxes=tuple(each._replace(file=number[each.file]) for each in entry.boxes))
+            name: replace(entry, boxes=StoredBoxes(entry.boxes.split, number[entry.boxes.files], entry.boxes.offsets))
             for name, entry in self._plan.items()
         }
         values = {

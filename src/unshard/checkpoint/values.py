@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import random
 import sys
 from collections import Counter, OrderedDict
@@ -39,6 +40,9 @@ def name_of_dtype(dtype: torch.dtype, where: str) -> str:
 
 INLINE_BYTES = 8192
 """Tensors up to this size are stored inside the JSON, for example counters and states of random generators."""
+
+MANY_RANKS = 64
+"""In larger jobs, values of every rank are stored outside of the manifest."""
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _MAPPING_TYPES: dict[str, type] = {name: kind for kind, name in _MAPPINGS.items()}
@@ -75,6 +79,18 @@ def encode(value: Any, path: str, store: Store) -> Any:
         "without running code, it holds only dicts, lists, tuples, numbers, strings, bytes, None and tensors. Convert "
         "it in state_dict(), and back in load_state_dict()."
     )
+
+
+def encode_apart(value: Any, path: str, store: Store, ranks: int) -> Any:
+    """Convert one rank's `value` to JSON. In a large job, store the JSON as a tensor, which that rank's file contains.
+
+    Otherwise, the manifest would consist of little else. Tensors in `value` must be small.
+    """
+    encoded = encode(value, path, store)
+    if ranks <= MANY_RANKS:
+        return encoded
+    store(path, torch.frombuffer(bytearray(json.dumps(encoded).encode()), dtype=torch.uint8))
+    return {"$": "json", "name": path}
 
 
 def as_plain(value: Any) -> Any:
@@ -114,7 +130,7 @@ def _refuse_tensor(path: str, value: torch.Tensor) -> None:
 def stored_names(value: Any) -> list[str]:
     """Return the names of the tensors that the JSON `value` names but does not contain."""
     if isinstance(value, dict):
-        if value.get("$") == "tensor" and isinstance(value.get("name"), str):
+        if value.get("$") in ("tensor", "json") and isinstance(value.get("name"), str):
             return [value["name"]]
         value = list(value.values())
     return [name for each in value for name in stored_names(each)] if isinstance(value, list) else []
@@ -144,6 +160,8 @@ def _decode(value: Any, path: str, stored: Callable[[str], torch.Tensor]) -> Any
         return base64.b64decode(value["data"], validate=True)
     if kind == "tensor":
         return stored(value["name"]) if "name" in value else _decode_tensor(value)
+    if kind == "json":
+        return _decode(json.loads(stored(value["name"]).numpy().tobytes()), path, stored)
     if kind in _MAPPING_TYPES:
         items = [(_decode(key, path, stored), _decode(each, path, stored)) for key, each in value["items"]]
         return _MAPPING_TYPES[kind](dict(items))

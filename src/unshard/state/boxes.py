@@ -123,11 +123,16 @@ def boxes_of_range(shape: Sequence[int], first: int, count: int) -> Iterator[tup
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return two boxes that overlap, or None."""
     ordered = sorted(box for box in boxes if box.numel)
-    if len(ordered) > 1 and not ordered[0].size:
+    if len(ordered) < 2:
+        return None
+    if not ordered[0].size:
         return ordered[0], ordered[1]
-    active: list[Box] = []  # boxes that extend into the rows of the next one
+    # Go along the dimension that the tensor is divided along. Along another one, each box would meet all others.
+    dim = max(range(len(ordered[0].size)), key=lambda dim: len({box.begin[dim] for box in ordered}))
+    ordered.sort(key=lambda box: box.begin[dim])
+    active: list[Box] = []  # boxes that extend into the next one's indices of this dimension
     for box in ordered:
-        active = [each for each in active if each.begin[0] + each.size[0] > box.begin[0]]
+        active = [each for each in active if each.begin[dim] + each.size[dim] > box.begin[dim]]
         for each in active:
             if each.intersection(box) is not None:
                 return each, box

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -122,3 +124,22 @@ def test_resumed_state_is_that_of_the_run_that_went_on(kind: str, before: int, a
     assert [each.name for each in (tmp_path / "run").iterdir()] == ["step_00000003"]
     job(resume, after, kind=kind, folder=str(tmp_path))
     job(go_back, before, kind=kind, folder=str(tmp_path))
+
+
+def save_as_large_job(kind: str, folder: str) -> None:
+    """As in a job of more than 64 ranks: shared lists of boxes, and random numbers in the files of the ranks."""
+    with patch("unshard.checkpoint.manifest.MOST_INLINE", 0), patch("unshard.checkpoint.values.MANY_RANKS", 0):
+        save(kind, folder)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", pytest.param("originals hybrid", marks=pytest.mark.slow), "flat"])
+def test_the_format_of_large_jobs(kind: str, tmp_path: Path) -> None:
+    ranks = 4 if "hybrid" in kind else 3
+    job(save_as_large_job, ranks, kind=kind, folder=str(tmp_path))
+    folder = checkpoint.verify(tmp_path / "run")
+    content = json.loads((folder / "manifest.json").read_text())["manifest"]
+    assert content["version"] == 2 and len(content["splits"]) < len(content["tensors"])
+    assert [each["rng"] for each in content["values"]["ranks"]] == [
+        {"$": "json", "name": f"rng/{rank}"} for rank in range(ranks)
+    ]
+    job(resume, 2 if kind == "flat" else ranks, kind=kind, folder=str(tmp_path))
