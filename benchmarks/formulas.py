@@ -65,7 +65,7 @@ class Job:
         return calls
 
     def at_rest(self, units: Sequence[Sequence[Shape]], root: Sequence[Shape]) -> int:
-        """Bytes of the shards. Gradients take as many in the reduce dtype, and Adam's state twice as many."""
+        """Bytes of the shards. Sharded gradients take as many, and Adam's state twice as many."""
         return sum(self.shard(unit) for unit in (*units, root)) * self.stored
 
     def gathered(self, units: Sequence[Sequence[Shape]], root: Sequence[Shape]) -> int:
