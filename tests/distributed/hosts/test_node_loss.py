@@ -181,6 +181,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
         yield Job(bed, tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_a_lost_host(job: Job, tmp_path: Path) -> None:
     """The other host goes on alone."""
     for host in range(2):
@@ -210,7 +211,7 @@ def test_ten_losses_at_random_moments(job: Job, tmp_path: Path, request: pytest.
         known = checkpoint.latest(job.checkpoints)
         if fewer:
             position = job.wait_for(0, "start with 1 ranks", position)
-            position = job.wait_for(0, " step ", position)
+            position = job.wait_for(0, r"\d step ", position)
             print(f"loss {number}:", parts(lost, job.running[0].text()))
         job.bed.boot(1)
         job.start(1)
@@ -219,7 +220,7 @@ def test_ten_losses_at_random_moments(job: Job, tmp_path: Path, request: pytest.
         resumed = starts(job.running[0].text())[-1]
         assert known is None or resumed.step >= int(known.name.removeprefix("step_"))
         if not fewer:
-            job.wait_for(0, " step ", position)
+            job.wait_for(0, r"\d step ", position)
             print(f"loss {number}:", parts(lost, job.running[0].text()))
     job.wait_for(0, r" step \d*9 ", position)
     found = starts(job.running[0].text())
