@@ -40,6 +40,11 @@ def run(name: str, option: str, folder: Path, drop_in: bool) -> tuple[dict[str, 
     return json.loads((folder / "outcome.json").read_text()), torch.load(folder / "weights.pt")
 
 
+def bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """Packed 4-bit weights are stored as float32, and some of their bit patterns are NaN."""
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "option"), PROGRAMS)
 def test_a_program_computes_the_same(name: str, option: str, tmp_path: Path) -> None:
@@ -54,4 +59,6 @@ def test_a_program_computes_the_same(name: str, option: str, tmp_path: Path) -> 
     assert ours.get("resumed", True) == ((name, option) != ("transformers", "1"))
     more = same.keys() - weights.keys()  # the scales of 4-bit weights, which PyTorch's FSDP2 loses
     assert not weights.keys() - same.keys() and bool(more) == (name == "bitsandbytes")
-    assert len(weights) > 10 and all(torch.equal(value, same[key]) for key, value in weights.items())
+    assert len(weights) > 10 and all(
+        torch.equal(bytes_of(value), bytes_of(same[key])) for key, value in weights.items()
+    )
