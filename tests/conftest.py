@@ -1,5 +1,8 @@
 """Ties the pool of workers to the test session, and skips what the machine cannot run."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from bed import pool, processes
@@ -40,3 +43,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def pytest_unconfigure() -> None:
     pool.close_shared()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_variables() -> Iterator[None]:
+    """Commands that tests call in this process set variables, which later tests and all ranks would inherit."""
+    yield
+    for name in [name for name in os.environ if name.startswith("UNSHARD_")]:
+        del os.environ[name]

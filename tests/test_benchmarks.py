@@ -56,6 +56,7 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert "unshard / unsharded: wall" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_uneven_steps_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     options = "--place", "gloo", "--size", "tiny", "--median", "16", "--rounds", "1", "--steps", "1", "--warmup", "1"
     rows = rows_of(run("uneven", *options), "wall", "ratio", "low", "high", "tokens_per_second")

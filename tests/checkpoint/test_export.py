@@ -12,7 +12,6 @@ import pytest
 import torch
 from bed.damage import flip
 from bed.programs import python
-from bed.world import mostly_slow
 from torch import nn
 
 from unshard import CheckpointError, checkpoint, cli
@@ -201,7 +200,8 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("what", mostly_slow(["export", "diff"], ["export"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["export", "diff"])
 def test_memory(what: str, tmp_path: Path) -> None:
     """A model of 240 MiB in tensors of 40 MiB, in a process of its own: it takes the memory of a few pieces."""
     model = nn.Sequential(*(nn.Linear(2048, 5120, bias=False) for _ in range(6)))
