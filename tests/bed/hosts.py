@@ -93,7 +93,10 @@ class Hosts:
     def start(self, host: int, command: Sequence[Any], **environment: str) -> Running:
         """Start a command on a host."""
         output = self.folder / f"output{len(self._started)}.txt"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **environment}
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "TMPDIR": str(temporary)}
+        variables = {**os.environ, **here, **environment}
         holder = str(self.holders[host].pid)
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{holder}/ns/pid_for_children"]
         with open(output, "wb") as file:
@@ -122,13 +125,19 @@ class Hosts:
         return [self.torchrun_on(host, *program, elastic=elastic, options=options, **environment) for host in self.up]
 
     def torchrun_on(
-        self, host: int, *program: Any, elastic: bool = False, options: Sequence[Any] = (), **environment: str
+        self,
+        host: int,
+        *program: Any,
+        elastic: bool = False,
+        options: Sequence[Any] = (),
+        launcher: str = "torch.distributed.run",
+        **environment: str,
     ) -> Running:
         size = [f"--nnodes={self.count}", f"--nproc-per-node={self.ranks}"]
         place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=host0:{PORT}", "--rdzv-id=job"]
         if not elastic:
             place = [f"--master-addr={self.address(0)}", f"--master-port={PORT}", f"--node-rank={host}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *size, *place, *options, *program]
+        command = [sys.executable, "-m", *launcher.split(), *size, *place, *options, *program]
         return self.start(host, command, **environment)
 
     @property

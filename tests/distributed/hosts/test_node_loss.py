@@ -35,7 +35,7 @@ def slowly(samples):
     time.sleep({pause})
     return following(samples)
 elastic.Samples.next = slowly
-dist.init_process_group(timeout=timedelta(seconds={timeout}))
+dist.init_process_group(timeout=timedelta(seconds=300))
 elastic.train(sys.argv[1])
 dist.destroy_process_group()
 """
@@ -48,18 +48,18 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOGLEVEL": "INFO"}
 class Job:
     """The example on all hosts. Its checkpoints are in a folder that all hosts see."""
 
-    def __init__(self, bed: Hosts, folder: Path, nodes: str, steps: int = 10_000, timeout: float = 300.0) -> None:
+    def __init__(self, bed: Hosts, folder: Path, nodes: str, steps: int = 10_000, **launch: str) -> None:
         self.bed, self.steps, self.checkpoints = bed, steps, folder / "checkpoints"
         self._program = folder / "driver.py"
-        settings = {"steps": steps, "every": EVERY, "timeout": timeout, "pause": PAUSE}
+        settings = {"steps": steps, "every": EVERY, "pause": PAUSE}
         self._program.write_text(DRIVER.format(examples=str(EXAMPLE.parent), **settings))
-        self._options = [f"--nnodes={nodes}", *OPTIONS]
+        self._options, self._launch = [f"--nnodes={nodes}", *OPTIONS], {**launch, **ENVIRONMENT}
         self.running: dict[int, Running] = {}
 
     def start(self, host: int, *options: str) -> None:
         given = [*self._options, *options]
         program = [self._program, self.checkpoints]
-        self.running[host] = self.bed.torchrun_on(host, *program, elastic=True, options=given, **ENVIRONMENT)
+        self.running[host] = self.bed.torchrun_on(host, *program, elastic=True, options=given, **self._launch)
 
     def lose(self, host: int) -> float:
         """Return when all its processes had ended."""
@@ -182,6 +182,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [{}, {"launcher": "unshard.cli run"}], indirect=True, ids=["torchrun", "unshard run"])
 def test_a_lost_host(job: Job, tmp_path: Path) -> None:
     """The other host goes on alone."""
     for host in range(2):
