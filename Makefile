@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
   types docs clean
 
 help:
-	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (up to three minutes)"
+	@echo "make demo     train a small model, sharded over $(PROCESSES) processes (about two minutes)"
 	@echo "make test     run the quick tests (about six minutes on two cores)"
 	@echo "make test-all run all tests (an hour or more)"
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
@@ -46,10 +46,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@touch $@
 
-# FOLDER=run saves checkpoints there, and goes on from them when it is called again, also with other PROCESSES. The last
-# line is the path of a report of the run, which is in a temporary folder without FOLDER.
+# Called again, it resumes from the checkpoints in FOLDER, also with other PROCESSES; STEPS=140 trains on.
+FOLDER ?= build/demo
 demo: $(INSTALLED)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py $(if $(FOLDER),--folder "$(FOLDER)")
+	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/train_bytes.py \
+	  --folder "$(FOLDER)" $(if $(STEPS),--steps $(STEPS))
 
 # Three processes take files from one queue: ranks wait for each other, so two would leave two cores idle.
 test: $(INSTALLED)

@@ -17,13 +17,13 @@ a step trains on the same windows however many processes share them. If it was k
 import argparse
 import math
 import os
-import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ CORPUS_LIMIT = 20_000_000
 HELD_OUT = 0.05
 VALIDATION_BATCHES = 6
 SAMPLE_BYTES = 160
+TRY_NEXT = """
+Try next:
+  train on, with one process           {bin}/torchrun --nproc-per-node=1 {program} --folder {folder} --steps {steps}
+  see what a checkpoint contains       {bin}/unshard checkpoint inspect {folder}
+  write its weights as safetensors     {bin}/unshard export {folder} {folder}/weights"""
 
 
 def parse_args() -> argparse.Namespace:
@@ -237,39 +242,71 @@ class Memory:
     cuda_peak: int  # everything allocated on the GPU at its peak; 0 without one
 
     @classmethod
-    def measure(cls, model: nn.Module, optimizer: torch.optim.Optimizer, full_bytes: int) -> "Memory":
+    def measure(cls, model: nn.Module, optimizer: torch.optim.Optimizer, full_bytes: int) -> list["Memory"]:
+        """Return the memory of every rank."""
         parameters = list(model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
         # AdamW without sharding: parameter, gradient and two moments, all of the parameter's size.
-        return cls(local_bytes(parameters + gradients + states), 4 * full_bytes, peak)
+        mine = cls(local_bytes(parameters + gradients + states), 4 * full_bytes, peak)
+        of_all: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, mine)
+        return of_all
 
 
 # ----------------------------------------------------------------------------------------------- progress
 
 
 class Progress:
-    """A bar redrawn in place on a terminal; elsewhere a plain line about every tenth of the way."""
+    """A table that is drawn anew in place on a terminal; elsewhere a plain line about every tenth of the way."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.shown = dist.get_rank() == 0
-        self.redraws = sys.stdout.isatty()
         self.next_line = 0.0
+        self.losses: list[float] = []
+        self.live: Any = None
+        if dist.get_rank() == 0 and sys.stdout.isatty():
+            with suppress(ImportError):
+                from rich.live import Live
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        if not self.shown:
-            return
+                self.live = Live(refresh_per_second=8)
+                self.live.start()
+
+    def update(self, step: int, loss: float, tokens_per_s: float, memory: list["Memory"]) -> None:
+        """`memory`: of every rank."""
+        self.losses.append(loss)
         facts = f"step {step}/{self.total}  loss {loss:.6f}  {tokens_per_s:,.0f} tokens/s"
-        done = step / self.total
-        if self.redraws:
-            width = max(0, min(30, shutil.get_terminal_size().columns - len(facts) - 5))
-            bar = "#" * round(done * width)
-            print(f"\r[{bar:-<{width}}] {facts}\x1b[K", end="\n" if step == self.total else "", flush=True)
-        elif done >= self.next_line or step == self.total:
-            print(f"{done:4.0%}  {facts}", flush=True)
-            self.next_line = (math.floor(done * 10) + 1) / 10
+        if self.live:
+            self.live.update(self.table(facts, step, memory))
+        elif dist.get_rank() == 0 and (step / self.total >= self.next_line or step == self.total):
+            print(f"{step / self.total:4.0%}  {facts}", flush=True)
+            self.next_line = (math.floor(step / self.total * 10) + 1) / 10
+
+    def table(self, facts: str, step: int, memory: list["Memory"]) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        table.add_row("training", ProgressBar(self.total, step, width=40), facts)
+        table.add_row("loss", curve(self.losses, 40), f"{self.losses[0]:.3f} at first")
+        unsharded = memory[0].unsharded
+        for rank, each in enumerate(memory):
+            bar = ProgressBar(unsharded, each.sharded, width=40)
+            table.add_row(f"memory of rank {rank}", bar, mib(each.sharded))
+        table.add_row("unsharded", ProgressBar(1, 1, width=40), f"{mib(unsharded)}: parameters, gradients, AdamW")
+        return table
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+
+
+def curve(values: list[float], width: int) -> str:
+    """Draw values in one line of text, the largest as a full block."""
+    picked = [values[round(at * (len(values) - 1) / (width - 1))] for at in range(width)]
+    low, high = min(picked), max(picked)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (each - low) / (high - low or 1))] for each in picked)
 
 
 # -------------------------------------------------------------------------------------------- checkpoints
@@ -342,6 +379,7 @@ def train(
     args: argparse.Namespace,
     device: torch.device,
     recording: Any,
+    full_bytes: int,
 ) -> Outcome:
     """Train from step `done` + 1 to the last, or until the program is asked to stop. Record the steps."""
     progress = Progress(args.steps)
@@ -350,6 +388,7 @@ def train(
     interval = math.ceil(args.steps / 50)
     losses: list[float] = []
     pending: list[Tensor] = []
+    memory: list[Memory] = []
     began = time.perf_counter()
     for step in range(done + 1, args.steps + 1):
         for group in optimizer.param_groups:
@@ -365,9 +404,11 @@ def train(
             losses.append(mean_over_ranks(torch.stack(pending).mean()).item())
             pending.clear()
             speed = (step - done) * tokens_per_step / (time.perf_counter() - began)
-            progress.update(step, losses[-1], speed)
+            memory = memory or Memory.measure(model, optimizer, full_bytes)
+            progress.update(step, losses[-1], speed, memory)
         if ends:
             break
+    progress.close()
     seconds = time.perf_counter() - began
     return Outcome(done + 1, step, losses[0], losses[-1], seconds, (step - done) * tokens_per_step / seconds)
 
@@ -446,21 +487,25 @@ def main() -> None:
     checkpoints = Checkpoints(args, model, optimizer)
     done = checkpoints.load()
     if done:
-        say(f"{args.folder} has step {done} of {args.steps}: {'going on' if done < args.steps else 'nothing to do'}")
+        rest = "going on" if done < args.steps else f"nothing to do. Train on with --steps {2 * done}"
+        say(f"{args.folder} has step {done} of {args.steps}: {rest}")
     if done < args.steps:
         folder = recording_folder(args)
         with tools.record(folder, model, optimizer) as recording:
-            outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording)
+            outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording, full_bytes)
         if outcome.last_step < args.steps:
             say(f"\nstopped after step {outcome.last_step}; the same command goes on from there")
         else:
-            memory = Memory.measure(model, optimizer, full_bytes)
+            memory = Memory.measure(model, optimizer, full_bytes)[0]
             validation_loss = validate(model, held_out, args, device)
             sample = generate(model, b"def ", args, device)
             if dist.get_rank() == 0:
                 report(outcome, validation_loss, memory, sample)
         if dist.get_rank() == 0:
             print(f"report: {tools.report(folder, folder).resolve()}", flush=True)
+            if args.folder and outcome.last_step == args.steps:
+                places = {"bin": os.path.relpath(os.path.dirname(sys.executable)), "program": sys.argv[0]}
+                print(TRY_NEXT.format(folder=args.folder, steps=2 * args.steps, **places), flush=True)
     dist.destroy_process_group()
 
 
