@@ -48,15 +48,17 @@ def train(folder: str, stop_in: int, save_every: int, result: str) -> None:
         return draw_starts(data, step, args)
 
     module.draw_starts = draw_and_stop
-    module.Progress.update = lambda self, step, loss, speed: losses.update({step: loss})
+    module.Progress.update = lambda self, step, loss, *rest: losses.update({step: loss})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        model, _ = module.build_sharded(args, torch.device("cpu"))
+        model, size = module.build_sharded(args, torch.device("cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
         checkpoints = module.Checkpoints(args, model, optimizer)
         done = checkpoints.load()
         with tools.record(Path(folder) / "report", model, optimizer) as recording:
-            outcome = module.train(model, optimizer, checkpoints, done, data, args, torch.device("cpu"), recording)
+            outcome = module.train(
+                model, optimizer, checkpoints, done, data, args, torch.device("cpu"), recording, size
+            )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
