@@ -165,7 +165,9 @@ class Hosts:
         port = f"port{host}"
         # The kernel removes the old port of a host that was killed a moment later.
         free = f"for i in $(seq 1000); do ip link show {port} >/dev/null 2>&1 || break; sleep 0.01; done"
-        pair = f"ip link add {port} type veth peer name eth0 netns {holder.pid}"
+        # With a new address, the other hosts would send to the old one for up to a minute after a host was replaced.
+        ethernet = f"02:00:00:00:00:{host + 1:02x}"
+        pair = f"ip link add {port} type veth peer name eth0 address {ethernet} netns {holder.pid}"
         _do(self._switch, f"{free}; {pair} && ip link set {port} master bridge up")
         # One packet for each segment, so that the counters see every header.
         setup = ["ip link set eth0 gso_max_segs 1", f"ip addr add {self.address(host)}/24 dev eth0"]

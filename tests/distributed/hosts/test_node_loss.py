@@ -227,3 +227,22 @@ def test_ten_losses_at_random_moments(job: Job, tmp_path: Path, request: pytest.
     found = starts(job.running[0].text())
     assert len(found) >= 11
     check(found, job.steps, tmp_path / "reference", 1e-4 if fewer else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [{"nodes": "2"}], indirect=True, ids=["same"])
+def test_the_host_of_the_rendezvous_is_lost(job: Job, tmp_path: Path) -> None:
+    """torchrun ends on the other host. Started again on both, the job resumes."""
+    for host in range(2):
+        job.start(host)
+    job.wait_for(0, r" step 12 ")
+    lost = job.lose(0)
+    done = job.running[1].finish()
+    print(f"torchrun ended {time.time() - lost:.1f} s after the loss, with status {done.status}\n{done.output[-3000:]}")
+    assert done.status
+    first = starts(job.running[0].text())
+    job.bed.boot(0)
+    for host in range(2):
+        job.start(host)
+    job.wait_for(0, r" step 20 ")
+    check(first + starts(job.running[0].text()), job.steps, tmp_path / "reference", 0.0)
