@@ -43,7 +43,7 @@ MODULES = ("wrap", "optim", "checkpoint", "tools", "errors", "dropin", "composab
 
 
 def main() -> None:
-    shutil.rmtree(OUTPUT, ignore_errors=True)
+    shutil.rmtree(OUTPUT / "docs", ignore_errors=True)
     shutil.copytree(REPOSITORY / "docs", OUTPUT / "docs", ignore=shutil.ignore_patterns("*.md", "*.py", "*.yml"))
     pages = {str(each.relative_to(REPOSITORY)): "" for each in sorted((REPOSITORY / "docs").rglob("*.md"))}
     for source in [*pages, *OUTSIDE]:
@@ -116,8 +116,8 @@ def rows(text: str) -> list[dict[str, str]]:
 def reference() -> Iterator[tuple[str, str, str]]:
     """Yield the name, title and text of each page. mkdocstrings replaces the lines that begin with `:::`."""
     groups: dict[str, list[str]] = {name: [] for name in REFERENCE}
-    for name, defined in public_names().items():
-        groups[group_of(defined)].append(name)
+    for name, (defined, results) in public_names().items():
+        groups[group_of(defined)] += [name, *results]
     for name, (title, guide, _) in REFERENCE.items():
         # First the subject of the page, then functions, then classes; names of submodules last.
         names = sorted(groups[name], key=lambda each: (each[8:] not in title, each.count("."), is_class(each), each))
@@ -137,8 +137,11 @@ def group_of(defined: str) -> str:
     raise LookupError(f"{defined} is public, but no page of the reference has it. Add its module to REFERENCE.")
 
 
-def public_names() -> dict[str, str]:
-    """Map each public name to the place that defines it. A name of two modules is listed once."""
+def public_names() -> dict[str, tuple[str, list[str]]]:
+    """Map each public name to the place that defines it, and to the classes of its results that have no public name.
+
+    A name of two modules is listed once.
+    """
     extensions = griffe.load_extensions(PublicNames)
     options: dict[str, Any] = {"allow_inspection": False, "resolve_aliases": True, "extensions": extensions}
     package: Any = griffe.load("unshard", search_paths=[REPOSITORY / "src"], **options)
@@ -148,7 +151,15 @@ def public_names() -> dict[str, str]:
             member = module[name]
             if not member.is_module and member.canonical_path not in found.values():
                 found[f"{module.path.removesuffix('._public')}.{name}"] = member.canonical_path
-    return found
+    known = set(found.values())
+    named = {}
+    for name, defined in found.items():
+        returned = getattr(package[defined.removeprefix("unshard.")], "returns", None)
+        paths = [each.canonical_path for each in returned or () if isinstance(each, griffe.ExprName)]
+        results = [each for each in paths if re.match(r"unshard\.(\w+\.)+[A-Z]", each) and each not in known]
+        known.update(results)
+        named[name] = (defined, results)
+    return named
 
 
 def commands() -> str:
