@@ -256,12 +256,16 @@ def _read(path: Path) -> Row:
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
 
 
-def main(arguments_given: list[str] | None = None) -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("figures", type=Path, nargs="+")
     parser.add_argument("--case", help="SIZE:SAMPLESxLENGTH of benchmarks.step, by default the first")
-    options = parser.parse_args(arguments_given)
+    return parser
+
+
+def main(arguments_given: list[str] | None = None) -> None:
+    options = arguments().parse_args(arguments_given)
     options.picture.write_text(draw([_read(path) for path in options.figures], options.case).svg())
 
 

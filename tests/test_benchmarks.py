@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -383,6 +384,15 @@ def test_cases_are_read_as_they_are_written() -> None:
     small = Case.parse("small:1x2:fp32").build(torch.device("cpu"))
     assert sum(1 for _ in small.parameters()) == 2000
     assert len(unit_sizes(small)) == 50
+
+
+def test_commands_of_the_documentation_exist() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"python -m benchmarks\.(\w+) (.*)", blocks.replace("\\\n", " ").replace("$world", "4"))
+    assert len(commands) > 20 and {"step", "convergence", "trace", "picture"} <= {name for name, _ in commands}
+    for name, options in commands:
+        import_module(f"benchmarks.{name}").arguments().parse_args(shlex.split(options))
 
 
 def test_the_listing_names_every_command() -> None:
