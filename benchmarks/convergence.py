@@ -10,7 +10,8 @@ compute in that dtype and reduce gradients in fp32; `fp16` scales the loss, each
 Algorithms are deterministic (`torch.use_deterministic_algorithms`), so that a difference comes from the sharding.
 
 `identical losses` and `identical weights` compare bits, on all ranks. `difference` is the largest relative difference
-between the losses of one step. The JSON file keeps every tenth loss, and is written again after each run of both sides.
+between the losses of one step. The JSON file keeps the first, every tenth and the last loss. It is written again after
+each run of both sides.
 """
 
 from __future__ import annotations
@@ -116,8 +117,11 @@ def _compared(found: dict[str, tuple[Tensor, Any, float]]) -> Row:
     row["same_weights"] = all(torch.equal(each, our_weights[name]) for name, each in their_weights.items())
     row["difference"] = ((ours - theirs).abs() / theirs.abs()).max().item()
     row |= {"seconds_fsdp2": their_seconds, "seconds_unshard": our_seconds}
-    row["steps"] = list(range(1, ours.shape[1] + 1))[::THINNED]
-    row["losses"] = {side: [round(loss, 6) for loss in curve[::THINNED].tolist()] for side, curve in curves.items()}
+    last = ours.shape[1]
+    row["steps"] = sorted({1, *range(THINNED, last, THINNED), last})
+    row["losses"] = {
+        side: [round(curve[step - 1].item(), 6) for step in row["steps"]] for side, curve in curves.items()
+    }
     return row
 
 

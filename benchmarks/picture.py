@@ -178,7 +178,7 @@ def convergence(found: list[Row]) -> Any:
         picture.text(left, bottom + 42, _difference(mine), "small")
     _legend(picture, 48, bottom + 68, ["FSDP2", "unshard"])
     return _signed(
-        picture, bottom + 94, ["Loss in nats per byte, mean of all ranks, every tenth step.", machine(environment)]
+        picture, bottom + 94, ["Loss in nats per byte, mean of all ranks, at every tenth step.", machine(environment)]
     )
 
 

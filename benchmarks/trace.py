@@ -97,8 +97,10 @@ def _kept(events: list[Event], side: int, title: str) -> list[Event]:
             {"ph": "M", "pid": side, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
         )
         for each, kind in sorted(row, key=lambda each: each[0]["ts"]):
-            times = {"ts": round(each["ts"] - zero, 1), "dur": round(each.get("dur", 0), 1)}
-            found.append({"ph": "X", "pid": side, "tid": number, "name": short(each["name"]), "cat": kind, **times})
+            begin = round(each["ts"] - zero, 1)
+            length = round(round(each["ts"] + each.get("dur", 0) - zero, 1) - begin, 1)  # ends like what contains it
+            place = {"pid": side, "tid": number, "ts": begin, "dur": length}
+            found.append({"ph": "X", "name": short(each["name"]), "cat": kind, **place})
     return found
 
 
