@@ -5,7 +5,7 @@
     python -m benchmarks.picture convergence.svg convergence.json            # of benchmarks.convergence
     python -m benchmarks.picture trace.svg trace.json.gz                     # of benchmarks.trace
 
-Of several files of `benchmarks.step`, each is a group of bars. `--case 100m:1x512` chooses one of several cases.
+Each file of `benchmarks.step` is a group of bars. `--case 100m:1x512` chooses one of several cases.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _bars(picture: Any, x: float, y: float, width: float, title: str, groups: di
     return y + 20
 
 
-def steps(found: list[Row], case: str | None) -> Any:
+def steps(found: list[Row]) -> Any:
     """Step time and peak memory of each side: a group of bars for each file."""
-    first = next(row["case"] for row in found[0]["rows"] if case is None or row["case"].startswith(case))
+    first = found[0]["rows"][0]["case"]
     picture = Picture(f"Time and peak memory of a training step, {first}", WIDTH, SIDES)
     groups: dict[str, list[Row]] = {}
     for each in found:
@@ -248,7 +248,9 @@ def draw(found: list[Row], case: str | None = None) -> Any:
         return trace(found)
     if "convergence" in found[0]:
         return convergence(found)
-    return replay(found) if any("replayed" in row for row in found[0]["rows"]) else steps(found, case)
+    for each in found:
+        each["rows"] = [row for row in each["rows"] if row["case"].startswith(case or "")]
+    return replay(found) if any("replayed" in row for row in found[0]["rows"]) else steps(found)
 
 
 def _read(path: Path) -> Row:
@@ -260,7 +262,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("figures", type=Path, nargs="+")
-    parser.add_argument("--case", help="SIZE:SAMPLESxLENGTH of benchmarks.step, by default the first")
+    parser.add_argument("--case", help="SIZE:SAMPLESxLENGTH, by default the first of step, and all of replay")
     return parser
 
 

@@ -9,7 +9,8 @@ backward, optimizer and the calls of collectives, and a row per CUDA stream with
 of operators, and one for each thread of Gloo. Both steps begin at 0. Other events of the profiler are left out.
 
 Of `--steps` traced steps, the one of median length is written. A profiler makes steps longer; `step` is the median of
-as many steps without it.
+as many steps without it. `compute`, `all-gather`, `reduce-scatter` and `copies` are sums of the durations of a kind, in
+milliseconds, and `exposed` is the time in which the compute stream waits for NCCL (see `benchmarks.exposed`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from .sides import Training
 from .tables import Row
 from .traces import Event
 
-COLUMNS = {"side": "side", "step": "step ms", "traced": "traced ms", "events": "events"}
 SIDES = {"fsdp2": "FSDP2", "unshard": "unshard"}
 KINDS = ("compute", "all-gather", "reduce-scatter", "copies")
+COLUMNS = {"side": "side", "step": "step ms", "traced": "traced ms", **{kind: kind for kind in KINDS}}
+COLUMNS |= {"exposed": "exposed", "events": "events"}
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -53,7 +55,12 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, Any]:
             traced = sorted((_traced(training, place) for _ in range(options.steps)), key=lambda each: each[0])
         wall, recorded = traced[len(traced) // 2]
         kept = _kept(recorded, number, title)
-        rows.append({"side": side, "step": statistics.median(walls), "traced": wall, "events": len(kept)})
+        row: Row = {"side": side, "step": statistics.median(walls), "traced": wall, "events": len(kept)}
+        row |= {kind: sum(each["dur"] for each in kept if each.get("cat") == kind) / 1e3 for kind in KINDS}
+        if place.on_gpu:
+            exposed = traces.exposed_time(recorded)
+            row["exposed"] = exposed["gathering"] + exposed["reducing"]
+        rows.append(row)
         events += kept
         del training
         measure.release(place)

@@ -168,6 +168,7 @@ def test_a_difference_of_one_bit_is_found() -> None:
 def test_trace_of_two_real_ranks(run: Run, tmp_path: Path) -> None:
     found = run("trace", "--place", "gloo", "--size", "tiny", "--batch", "1x4", "--steps", "1", "--warmup", "2")
     assert [row["side"] for row in found["rows"]] == ["fsdp2", "unshard"]
+    assert all(row["all-gather"] > 0 and 0 < row["compute"] < row["traced"] for row in found["rows"])
     for side in range(2):
         events = [each for each in found["traceEvents"] if each["pid"] == side and each["ph"] == "X"]
         kinds = collections.Counter(each["cat"] for each in events)
@@ -218,9 +219,9 @@ def test_a_trace_has_a_row_for_each_stream() -> None:
     ]
 
 
-def drawn_from(*paths: Path) -> str:
+def drawn_from(*paths: Path, options: tuple[str, ...] = ()) -> str:
     target = paths[0].with_suffix(".svg")
-    picture.main([str(target), *map(str, paths)])
+    picture.main([str(target), *map(str, paths), *options])
     minidom.parse(str(target))
     return target.read_text()
 
@@ -245,11 +246,13 @@ def test_bars_are_as_long_as_the_figures(tmp_path: Path) -> None:
     assert lengths["FSDP2"].pop() == pytest.approx(2 * lengths["unshard"].pop(), abs=0.2)
     for text in ("2 ranks", "4 ranks", "3,000", "NCCL 2.28.9", "100M parameters, bf16, 1 x 512 tokens"):
         assert text in drawn
+    assert "9,000" in drawn_from(*paths, options=("--case", "1b:1x512"))
 
     row = {"case": "1b:1x1024:bf16", "side": "fsdp2", "eager": 80.0, "eager_host": 60.0}
     row |= {"replayed": 20.0, "replayed_host": 1.0}
-    paths[0].write_text(json.dumps({"environment": where, "rows": [row, {"side": "fsdp1", "error": "no"}]}))
-    assert "FSDP2, replayed" in drawn_from(paths[0])
+    paths[0].write_text(json.dumps({"environment": where, "rows": [row, {**row, "side": "fsdp1", "error": "no"}]}))
+    drawn = drawn_from(paths[0])
+    assert "FSDP2, replayed" in drawn and "FSDP1" not in drawn.partition("</style>")[2]
 
 
 @pytest.mark.slow
