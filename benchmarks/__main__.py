@@ -15,6 +15,9 @@ COMMANDS = (
     "checkpoint",
     "bytecodes",
     "scaling",
+    "convergence",
+    "trace",
+    "picture",
 )
 
 if __name__ == "__main__":

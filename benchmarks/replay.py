@@ -20,7 +20,6 @@ import torch
 from . import measure, places, sides, tables
 from .command import ParamGroup, parser_for
 from .models import Case
-from .picture import draw
 from .places import Place
 from .sides import OURS, Training
 from .tables import Row
@@ -33,7 +32,6 @@ def arguments() -> argparse.ArgumentParser:
     parser = parser_for(__doc__, cases="100m:1x512,1b:1x1024,1b:4x2048", cpu_cases="10m:1x128:fp32")
     parser.add_argument("--steps", type=int, default=12, help="timed steps, as they are and replayed")
     parser.add_argument("--endurance", type=int, default=0, help="replays after that, to see whether they get slower")
-    parser.add_argument("--picture", metavar="FILE", help="draw host and device times there (SVG)")
     return parser
 
 
@@ -131,10 +129,7 @@ def main(arguments_given: list[str] | None = None) -> None:
     place = places.chosen(options)
     if not place.on_gpu:
         raise SystemExit("benchmarks.replay needs a GPU: CUDA graphs are what it measures.")
-    found = places.run(place, compare, options)
-    tables.save(options.json, place, options, **found)
-    if options.picture:
-        draw(options.picture, found["rows"])
+    tables.save(options.json, place, options, **places.run(place, compare, options))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ The sides take turns in every round; figures are medians over all rounds, in mil
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
 events on the GPU around both, `net` the step without the host time of the simulated ranks. Ratios are medians of those
 of the rounds: a machine that changes its pace does so for all sides of a round, if rounds are short. The peak is
-measured first, one side at a time (see `benchmarks.memory`). Compare within one run only.
+measured first, one side at a time (see `benchmarks.memory`). `tokens/s` counts the tokens of all ranks that really run.
+Compare within one run only. `python -m benchmarks.picture steps.svg FIGURES.json ...` draws what `--json` has written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ COLUMNS |= {
     "added": "added",
     "optimizer": "optimizer",
 }
-COLUMNS |= {"peak_mib": "peak MiB"}
+COLUMNS |= {"peak_mib": "peak MiB", "tokens_per_second": "tokens/s"}
 FIGURES = {
     "wall": "wall",
     "net": "net",
@@ -105,6 +106,8 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list
     for part in parts:
         if not part.failed:
             part.row |= _summary(times[part.side])
+            ranks = place.world if place.has_other_ranks else 1
+            part.row["tokens_per_second"] = ranks * case.samples * case.length / part.row["wall"] * measure.MS
     _add_added([part.row for part in parts if not part.failed])
     return [part.row for part in parts]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+import unshard
+
 from .places import Place
 from .sides import OURS, PEER_OF_OURS, PEERS
 
@@ -81,11 +83,20 @@ def show_ratios(place: Place, rows: Sequence[Row], figures: Mapping[str, str]) -
         print(f"  {row['side']} / {row['peer']}: {parts}", flush=True)
 
 
+def environment(place: Place) -> Row:
+    """Where figures come from: the device, the ranks and the versions."""
+    found: Row = {"place": str(place), "world": place.world, "python": platform.python_version()}
+    found |= {"unshard": unshard.__version__, "torch": torch.__version__}
+    found["device"] = torch.cuda.get_device_name(0) if place.on_gpu else "CPU"
+    if place.on_gpu:
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
 def save(path: str | None, place: Place, options: argparse.Namespace, **content: Any) -> None:
     if path is None or not place.speaks:
         return
-    environment = {"place": str(place), "torch": torch.__version__, "python": platform.python_version()}
     settings = {name: str(value) for name, value in vars(options).items() if name != "peaks"}
     with open(path, "w") as file:
-        json.dump({"environment": environment, "options": settings, **content}, file, indent=1)
+        json.dump({"environment": environment(place), "options": settings, **content}, file, indent=1)
         file.write("\n")

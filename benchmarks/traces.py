@@ -33,6 +33,14 @@ def events_of(record: profile) -> list[Event]:
 
 def device_time(events: list[Event]) -> dict[str, float]:
     """Milliseconds of kernels: `copies` of the side, `collectives` (the simulated ones too), and `compute`."""
+    total: dict[str, float] = defaultdict(float, copies=0.0, collectives=0.0, compute=0.0)
+    for kernel, kind in kernels_of(events):
+        total[kind] += kernel.get("dur", 0) / 1e3
+    return dict(total)
+
+
+def kernels_of(events: list[Event]) -> list[tuple[Event, str]]:
+    """What ran on the device: kernels and copies, each with its kind: `copies`, `collectives` or `compute`."""
     launched = {
         event["args"]["correlation"]: event
         for event in events
@@ -41,13 +49,22 @@ def device_time(events: list[Event]) -> dict[str, float]:
     kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
     launches = [launched.get(kernel.get("args", {}).get("correlation")) for kernel in kernels]
     kinds = _kinds((event for event in events if event.get("cat") in _RANGES), [each for each in launches if each])
-    total: dict[str, float] = defaultdict(float, copies=0.0, collectives=0.0, compute=0.0)
+    found = []
     for kernel, launch in zip(kernels, launches, strict=True):
         kind = "compute" if launch is None else kinds[id(launch)]
-        if kernel["name"].startswith("nccl"):
-            kind = "collectives"
-        total[kind] += kernel.get("dur", 0) / 1e3
-    return dict(total)
+        found.append((kernel, "collectives" if kernel["name"].startswith("nccl") else kind))
+    return found
+
+
+def operators_of(events: list[Event]) -> list[tuple[Event, str]]:
+    """What ran on the CPU, with its kind: the outermost operators of a thread, and Gloo's collectives."""
+    found, ends = [], defaultdict[Any, float](float)
+    for each in sorted((each for each in events if each.get("cat") in _RANGES), key=lambda each: each["ts"]):
+        sent = each["name"].startswith("gloo:")
+        if sent or (each["name"].startswith(("aten::", "fsdp::")) and each["ts"] >= ends[each["tid"]]):
+            ends[each["tid"]] = _end(each)
+            found.append((each, "collectives" if sent else _kind(each["name"]) or "compute"))
+    return found
 
 
 def nccl_time(events: list[Event]) -> dict[str, float]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
+import re
+import shlex
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from xml.dom import minidom
 
 import pytest
 import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import sides, traces, uneven
+from benchmarks import convergence, picture, sides, trace, traces, uneven
 from benchmarks.loopback import RANGE
 from benchmarks.models import Case, unit_sizes
 from benchmarks.places import Place
@@ -50,6 +54,9 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
         *("--steps", "2", "--warmup", "1", "--interleave"),
     )  # fmt: skip
     rows = rows_of(found, "wall", "forward", "backward", "optimizer", "host", "peak_mib")
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(2 * 4 / row["wall"] * 1000)
+    assert found["environment"]["world"] == 2 and found["environment"]["device"] == "CPU"
     assert list(rows) == ["unsharded", "unshard"]
     assert [(row["side"], row["peer"]) for row in found["ratios"]] == [("unshard", "unsharded")]
     assert found["ratios"][0]["wall"] > 0
@@ -125,6 +132,127 @@ def test_exposed_communication_on_two_real_ranks(run: Run, capfd: pytest.Capture
     assert [(row["rank"], row["steps"]) for row in found["rows"]] == [(0, "both"), (1, "both")]
     assert all(0 < row["exposed"] < row["step"] for row in found["rows"])
     assert found["cost"]["cost"] > 0 and "what the timeline costs" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_convergence_on_two_real_ranks(run: Run, tmp_path: Path) -> None:
+    options = "--steps", "20", "--seeds", "1", "--precisions", "bf16,fp16", "--layers", "1", "--dim", "32"
+    rows = run("convergence", "--place", "gloo", *options, "--seq", "16", "--batch", "4")["convergence"]
+    assert [(row["precision"], row["seed"], row["steps"]) for row in rows] == [
+        ("bf16", 0, [1, 10, 20]),
+        ("fp16", 0, [1, 10, 20]),
+    ]
+    for row in rows:
+        assert row["same_losses"] and row["same_weights"] and row["difference"] == 0
+        assert row["losses"]["fsdp2"] == row["losses"]["unshard"] and row["losses"]["fsdp2"][0] == pytest.approx(
+            5.5, abs=0.2
+        )
+        assert row["last"] < row["first"] - 0.05
+    drawn = drawn_from(tmp_path / "figures.json")
+    assert drawn.count('class="stroke-FSDP2"') == drawn.count('class="stroke-unshard"') == 2
+    assert drawn.count("bitwise identical") == 2
+
+
+def test_a_difference_of_one_bit_is_found() -> None:
+    losses = torch.tensor([[5.0, 4.0], [5.5, 4.5]])
+    weights = {"weight": torch.ones(2)}
+    other = losses.clone()
+    other[1, 1] = torch.nextafter(other[1, 1], torch.tensor(9.0))
+    row = convergence._compared({"fsdp2": (losses, weights, 1.0), "unshard": (other, weights, 1.0)})
+    assert not row["same_losses"] and row["same_weights"] and 0 < row["difference"] < 2e-7
+    row = convergence._compared({"fsdp2": (losses, weights, 1.0), "unshard": (losses, {"weight": torch.zeros(2)}, 1.0)})
+    assert row["same_losses"] and not row["same_weights"]
+
+
+@pytest.mark.slow
+def test_trace_of_two_real_ranks(run: Run, tmp_path: Path) -> None:
+    found = run("trace", "--place", "gloo", "--size", "tiny", "--batch", "1x4", "--steps", "1", "--warmup", "2")
+    assert [row["side"] for row in found["rows"]] == ["fsdp2", "unshard"]
+    assert all(row["all-gather"] > 0 and 0 < row["compute"] < row["traced"] for row in found["rows"])
+    for side in range(2):
+        events = [each for each in found["traceEvents"] if each["pid"] == side and each["ph"] == "X"]
+        kinds = collections.Counter(each["cat"] for each in events)
+        # Two blocks twice, the root once; each reduced once.
+        assert (kinds["all-gather"], kinds["reduce-scatter"], kinds["collective call"]) == (5, 3, 8)
+        assert kinds["compute"] > 20 and kinds["forward"] == kinds["backward"] == kinds["optimizer"] == 1
+        assert min(each["ts"] for each in events) == 0
+    assert "FSDP2: " in drawn_from(tmp_path / "figures.json")
+
+
+def test_a_trace_has_a_row_for_each_stream() -> None:
+    """A trace by hand: a copy and a product on one stream, NCCL on two others."""
+    names = {"forward": (10, 40), "backward": (50, 40), "optimizer": (90, 10)}
+    events: list[traces.Event] = [
+        {"cat": "user_annotation", "name": name, "tid": 1, "ts": begin, "dur": length}
+        for name, (begin, length) in names.items()
+    ]
+    operators = {"aten::copy_": (12, 5), "c10d::_allgather_base_": (20, 4), "aten::mm": (30, 5), "unseen": (40, 1)}
+    for name, (begin, length) in operators.items():
+        events.append({"cat": "cpu_op", "name": name, "tid": 1, "ts": begin, "dur": length, "args": {}})
+    kernels = [("void at::native::(anonymous namespace)::copy<float, 4>(int)", 13, 7), ("nvjet_tst_128", 31, 7)]
+    kernels += [
+        ("ncclDevKernel_AllGather_RING_LL(x)", 21, 20),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", 60, 21),
+    ]
+    for number, (name, launched, stream) in enumerate(kernels):
+        args = {"correlation": number, "stream": stream}
+        events.append(
+            {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": launched, "dur": 1, "args": args}
+        )
+        events.append(
+            {"cat": "kernel", "name": name, "tid": stream, "ts": launched + 2, "dur": 3.04 + number, "args": args}
+        )
+    kept = trace._kept(events, 0, "FSDP2")
+    rows = {each["tid"]: each["args"]["name"] for each in kept if each["name"] == "thread_name"}
+    assert list(rows.values()) == ["CPU", "compute", "all-gather", "reduce-scatter"]
+    assert [
+        (rows[each["tid"]], each["name"], each["cat"], each["ts"], each["dur"]) for each in kept if each["ph"] == "X"
+    ] == [
+        ("CPU", "forward", "forward", 0, 40),
+        ("CPU", "_allgather_base_", "collective call", 10, 4),
+        ("CPU", "backward", "backward", 40, 40),
+        ("CPU", "optimizer", "optimizer", 80, 10),
+        ("compute", "copy", "copies", 5, 3.0),
+        ("compute", "nvjet_tst_128", "compute", 23, 4.0),
+        ("all-gather", "AllGather", "all-gather", 13, 5.0),
+        ("reduce-scatter", "ReduceScatter", "reduce-scatter", 52, 6.0),
+    ]
+
+
+def drawn_from(*paths: Path, options: tuple[str, ...] = ()) -> str:
+    target = paths[0].with_suffix(".svg")
+    picture.main([str(target), *map(str, paths), *options])
+    minidom.parse(str(target))
+    return target.read_text()
+
+
+def test_bars_are_as_long_as_the_figures(tmp_path: Path) -> None:
+    where = {"place": "CPU, 2 ranks, Gloo", "torch": "2.13.0", "unshard": "0.2.0", "nccl": "2.28.9"}
+    paths = [tmp_path / f"{world}.json" for world in (2, 4)]
+    for path in paths:
+        rows = [
+            {"case": "100m:1x512:bf16", "side": "fsdp2", "wall": 200.0, "peak_mib": 3000.0},
+            {"case": "100m:1x512:bf16", "side": "unshard", "wall": 100.0, "peak_mib": 1500.0},
+            {"case": "100m:1x512:bf16", "side": "unsharded", "error": "no such luck"},
+            {"case": "100m:1x512:bf16", "side": "unshard-flat", "wall": 400.0, "peak_mib": 1500.0},
+            {"case": "1b:1x512:bf16", "side": "unshard", "wall": 900.0, "peak_mib": 9000.0},
+        ]
+        path.write_text(json.dumps({"environment": {**where, "world": int(path.stem)}, "rows": rows}))
+    drawn = drawn_from(*paths)
+    bars = re.findall(r'<rect class="(\w+)" x="[\d.]+" y="[\d.]+" width="([\d.]+)" height="16.0"', drawn)
+    lengths = {side: {float(width) for name, width in bars if name == side} for side, _ in bars}
+    assert len(bars) == 8 and list(lengths) == ["FSDP2", "unshard"]
+    assert all(len(each) == 1 for each in lengths.values())
+    assert lengths["FSDP2"].pop() == pytest.approx(2 * lengths["unshard"].pop(), abs=0.2)
+    for text in ("2 ranks", "4 ranks", "3,000", "NCCL 2.28.9", "100M parameters, bf16, 1 x 512 tokens"):
+        assert text in drawn
+    assert "9,000" in drawn_from(*paths, options=("--case", "1b:1x512"))
+
+    row = {"case": "1b:1x1024:bf16", "side": "fsdp2", "eager": 80.0, "eager_host": 60.0}
+    row |= {"replayed": 20.0, "replayed_host": 1.0}
+    paths[0].write_text(json.dumps({"environment": where, "rows": [row, {**row, "side": "fsdp1", "error": "no"}]}))
+    drawn = drawn_from(paths[0])
+    assert "FSDP2, replayed" in drawn and "FSDP1" not in drawn.partition("</style>")[2]
 
 
 @pytest.mark.slow
@@ -259,6 +387,15 @@ def test_cases_are_read_as_they_are_written() -> None:
     small = Case.parse("small:1x2:fp32").build(torch.device("cpu"))
     assert sum(1 for _ in small.parameters()) == 2000
     assert len(unit_sizes(small)) == 50
+
+
+def test_commands_of_the_documentation_exist() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"python -m benchmarks\.(\w+) (.*)", blocks.replace("\\\n", " ").replace("$world", "4"))
+    assert len(commands) > 20 and {"step", "convergence", "trace", "picture"} <= {name for name, _ in commands}
+    for name, options in commands:
+        import_module(f"benchmarks.{name}").arguments().parse_args(shlex.split(options))
 
 
 def test_the_listing_names_every_command() -> None:

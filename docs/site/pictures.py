@@ -1,11 +1,12 @@
 """Draws the pictures of docs/concepts.md: `PYTHONPATH=src python docs/site/pictures.py`.
 
 They are narrow, so that their text is legible on a phone, and have their own background in light and dark.
+`benchmarks.picture` draws figures with the same class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ DARK = """
 
 
 class Picture:
-    def __init__(self, title: str):
-        self.title, self.height, self.parts = title, 0.0, list[str]()
+    def __init__(self, title: str, width: float = WIDTH, colors: dict[str, tuple[str, str]] = COLORS):
+        self.title, self.width, self.colors = title, width, colors
+        self.height, self.parts = 0.0, list[str]()
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, radius: float = 2) -> None:
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}"'
@@ -60,17 +62,32 @@ class Picture:
         tip = f"{x:.1f},{bottom:.1f} {x - 4.5:.1f},{bottom - back:.1f} {x + 4.5:.1f},{bottom - back:.1f}"
         self.parts.append(f'<polygon class="tip" points="{tip}"/>')
 
+    def curve(self, points: Iterable[tuple[float, float]], kind: str, width: float, opacity: float = 1) -> None:
+        """Draw a line in the color of `kind`."""
+        along = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        style = f'fill="none" stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"'
+        self.parts.append(f'<polyline class="stroke-{kind.replace(" ", "-")}" {style} points="{along}"/>')
+
+    def rules(self, shade: int) -> str:
+        """CSS of the colors in light (0) or dark (1)."""
+        found, indent = [], "  " + "  " * shade
+        curves = any('class="stroke-' in part for part in self.parts)
+        for name, each in self.colors.items():
+            found.append(f"{indent}.{name.replace(' ', '-')} {{ fill: {each[shade]} }}\n")
+            if curves:
+                found.append(f"{indent}.stroke-{name.replace(' ', '-')} {{ stroke: {each[shade]} }}\n")
+        return "".join(found)
+
     def svg(self) -> str:
-        height = self.height + 14
-        light = "".join(f"  .{name.replace(' ', '-')} {{ fill: {each[0]} }}\n" for name, each in COLORS.items())
-        dark = "".join(f"    .{name.replace(' ', '-')} {{ fill: {each[1]} }}\n" for name, each in COLORS.items())
+        height, width = self.height + 14, f"{self.width:.0f}"
+        dark = f"{DARK}{self.rules(1)}"
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
                 f'height="{height:.0f}" role="img">',
                 f"<title>{self.title}</title>",
-                f"<style>{STYLE}{light}  @media (prefers-color-scheme: dark) {{{DARK}{dark}  }}\n</style>",
-                f'<rect class="panel" width="{WIDTH}" height="{height:.0f}" rx="8"/>',
+                f"<style>{STYLE}{self.rules(0)}  @media (prefers-color-scheme: dark) {{{dark}  }}\n</style>",
+                f'<rect class="panel" width="{width}" height="{height:.0f}" rx="8"/>',
                 *self.parts,
                 "</svg>\n",
             ]
