@@ -188,7 +188,7 @@ class ParamGroup:
             raise
         if observer.current is not None:
             observer.current.all_gathering(self.params, plan.members, plan.inputs)
-            self._in_flight = plan, observer.WatchedWork("all-gather", self.params, self._in_flight[1])
+            self._in_flight = plan, observer.watched("all-gather", self.params, self._in_flight[1])
 
     def all_gather_again(self) -> None:
         """Take part in an all-gather that other ranks need while this rank is already unsharded.
