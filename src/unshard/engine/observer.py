@@ -99,6 +99,8 @@ class WatchedWork:
     def __init__(self, kind: str, params: Any, work: Any):
         """`kind` is "all-gather", "reduce-scatter" or "all-reduce"."""
         self.kind, self.params, self.work = kind, params, work
+        self.notes: dict[Any, Any] = {}
+        """What observers remember about this collective, by observer."""
         current.issued(self)
 
     def wait(self) -> None:
@@ -181,17 +183,17 @@ def traced(stage: str) -> Callable[[_Method], _Method]:
         @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
             if profiler_enabled() or log.isEnabledFor(logging.DEBUG):
-                return watched(self, *args)
+                return watched(named, self, args)
             if _watches_stages is not None and _watches_stages():
-                return watched(self, *args)
+                return watched(method if _second_log is None else named, self, args)
             return method(self, *args)
 
-        def watched(self: Any, *args: Any) -> Any:
-            observers = list(_of_stages)
+        def watched(run: Callable[..., Any], self: Any, args: Any) -> Any:
+            observers = _of_stages  # `_choose` replaces the list
             for each in observers:
                 each.entering(stage, self.unit)
             try:
-                return named(self, *args)
+                return run(self, *args)
             finally:
                 for each in observers:
                     each.leaving(stage, self.unit)
