@@ -159,8 +159,9 @@ class StepRecorder(observer.Observer):
         """True if a step was recorded as a CUDA graph. Events inside a recording would measure nothing."""
         self._entered: Owner | None = None
         """Whose section begins at the next mark: a stage that has just begun has not used the compute stream."""
+        self._in_stage = False
         self._fresh: Mark | None = None
-        """The last mark, if nothing was queued on the compute stream since."""
+        """The last mark, if nothing was queued on the compute stream since. None outside of stages."""
 
     def start(self) -> None:
         self._origin = self._clock.mark()
@@ -252,7 +253,7 @@ class StepRecorder(observer.Observer):
         if is_recording():
             self.saw_recording = True
             return
-        self._fresh = None
+        self._in_stage, self._fresh = True, None
         if stage == "pre_forward":
             backward = inside_backward()  # a checkpoint recomputes the unit
             if not self._stack and not backward:
@@ -278,7 +279,7 @@ class StepRecorder(observer.Observer):
                 self._cut(self._owner)
             elif self._entered is not None:
                 self._cut(self._entered)
-            self._fresh = None
+            self._in_stage, self._fresh = False, None
 
     def _is_around(self, outer: Owner, unit: Unit) -> bool:
         return outer.unit in self._ancestors[unit]
@@ -310,7 +311,7 @@ class StepRecorder(observer.Observer):
             work.notes[self] = unit, kind, issued, ended is not None
             if self._entered is not None:
                 self._cut(self._entered, issued)
-            self._fresh = issued
+            self._fresh = issued if self._in_stage else None
 
     def waiting(self, work: WatchedWork) -> None:
         if (noted := work.notes.get(self)) is not None:
