@@ -21,9 +21,9 @@ from .precision_report import short, table
 
 _MOST_SHOWN = 20
 _MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
-_LARGE = 1 << 24
-"""Elements of a tensor that is checked alone. `foreach_norm` launches a kernel for every 21 million elements, and each
-of them uses only a part of the device; `vector_norm` reads the whole tensor in one kernel."""
+_LARGE = 320 * 65536
+"""Elements of a tensor that is checked alone. `foreach_norm` reads so many in a kernel, with 320 blocks at most.
+`vector_norm` reads a whole tensor in one kernel."""
 CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 

@@ -402,7 +402,7 @@ class Watch(observer.Observer):
             return
         before = layout.largest
         seen: list[Seen] = []
-        if not bool(values.isfinite().all()):
+        if not math.isfinite(values.max()):  # NaN is the maximum of everything
             seen = first_stage(record.seen(values.tolist(), None if before is None else before.tolist()))
         if not seen:
             layout.largest = values if before is None else torch.maximum(before, values)
