@@ -1,14 +1,15 @@
 """How well `unshard.tools.timeline` measures exposed communication, beside a profiler, and what it costs.
 
-    python -m benchmarks.exposed --world 2 --size 100m        # two ranks of NCCL on as many GPUs, or on one
-    python -m benchmarks.exposed --place gloo --size tiny     # without a profiler: only what the timeline costs
+    python -m benchmarks.exposed --world 2 --size 100m --batch 16x1024   # two ranks of NCCL on as many GPUs, or on one
+    python -m benchmarks.exposed --place gloo --size tiny                # without a profiler: only the timeline's cost
 
 Both measure the time in which the compute stream waits for a collective. The timeline records events around each wait.
-In the trace, this time is a gap between two kernels of the compute stream in which a kernel of NCCL ends: it counts
-from the begin of the gap to that end. `both` are steps with the timeline and the profiler at once, and `ratio` is the
-timeline's exposed time divided by the trace's. The other rows are steps with only one of them. `alone` is the time in
-which a kernel of NCCL runs and no other kernel of the rank does: more than the exposed time if the host is late. With
-few kernels to compute, the host is late, and gaps in the trace are not only waits: choose a size that keeps it ahead.
+In the trace, this time is a gap between two kernels of the compute stream in which a kernel of NCCL ends. It counts
+from the begin of the gap or, if later, from the call that made the stream wait, to that end (see `benchmarks.traces`).
+`both` are steps with the timeline and the profiler at once, and `ratio` is the timeline's exposed time divided by the
+trace's. The other rows are steps with only one of them. `alone` is the time in which a kernel of NCCL runs and no other
+kernel of the rank does: more than the exposed time if the host is late. `--batch 16x1024` is recommended: with few
+kernels to compute, the host is late, and most waits are short.
 
 `cost` is the wall time of steps with the timeline divided by that of plain steps, on the slowest rank: the median over
 rounds, in each of which both run one after the other.

@@ -1,4 +1,11 @@
-"""Reads what a profiler has recorded: which kernels ran, and for which operation each was launched."""
+"""Reads what a profiler has recorded: which kernels ran, and for which operation each was launched.
+
+Communication is *exposed* while the compute stream has nothing to do because it waits for a collective. So the time
+counts from the later of two moments, the end of the last kernel and the call that made the stream wait, to the end of
+the collective. If the host is late, the stream is idle before that call. This idle time is not exposed, although a
+collective may run meanwhile: the stream would be idle without the collective, too. `unshard.tools.timeline` counts from
+the same moment.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,7 @@ Event = dict[str, Any]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+_WAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
 _RANGES = ("cpu_op", "user_annotation")
 
 
@@ -41,11 +49,7 @@ def device_time(events: list[Event]) -> dict[str, float]:
 
 def kernels_of(events: list[Event]) -> list[tuple[Event, str]]:
     """What ran on the device: kernels and copies, each with its kind: `copies`, `collectives` or `compute`."""
-    launched = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
+    launched = _launches(events)
     kernels = [event for event in events if event.get("cat") in _ON_DEVICE]
     launches = [launched.get(kernel.get("args", {}).get("correlation")) for kernel in kernels]
     kinds = _kinds((event for event in events if event.get("cat") in _RANGES), [each for each in launches if each])
@@ -67,6 +71,14 @@ def operators_of(events: list[Event]) -> list[tuple[Event, str]]:
     return found
 
 
+def _launches(events: list[Event]) -> dict[Any, Event]:
+    return {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+
+
 def nccl_time(events: list[Event]) -> dict[str, float]:
     """Milliseconds of NCCL's kernels. A kernel runs from when this rank comes to it until all have done their part."""
     total = {"gathering": 0.0, "reducing": 0.0}
@@ -80,9 +92,11 @@ def nccl_time(events: list[Event]) -> dict[str, float]:
 def exposed_time(events: list[Event]) -> dict[str, float]:
     """Milliseconds in which the compute stream was idle until a kernel of NCCL ended: `gathering` and `reducing`.
 
-    An idle time counts from the end of a kernel of the compute stream to the last end of a kernel of NCCL before the
-    next one begins. The compute stream is the one with the longest time in kernels that are not NCCL's. `alone` is the
-    time in which a kernel of NCCL ran and no other kernel of this process did, on any stream.
+    In an idle time, the last kernel of NCCL that ends before the next kernel of the compute stream begins is the one
+    that was waited for. The wait begins with the first call between the launches of the kernels before and after that
+    makes a stream wait. Traces without launches do not tell when it begins: they count the part of the idle time in
+    which a kernel of NCCL ran. The compute stream is the one with the longest time in kernels that are not NCCL's.
+    `alone` is the time in which a kernel of NCCL ran and no other kernel of this process did, on any stream.
     """
     kernels = sorted((each for each in events if each.get("cat") in _ON_DEVICE), key=lambda each: each["ts"])
     sent = [each for each in kernels if each["name"].startswith("nccl")]
@@ -91,13 +105,30 @@ def exposed_time(events: list[Event]) -> dict[str, float]:
     times: dict[Any, float] = defaultdict(float)
     for each in others:
         times[each["args"]["stream"]] += each.get("dur", 0)
-    busy = _united(each for each in others if each["args"]["stream"] == max(times, key=lambda stream: times[stream]))
-    for (_, idle), (next_begin, _) in itertools.pairwise(busy):
-        ends = [each for each in sent if idle < _end(each) <= next_begin]
+    compute_stream = max(times, key=lambda stream: times[stream])
+    computed = [each for each in others if each["args"]["stream"] == compute_stream]
+    launched, waits = _launches(events), [each for each in events if each["name"].startswith(_WAITS)]
+    idle = _end(computed[0])
+    for before, after in itertools.pairwise(computed):
+        ends = [each for each in sent if idle < _end(each) <= after["ts"]]
         if ends:
             last = max(ends, key=_end)
-            total["gathering" if "AllGather" in last["name"] else "reducing"] += (_end(last) - idle) / 1e3
+            around = [launched.get(each["args"].get("correlation")) for each in (before, after)]
+            waited = _waited(idle, _end(last), around, waits, _united(sent))
+            total["gathering" if "AllGather" in last["name"] else "reducing"] += waited / 1e3
+        idle = max(idle, _end(after))
     return total
+
+
+def _waited(
+    idle: float, end: float, around: list[Event | None], waits: list[Event], sent: list[tuple[float, float]]
+) -> float:
+    """The part of an idle time until the `end` of a collective in which the compute stream waited for it."""
+    before, after = around
+    if before is None or after is None:
+        return end - idle - _outside([(idle, end)], sent)
+    mine = (each["ts"] for each in waits if each["tid"] == after["tid"] and before["ts"] < each["ts"] < after["ts"])
+    return max(0.0, end - max(idle, min(mine, default=end)))
 
 
 def _end(event: Event) -> float:

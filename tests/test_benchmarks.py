@@ -126,6 +126,40 @@ def test_exposed_time_of_a_trace() -> None:
     assert found == {"gathering": 5.0, "reducing": 8.0, "alone": 5.0 + 6.0}
 
 
+def test_exposed_time_of_a_late_host() -> None:
+    """It counts from the call that makes the compute stream wait, if the stream has been idle before."""
+
+    def kernel(name: str, number: int, stream: int, begin: int, end: int) -> dict[str, Any]:
+        args = {"stream": stream, "correlation": number}
+        return {"name": name, "cat": "kernel", "ts": begin * 1000, "dur": (end - begin) * 1000, "args": args}
+
+    def call(name: str, number: int, at: int, thread: int = 1) -> dict[str, Any]:
+        event = {"name": name, "cat": "cuda_runtime", "ts": at * 1000, "dur": 0, "tid": thread}
+        return {**event, "args": {"correlation": number}}
+
+    launch, wait = "cudaLaunchKernel", "cudaStreamWaitEvent"
+    gather, reduction = "ncclDevKernel_AllGather_RING_LL(x)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)"
+    events = [
+        *(call(launch, 1, 0), kernel("gemm", 1, 7, 1, 10)),
+        # The host is late: the stream is idle from 10 on and waits from 14 to 20. Other calls are too early, too late,
+        # or of another thread.
+        *(call(launch, 90, 2), kernel(gather, 90, 20, 3, 20)),
+        *(call(wait, 50, 12, thread=2), call(wait, 51, 14), call(wait, 52, 19)),
+        *(call(launch, 2, 21), call(wait, 53, 22), kernel("gemm", 2, 7, 23, 60)),
+        # The host is early: the stream waits from the end of its kernel at 60 to 70.
+        *(call(launch, 91, 24), kernel(reduction, 91, 21, 30, 70)),
+        *(call(wait, 54, 25), call(launch, 3, 26), kernel("gemm", 3, 7, 70, 80)),
+        # Nothing waits for this collective. The stream is idle because the host is late.
+        *(call(launch, 92, 27), kernel(gather, 92, 20, 75, 85)),
+        *(call(launch, 4, 90), kernel("gemm", 4, 7, 91, 99)),
+    ]
+    found = traces.exposed_time(events)
+    assert found == {"gathering": 6.0, "reducing": 10.0, "alone": 10.0 + 10.0 + 5.0}
+    # Without the launches, nothing says when the waits begin.
+    found = traces.exposed_time([each for each in events if each["cat"] == "kernel"])
+    assert (found["gathering"], found["reducing"]) == (10.0 + 5.0, 10.0)
+
+
 @pytest.mark.slow
 def test_exposed_communication_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     found = run("exposed", "--place", "gloo", "--size", "tiny", "--rounds", "1", "--steps", "2", "--warmup", "1")

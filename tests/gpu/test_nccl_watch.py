@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unshard import MixedPrecisionPolicy, capture
 from unshard.engine.reduction import Reduction
 from unshard.optim import GradScaler
-from unshard.tools import watch
+from unshard.tools import nonfinite, watch
 
 F16 = torch.float16
 
@@ -93,8 +93,9 @@ def test_forward() -> None:
         assert found.module == ("blocks.1.second" if exact else None) and (found.elements is not None) == exact
 
 
+@pytest.mark.parametrize("large", [nonfinite._LARGE, 1], ids=["together", "alone"])
 @world(2, backend="nccl")
-def test_the_host_does_not_wait_and_nothing_changes(monkeypatch: Any = None) -> None:
+def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
     """The same numbers, the same collectives, reductions on the side stream, and no call that waits."""
     started, start = [], Reduction._start_on_side_stream
 
@@ -102,7 +103,8 @@ def test_the_host_does_not_wait_and_nothing_changes(monkeypatch: Any = None) -> 
         started.append(self)
         start(self, *arguments)
 
-    Reduction._start_on_side_stream = counted  # type: ignore[method-assign]
+    Reduction._start_on_side_stream, default = counted, nonfinite._LARGE  # type: ignore[method-assign]
+    nonfinite._LARGE = large
     runs: list[Any] = []
     try:
         for on in (False, True):
@@ -126,6 +128,7 @@ def test_the_host_does_not_wait_and_nothing_changes(monkeypatch: Any = None) -> 
                 assert watched.findings == [] and watched.steps == 6
     finally:
         Reduction._start_on_side_stream = start  # type: ignore[method-assign]
+        nonfinite._LARGE = default
     assert runs[0][0] == runs[1][0] > 0
     assert runs[0][1] == runs[1][1]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][2], runs[1][2], strict=True))

@@ -47,7 +47,15 @@ from .shard_lookup import (
 )
 from .sharded_grad import ShardedGrad, finish_steps, gradient_of, listen, unlisten
 from .sharing import lend, refuse_different_units, share, users_of
-from .side_stream import CopyStreams, StreamEvent, is_recording, recording_step, simulating_device, timing_stream
+from .side_stream import (
+    CopyStreams,
+    StreamEvent,
+    is_recording,
+    recording_step,
+    reduce_stream,
+    simulating_device,
+    timing_stream,
+)
 from .states import Dtypes, GradState, Options, ParamState, Phase, Precision, division, dtypes_for
 from .uneven_step import StepPlan, UnevenStep, all_gathered
 from .unit import ROOT, Unit
@@ -116,6 +124,7 @@ __all__ = [
     "orders_of",
     "param_group_of",
     "recording_step",
+    "reduce_stream",
     "refuse_different_units",
     "refuse_in_scope",
     "refuse_opaque",

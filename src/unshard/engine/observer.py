@@ -39,7 +39,10 @@ class Observer:
         """Called after a stage of a unit, also if the stage raised an exception."""
 
     def issued(self, work: WatchedWork) -> None:
-        """Called on the compute stream when a unit has issued a collective."""
+        """Called on the compute stream when a unit has issued a collective.
+
+        Collectives are wrapped only if an observer overrides this method. The others cost nothing per collective.
+        """
 
     def waiting(self, work: WatchedWork) -> None:
         """Called before the compute stream, or the host, waits for a collective."""
@@ -54,7 +57,7 @@ class Observer:
         """Called when the unsharded parameters are complete."""
 
     def packing(self, params: Any, gradients: Any) -> None:
-        """Called on the compute stream before local gradients are packed and freed.
+        """Called on the compute stream before local gradients are freed, while a side stream may pack them.
 
         `gradients` are the local gradients of all `params`, or a dict that maps indices of `params` to them.
         """
@@ -81,6 +84,13 @@ on_compute_stream = False
 """True if any observer has `on_compute_stream`."""
 
 _observers: list[Observer] = []
+_follows_collectives = False
+"""True if any observer overrides `issued`."""
+
+
+def watched(kind: str, params: Any, work: Any) -> Any:
+    """Return `work`, or a `WatchedWork` around it if an observer follows collectives."""
+    return WatchedWork(kind, params, work) if _follows_collectives else work
 
 
 class WatchedWork:
@@ -89,6 +99,8 @@ class WatchedWork:
     def __init__(self, kind: str, params: Any, work: Any):
         """`kind` is "all-gather", "reduce-scatter" or "all-reduce"."""
         self.kind, self.params, self.work = kind, params, work
+        self.notes: dict[Any, Any] = {}
+        """What observers remember about this collective, by observer."""
         current.issued(self)
 
     def wait(self) -> None:
@@ -130,9 +142,10 @@ def remove(observer: Observer) -> None:
 
 
 def _choose() -> None:
-    global current, on_compute_stream, _of_stages, _watches_stages
+    global current, on_compute_stream, _follows_collectives, _of_stages, _watches_stages
     current = None if not _observers else _observers[0] if len(_observers) == 1 else _All()
     on_compute_stream = any(each.on_compute_stream for each in _observers)
+    _follows_collectives = any(type(each).issued is not Observer.issued for each in _observers)
     _of_stages = [each for each in _observers if type(each).entering is not Observer.entering]
     _watches_stages = None if _second_log is None and not _of_stages else _stages_are_watched
 
@@ -170,17 +183,17 @@ def traced(stage: str) -> Callable[[_Method], _Method]:
         @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
             if profiler_enabled() or log.isEnabledFor(logging.DEBUG):
-                return watched(self, *args)
+                return watched(named, self, args)
             if _watches_stages is not None and _watches_stages():
-                return watched(self, *args)
+                return watched(method if _second_log is None else named, self, args)
             return method(self, *args)
 
-        def watched(self: Any, *args: Any) -> Any:
-            observers = list(_of_stages)
+        def watched(run: Callable[..., Any], self: Any, args: Any) -> Any:
+            observers = _of_stages  # `_choose` replaces the list
             for each in observers:
                 each.entering(stage, self.unit)
             try:
-                return named(self, *args)
+                return run(self, *args)
             finally:
                 for each in observers:
                     each.leaving(stage, self.unit)

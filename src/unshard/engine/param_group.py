@@ -187,8 +187,8 @@ class ParamGroup:
             plan.buffer.release()
             raise
         if observer.current is not None:
-            observer.current.all_gathering(self.params, plan.members, plan.inputs)
-            self._in_flight = plan, observer.WatchedWork("all-gather", self.params, self._in_flight[1])
+            observer.current.all_gathering(sharded.params, plan.members, plan.inputs)
+            self._in_flight = plan, observer.watched("all-gather", sharded.params, self._in_flight[1])
 
     def all_gather_again(self) -> None:
         """Take part in an all-gather that other ranks need while this rank is already unsharded.
@@ -235,7 +235,7 @@ class ParamGroup:
             if self.sharded.extended:
                 self._refresh_unsharded()  # a gather protocol may create another unsharded parameter each time
         if observer.current is not None:
-            observer.current.unsharded(self.params)
+            observer.current.unsharded(self.sharded.params)
         # Backward uses the parameters of its forward, whether they are frozen now or not.
         self._swap.show_unsharded(follow_requires_grad=current_graph_task() == -1)
 

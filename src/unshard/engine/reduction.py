@@ -230,10 +230,6 @@ class Reduction:
     def start(self, gradients: Gradients, options: Options, last: bool) -> ReductionInFlight:
         """Pack and clear `gradients`, then issue the reduce-scatter. `last` is True if backward is over."""
         flight, watcher = self._new_flight(options), observer.current
-        if watcher is not None:
-            watcher.packing(self._params, gradients)
-            read = gradients if observer.on_compute_stream else {}
-            given = dict(read if isinstance(read, dict) else enumerate(read))
         # At the end nothing overlaps, so the compute stream is as good. An observer may read tensors on that stream.
         if (
             self._side_stream is not None
@@ -246,6 +242,10 @@ class Reduction:
         (flight.outputs if self._in_place else self._input).take()
         packing = self._packing or self._packing_in(flight)
         self._pack(flight, packing, gradients)
+        if watcher is not None:
+            watcher.packing(self._params, gradients)
+            read = gradients if observer.on_compute_stream else {}
+            given = dict(read if isinstance(read, dict) else enumerate(read))
         gradients.clear()  # frees them before the output takes memory
         flight.outputs.take()
         flight.work = self._transport.reduce_scatter(
@@ -258,7 +258,7 @@ class Reduction:
             if observer.on_compute_stream:
                 members = [region.members for region in self._regions]
                 watcher.reducing(self._params, members, given, packing.tensors, flight.outputs.pieces)
-            flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)
+            flight.work = observer.watched("reduce-scatter", self._params, flight.work)
         elif self._in_place and self._copies_at_once(flight):
             self._finish(flight)  # one rank: nothing to wait for
         return flight
@@ -273,6 +273,8 @@ class Reduction:
             self._input.take()
             self._pack(flight, packing, gradients)
             self._packed.record()
+        if watcher is not None:  # what an observer computes runs while the side stream packs
+            watcher.packing(self._params, gradients)
         # 2. The compute stream owns the gradients. It waits until they are packed before they are freed: without the
         # wait, the next kernel could get their memory and overwrite them. A recorded step keeps them alive until
         # `advance` instead, so that the next unit's backward need not wait.
@@ -301,7 +303,7 @@ class Reduction:
         if watcher is not None:
             # The compute stream has just passed `_computed` again, so an event that is recorded there now completes
             # when the reduce-scatter can start.
-            flight.work = observer.WatchedWork("reduce-scatter", self._params, flight.work)
+            flight.work = observer.watched("reduce-scatter", self._params, flight.work)
 
     def _pack(self, flight: ReductionInFlight, packing: Packing, gradients: Gradients) -> None:
         absent = packing.fill(gradients)
@@ -421,7 +423,7 @@ class Reduction:
         if observer.current is not None:
             members = [region.members for region in self._regions]
             observer.current.all_reducing(self._params, members, outputs.pieces)
-            flight.work = observer.WatchedWork("all-reduce", self._params, flight.work)
+            flight.work = observer.watched("all-reduce", self._params, flight.work)
         return flight.stage
 
     def release(self) -> None:

@@ -108,9 +108,10 @@ class SideStream:
         use is queued, because work that reuses the memory is queued on the same stream after that use.
         """
         self._stream.wait_event(event.event)
-        return self._context()
+        return self.inside()
 
-    def _context(self) -> torch.Stream:
+    def inside(self) -> torch.Stream:
+        """Return a context manager that queues the work inside the context at the end of this stream."""
         # Each thread has its own context manager, because the object stores the stream to return to.
         try:
             return self._contexts.mine
@@ -128,7 +129,7 @@ class SideStream:
         `do` allocates belongs to this stream.
         """
         computed = StreamEvent(self._device).record()
-        with self._context():
+        with self.inside():
             if first is not None:
                 first()
             computed.wait()
@@ -173,7 +174,7 @@ class _SimulatedStream(SideStream):
     def after(self, event: StreamEvent) -> Any:
         return nullcontext()
 
-    def _context(self) -> Any:
+    def inside(self) -> Any:
         return nullcontext()
 
     def synchronize(self) -> None:

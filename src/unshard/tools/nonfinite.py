@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,14 @@ import torch
 from ..engine.api import StreamEvent
 from ..errors import listed
 from ..names import ALL_PREFIXES, clean_tensor_name
-from ..torch_private import local_part, tree_map
+from ..torch_private import foreach_copy, foreach_norm, local_part, tree_map
 from .precision_report import short, table
 
 _MOST_SHOWN = 20
+_MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
+_LARGE = 320 * 65536
+"""Elements of a tensor that is checked alone. `foreach_norm` reads so many in a kernel, with 320 blocks at most.
+`vector_norm` reads a whole tensor in one kernel."""
 CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -106,28 +110,62 @@ class Check:
 
 Place = tuple[str, str, torch.dtype]
 """A unit, a parameter (or an empty string), and the dtype to report."""
+PlaceOf = Callable[[int], Place | None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Batch:
-    """Tensors of one dtype and device, by index, which are checked together."""
+    """Tensors of one dtype and device, by index, which one call of torch checks. Steps with equal checks share it."""
 
-    indices: list[int]
-    wide: torch.dtype | None
-    """The dtype of the results, or None for the tensors' own. The device concatenates equal dtypes in one kernel."""
+    device: torch.device
+    wide: torch.dtype
+    """The dtype of the results. The device copies results of equal dtypes in one kernel."""
+    indices: list[int] | None
+    """None if all tensors are in this batch, in their order."""
     checks: list[Check]
+    is_large: bool
+
+    def members(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors if self.indices is None else [tensors[index] for index in self.indices]
+
+    def maxima(self, members: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Queue the kernels that find the largest absolute value of each tensor, which is NaN if any value is NaN."""
+        if self.is_large:
+            return [torch.linalg.vector_norm(members[0], math.inf, dtype=self.wide)]
+        return foreach_norm(members, math.inf, self.wide)
 
 
-def batches_of(stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]) -> list[Batch]:
-    """Group `tensors` into batches. Skip tensors without a place, without elements, or of dtypes without checks."""
+@dataclass
+class Layout:
+    """What steps with the same batches share."""
+
+    largest: torch.Tensor | None = None
+    """The largest finite value of each tensor in earlier steps."""
+    free: list[Slots] = field(default_factory=list)
+    """Memory for the values of a step. Steps return it when the host has read the values."""
+
+
+Slots = list[tuple[torch.Tensor, list[torch.Tensor]]]
+"""A vector for the values of each run of batches on one device, and a view of each of its elements."""
+
+
+def batches_of(stage: Stage, tensors: Sequence[torch.Tensor], place_of: PlaceOf) -> list[Batch]:
+    """Group `tensors` into batches. Large tensors are alone.
+
+    Skip tensors without a place, without elements, or of dtypes without checks.
+    """
     groups: dict[Any, dict[str, list[tuple[int, Place]]]] = {}
     for index, tensor in enumerate(tensors):
         place = place_of(index)
         if place is not None and tensor.numel() and tensor.dtype in CHECKED:
-            groups.setdefault((tensor.device, tensor.dtype), {}).setdefault(place[0], []).append((index, place))
+            alone = index if tensor.numel() >= _LARGE else None
+            units = groups.setdefault((tensor.device, tensor.dtype, alone), {})
+            units.setdefault(place[0], []).append((index, place))
     batches = []
-    for (_, dtype), units in groups.items():
+    for (device, dtype, alone), units in groups.items():
         indices = [index for members in units.values() for index, _ in members]
+        is_all = indices == list(range(len(tensors)))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         checks = [
             Check(
                 stage,
@@ -138,7 +176,7 @@ def batches_of(stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable
             )
             for unit, members in units.items()
         ]
-        batches.append(Batch(indices, torch.float32 if dtype.itemsize == 2 else None, checks))
+        batches.append(Batch(device, wide, None if is_all else indices, checks, alone is not None))
     return batches
 
 
@@ -147,8 +185,9 @@ class Record:
     """The checks of one step, and the largest absolute value of every tensor, which the host reads a step late."""
 
     step: int
-    checks: list[tuple[int, Check]] = field(default_factory=list)
-    """Each check with the number of tensors that were checked before."""
+    batches: list[Batch] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """For each batch, the number of tensors that were checked before."""
     maxima: list[torch.Tensor] = field(default_factory=list)
     """One number per tensor, on the device of the tensor."""
     exact: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
@@ -156,10 +195,30 @@ class Record:
     _values: torch.Tensor | None = None
     _copied: StreamEvent | None = None
     _has_scale: bool = False
+    layout: Layout = field(default_factory=Layout)
+    _slots: Slots = field(default_factory=list)
 
-    def pack(self, scale: object) -> bool:
+    @property
+    def has_checks(self) -> bool:
+        return any(check.stage is not Stage.INPUT for batch in self.batches for check in batch.checks)
+
+    @property
+    def checks(self) -> list[tuple[int, Check]]:
+        """Each check with the number of tensors that were checked before."""
+        pairs = zip(self.starts, self.batches, strict=True)
+        return [(start, check) for start, batch in pairs for check in batch.checks]
+
+    def pack(self, scale: object, layouts: dict[tuple[Batch, ...], Layout]) -> bool:
         """Queue the copy of all values to the host. Return False if there are none."""
-        vectors = [torch.stack(list(run)) for _, run in groupby(self.maxima, attrgetter("device"))]
+        self.layout = layout = layouts.setdefault(tuple(self.batches), Layout())
+        if len(layouts) > _MOST_LAYOUTS:
+            del layouts[next(iter(layouts))]
+        self._slots = layout.free.pop() if layout.free else self._new_slots()
+        start = 0
+        for _, places in self._slots:  # one call per device: stacking would make a view of every value
+            foreach_copy(places, self.maxima[start : start + len(places)])
+            start += len(places)
+        vectors = [vector for vector, _ in self._slots]
         if has_scale := isinstance(scale, torch.Tensor):
             vectors.append(scale.detach().reshape(1))
         if not vectors:
@@ -172,11 +231,22 @@ class Record:
         self._values, self._has_scale, self.maxima = values, has_scale, []
         return True
 
+    def _new_slots(self) -> Slots:
+        slots = []
+        for device, run in itertools.groupby(self.batches, attrgetter("device")):
+            batches = list(run)
+            count = sum(len(check.names) for batch in batches for check in batch.checks)
+            dtype = max((batch.wide for batch in batches), key=attrgetter("itemsize"))
+            vector = torch.empty(count, dtype=dtype, device=device)
+            slots.append((vector, list(vector.unbind())))
+        return slots
+
     def read(self) -> tuple[torch.Tensor, float | None]:
         """Wait for the copy, and return the values and the scale of the gradient scaler."""
         assert self._values is not None
         if self._copied is not None:
             self._copied.synchronize()
+        self.layout.free.append(self._slots)
         return (self._values[:-1], float(self._values[-1])) if self._has_scale else (self._values, None)
 
     def seen(self, values: list[float], before: list[float] | None) -> Iterator[Seen]:
@@ -287,6 +357,17 @@ def _text(
         before = "largest of them on these ranks"
     text += "" if is_complete else "; not all ranks have reported"
     return f"Step {step}: {text}" + ("." if largest is None else f"; {before}: {largest:.4g}.")
+
+
+def changes_of(scales: Sequence[tuple[int, float]], findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return the steps that changed the scale of the gradient scaler. `scales` has the scale after each step."""
+    texts = {each.step: each.text for each in findings}
+    rows: list[dict[str, Any]] = []
+    for (_, before), (step, scale) in itertools.pairwise(scales):
+        if scale != before:
+            why = texts.get(step, "No watched value was non-finite in this step.") if scale < before else ""
+            rows.append({"step": step, "scale": scale, "skipped": scale < before, "why": why})
+    return rows
 
 
 def text_of(steps: int, findings: list[Finding], scaler: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from .precision_report import PrecisionReport, surprises_of
 
 RECORDING = "recording"
 _SUMMARY = "summary.json"
+_NOT_GIVEN = object()
 _RESERVED = {"seconds", "scale", "skipped", "why", "allocated", "peak"}
 
 
@@ -81,7 +82,7 @@ class Recording:
         self._is_open = True
         return self
 
-    def step(self, loss: Any = None, *, step: int | None = None, **values: Any) -> None:
+    def step(self, loss: Any = _NOT_GIVEN, *, step: int | None = None, **values: Any) -> None:
         """Record the end of a step. Call this once per step, after the optimizer's step and `scaler.update()`.
 
         `loss` and `values` are numbers or one-element tensors; rank 0 records them. `step` is the number of the step,
@@ -92,7 +93,8 @@ class Recording:
         if wrong := _RESERVED & values.keys():
             raise ArgumentError(f"record writes {', '.join(sorted(wrong))} itself. Use other names.")
         # Every rank checks what rank 0 writes, so that a mistake does not stop rank 0 alone.
-        loss, values = _plain("loss", loss), {name: _plain(name, each) for name, each in values.items()}
+        values |= {} if loss is _NOT_GIVEN else {"loss": loss}
+        values = {name: _plain(name, each) for name, each in values.items()}
         if step is not None:
             has_steps = self._file is not None or bool(self._pending)
             if not isinstance(step, int) or step < 0 or (has_steps and step <= self._steps):
@@ -103,7 +105,7 @@ class Recording:
         line: dict[str, Any] = {"step": self._steps, "seconds": now - self._clock}
         self._clock = now
         if self.rank == 0:
-            line |= {} if loss is None else {"loss": loss}
+            line |= {"loss": values.pop("loss")} if "loss" in values else {}
             line |= {"lr": self._optimizer.param_groups[0]["lr"]} if self._optimizer is not None else {}
             line |= values
             if self._scaler is not None:
@@ -216,7 +218,7 @@ class _Line:
 
 def _plain(name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
-        if not isinstance(value, int | float | None):
+        if not isinstance(value, int | float):
             raise ArgumentError(f"Expected a number or a one-element tensor for {name}, got {type(value).__name__}.")
         return value
     if isinstance(value, DTensor):

@@ -7,13 +7,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..engine.api import StreamEvent, Unit, WatchedWork, is_recording, observer, param_group_of, timing_stream
+from ..engine.api import (
+    StreamEvent,
+    Unit,
+    WatchedWork,
+    is_recording,
+    observer,
+    param_group_of,
+    reduce_stream,
+    timing_stream,
+)
 from ..names import optimizer_parameters
 from ..torch_private import inside_backward
 
@@ -30,12 +38,12 @@ class HostClock:
     def mark(self) -> Mark:
         return time.perf_counter()
 
-    def end_of(self, kind: str, work: Any, issued: Mark) -> Mark | None:
+    def end_of(self, kind: str, work: Any) -> Mark | None:
         return None  # known only when the host has waited
 
-    def between(self, begin: Mark, end: Mark) -> float:
-        """Return the milliseconds from `begin` to `end`."""
-        return (end - begin) * 1e3
+    def since(self, begin: Mark, marks: list[Mark]) -> list[float]:
+        """Return the milliseconds from `begin` to each of `marks`."""
+        return [(mark - begin) * 1e3 for mark in marks]
 
     def has_passed(self, mark: Mark) -> bool:
         return True
@@ -58,19 +66,23 @@ class DeviceClock:
     def mark(self) -> Mark:
         return (self._free.pop() if self._free else StreamEvent(self._device, timing=True)).record()
 
-    def end_of(self, kind: str, work: Any, issued: Mark) -> Mark | None:
-        """Record an event behind `work` on a stream of its own, so that no other stream waits.
+    def end_of(self, kind: str, work: Any) -> Mark | None:
+        """Record an event behind `work`, so that no stream that runs kernels waits.
 
         Return None for works that may block the host, or that run code in their first wait.
         """
-        if not (isinstance(work, StreamEvent) or (self._waits_in_stream and type(work) is dist.Work)):
+        if isinstance(work, StreamEvent) and (stream := reduce_stream(self._device)) is not None:
+            with stream.inside():  # this stream has just been told to wait for the reduction
+                return self.mark()
+        if not (self._waits_in_stream and type(work) is dist.Work):
             return None
-        with timing_stream(self._device, kind).after(issued):
+        with timing_stream(self._device, kind).inside():
             work.wait()
             return self.mark()
 
-    def between(self, begin: Mark, end: Mark) -> float:
-        return end.elapsed_since(begin)
+    def since(self, begin: Mark, marks: list[Mark]) -> list[float]:
+        first = begin.event
+        return [first.elapsed_time(mark.event) for mark in marks]
 
     def has_passed(self, mark: Mark) -> bool:
         return mark.event.query()
@@ -110,9 +122,8 @@ class Step:
     cuts: list[tuple[Mark, Owner | None]] = field(default_factory=list)
     """Each mark begins a section of the compute stream, which ends at the next mark. The last one ends the step."""
     transfers: list[Transfer] = field(default_factory=list)
-
-    def marks(self) -> list[Mark]:
-        return [self.begin, *(mark for mark, _ in self.cuts), *(m for each in self.transfers for m in each[2:])]
+    ends: dict[Any, Mark] = field(default_factory=dict)
+    """The last mark of each stream on which ends of collectives are recorded."""
 
 
 @dataclass
@@ -146,7 +157,11 @@ class StepRecorder(observer.Observer):
         self._stack: list[tuple[str, Owner]] = []
         self.saw_recording = False
         """True if a step was recorded as a CUDA graph. Events inside a recording would measure nothing."""
-        self._open: WeakKeyDictionary[WatchedWork, tuple[Unit, str, Mark, bool]] = WeakKeyDictionary()
+        self._entered: Owner | None = None
+        """Whose section begins at the next mark: a stage that has just begun has not used the compute stream."""
+        self._in_stage = False
+        self._fresh: Mark | None = None
+        """The last mark, if nothing was queued on the compute stream since. None outside of stages."""
 
     def start(self) -> None:
         self._origin = self._clock.mark()
@@ -199,32 +214,31 @@ class StepRecorder(observer.Observer):
         self._ended.append(self._step)
 
     def _has_passed(self, step: Step) -> bool:
-        ends = [step.cuts[-1][0], *(each.ended for each in step.transfers)]
-        return all(map(self._clock.has_passed, ends))
+        return all(map(self._clock.has_passed, [step.cuts[-1][0], *step.ends.values()]))
 
     def _settle(self, step: Step) -> None:
-        def since_begin(mark: Mark) -> float:
-            return self._clock.between(step.begin, mark)
-
-        moments = [since_begin(mark) for mark, _ in step.cuts]
-        computing = [
-            (owner, begin, end)
-            for (_, owner), begin, end in zip(step.cuts, moments, moments[1:], strict=False)
-            if end > begin
-        ]
+        cuts, owners = zip(*step.cuts, strict=True)
+        marks = {id(mark): mark for mark in cuts}
+        for _, _, issued, ended in step.transfers:
+            marks[id(issued)], marks[id(ended)] = issued, ended
+        at = dict(zip(marks, self._clock.since(step.begin, list(marks.values())), strict=True))
+        moments = [at[id(mark)] for mark in cuts]
+        computing = [each for each in zip(owners, moments, moments[1:], strict=False) if each[2] > each[1]]
         free, transfers = {ALL_GATHER: float("-inf"), REDUCE: float("-inf")}, []
         for unit, kind, issued, ended in step.transfers:
-            begin, end = max(since_begin(issued), free[kind]), since_begin(ended)  # one at a time, in order
+            begin, end = max(at[id(issued)], free[kind]), at[id(ended)]  # one at a time, in order
             free[kind] = max(end, free[kind])
             transfers.append((unit, kind, begin, max(begin, end)))
-        self._settled(StepSpans(self._clock.between(self._origin, step.begin), moments[-1], computing, transfers))
-        self._clock.reuse(step.marks())
+        (begin,) = self._clock.since(self._origin, [step.begin])
+        self._settled(StepSpans(begin, moments[-1], computing, transfers))
+        self._clock.reuse(list(marks.values()))
 
-    def _cut(self, owner: Owner | None) -> Mark | None:
+    def _cut(self, owner: Owner | None, mark: Mark | None = None) -> Mark | None:
         if self._step is None:
             return None
-        mark = self._clock.mark()
+        mark = self._clock.mark() if mark is None else mark
         self._step.cuts.append((mark, owner))
+        self._entered = self._fresh = None
         return mark
 
     @property
@@ -239,6 +253,7 @@ class StepRecorder(observer.Observer):
         if is_recording():
             self.saw_recording = True
             return
+        self._in_stage, self._fresh = True, None
         if stage == "pre_forward":
             backward = inside_backward()  # a checkpoint recomputes the unit
             if not self._stack and not backward:
@@ -262,19 +277,22 @@ class StepRecorder(observer.Observer):
             elif stage == "root_post_backward":
                 self._end_backward()
                 self._cut(self._owner)
+            elif self._entered is not None:
+                self._cut(self._entered)
+            self._in_stage, self._fresh = False, None
 
     def _is_around(self, outer: Owner, unit: Unit) -> bool:
         return outer.unit in self._ancestors[unit]
 
     def _push(self, kind: str, owner: Owner) -> None:
         self._stack.append((kind, owner))
-        self._cut(owner)
+        self._entered = owner
 
     def _pop(self, kind: str, unit: Unit) -> None:
         for number in reversed(range(len(self._stack))):
             if self._stack[number][0] == kind and self._stack[number][1].unit is unit:
                 del self._stack[number:]
-                self._cut(self._owner)
+                self._cut(self._owner, self._fresh)
                 return
 
     def _end_backward(self) -> None:
@@ -286,19 +304,23 @@ class StepRecorder(observer.Observer):
         unit = self._unit_of(work.params)
         if unit is not None and self._step is not None and not is_recording():
             kind, issued = ALL_GATHER if work.kind == ALL_GATHER else REDUCE, self._clock.mark()
-            ended = self._clock.end_of(kind, work.work, issued)
+            ended = self._clock.end_of(kind, work.work)
             if ended is not None:
                 self._step.transfers.append(Transfer(unit, kind, issued, ended))
-            self._open[work] = unit, kind, issued, ended is not None
+                self._step.ends[kind, type(work.work)] = ended
+            work.notes[self] = unit, kind, issued, ended is not None
+            if self._entered is not None:
+                self._cut(self._entered, issued)
+            self._fresh = issued if self._in_stage else None
 
     def waiting(self, work: WatchedWork) -> None:
-        if work in self._open:
-            unit, kind, *_ = self._open[work]
-            self._cut(Owner(unit, kind, waits=True))
+        if (noted := work.notes.get(self)) is not None:
+            unit, kind, *_ = noted
+            self._cut(Owner(unit, kind, waits=True), self._fresh)
 
     def waited(self, work: WatchedWork) -> None:
-        if work in self._open:
-            unit, kind, issued, is_known = self._open.pop(work)
+        if (noted := work.notes.pop(self, None)) is not None:
+            unit, kind, issued, is_known = noted
             ended = self._cut(self._owner)
             if not is_known and self._step is not None:
                 self._step.transfers.append(Transfer(unit, kind, issued, ended))

@@ -21,12 +21,11 @@ from ..comm.agreement import gathered
 from ..engine.api import FSDPState, Unit, state_of
 from ..errors import ArgumentError, StateError
 from .precision_report import table
-from .step_recorder import ALL_GATHER, REDUCE, Clock, DeviceClock, HostClock, StepRecorder, StepSpans
+from .step_recorder import ALL_GATHER, REDUCE, Clock, DeviceClock, HostClock, Owner, StepRecorder, StepSpans
 
 ROOT = "(root)"
 _NOTABLE = 0.1  # share of a step
 _CALL = "gather the times of unshard.tools.timeline"
-_PARTS = ("forward", "backward", ALL_GATHER, f"{ALL_GATHER} exposed", REDUCE, f"{REDUCE} exposed")
 _HEAD = ("unit", "forward", "backward", ALL_GATHER, "exposed", REDUCE, "exposed")
 _THREADS = {"compute": 0, ALL_GATHER: 1, REDUCE: 2}
 _EXPLANATION = (
@@ -105,7 +104,8 @@ class Timeline:
         self._trace = None if trace is None else Path(trace)
         self._clock = _clock_for(device, states)
         self._recorder: StepRecorder | None = None
-        self._sums: defaultdict[tuple[Unit, str], float] = defaultdict(float)
+        self._sums: defaultdict[Any, float] = defaultdict(float)
+        """Milliseconds by `Owner`, and by unit and kind of collective."""
         self._spans: list[tuple[str, Unit, str, float, float]] = []
         self._began = 0.0
 
@@ -124,7 +124,7 @@ class Timeline:
         self.captured = self._recorder.saw_recording
         names = {state.unit: state.unit.name or ", ".join(paths) for state, paths in self._states.items()}
         for unit, name in names.items():
-            figures = (self._sums[unit, part] / max(1, self.steps) for part in _PARTS)
+            figures = (self._sums[key] / max(1, self.steps) for key in _keys_of(unit))
             self.units.append(UnitTimes(name or ROOT, *figures))
         self.ranks = [RankTimes(self.rank, self.step_ms, self.exposed_ms)]
         if self._trace is not None:
@@ -165,22 +165,21 @@ class Timeline:
             self.warm_up_steps = 1
             self.each_step.clear()
             self._sums.clear()
-        exposed = 0.0
+        exposed, sums = 0.0, self._sums
         for owner, begin, end in step.computing:
-            if owner is not None:
-                self._sums[owner.unit, owner.part + " exposed" * owner.waits] += end - begin
-                exposed += owner.waits * (end - begin)
-                self._note(
-                    "compute", owner.unit, "wait for " * owner.waits + owner.part, step.begin + begin, end - begin
-                )
+            sums[owner] += end - begin
+            if owner is not None and owner.waits:
+                exposed += end - begin
         for unit, kind, begin, end in step.transfers:
-            self._sums[unit, kind] += end - begin
-            self._note(kind, unit, kind, step.begin + begin, end - begin)
+            sums[unit, kind] += end - begin
         self.each_step.append(RankTimes(self.rank, step.duration, exposed))
-
-    def _note(self, thread: str, unit: Unit, what: str, begin: float, duration: float) -> None:
         if self._trace is not None:
-            self._spans.append((thread, unit, what, begin, duration))
+            self._spans += [
+                ("compute", each.unit, "wait for " * each.waits + each.part, step.begin + begin, end - begin)
+                for each, begin, end in step.computing
+                if each is not None
+            ]
+            self._spans += [(kind, unit, kind, step.begin + at, end - at) for unit, kind, at, end in step.transfers]
 
     def _gather(self) -> None:
         """Get the times of the other ranks: one small all-gather, or two with replicas."""
@@ -329,6 +328,12 @@ def _clock_for(device: torch.device, states: Iterable[FSDPState]) -> Clock:
     transports = [each for group in groups for each in (group.shards, group.replicas) if each.world > 1]
     blocks = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")
     return DeviceClock(device, not blocks and all(each.traits.waits_in_stream for each in transports))
+
+
+def _keys_of(unit: Unit) -> list[Any]:
+    """Return the keys of the sums of a unit, in the order of the fields of `UnitTimes`."""
+    computing: list[Any] = [Owner(unit, "forward"), Owner(unit, "backward")]
+    return [*computing, (unit, ALL_GATHER), Owner(unit, ALL_GATHER, True), (unit, REDUCE), Owner(unit, REDUCE, True)]
 
 
 def _mean(figures: Sequence[float]) -> float:

@@ -6,22 +6,25 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import __version__
 from ..engine.api import FlatShardedParams, ManagedParam, observer, side_stream, tensors_in
 from ..errors import ArgumentError, StateError
 from ..torch_private import (
-    foreach_norm,
     inside_backward,
+    local_of,
     local_part,
     never_compiled,
     queue_backward_callback,
@@ -33,11 +36,14 @@ from .nonfinite import (
     Batch,
     Check,
     Finding,
+    Layout,
     Place,
+    PlaceOf,
     Record,
     Seen,
     Stage,
     batches_of,
+    changes_of,
     clean,
     findings_of,
     first_stage,
@@ -50,8 +56,7 @@ from .precision_report import unit_title
 from .rank_reports import PATIENCE, Exchange
 
 _log = logging.getLogger("unshard")
-_MOST_BATCHES = 1000
-_MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
+_sharded_gradient = attrgetter("sharded.grad")  # no Python function: called for every parameter in every step
 _AFTER_ERROR = timedelta(seconds=2)  # how long rank 0 then waits for reports, if it has a finding to log
 
 
@@ -69,14 +74,15 @@ class Watch(observer.Observer):
         self._params: dict[ManagedParam, tuple[str, ParamPlan]] = {}
         self._flat: dict[Any, tuple[list[ManagedParam], int]] = {}
         """Params of each flat parameter in the order of its elements, and this rank's number in the unit."""
-        self._forwards: list[tuple[str, list[torch.Tensor]]] = []
+        self._forwards: list[tuple[str, Sequence[torch.Tensor]]] = []
         """Outputs of units in the running forward, which is over before anything could free them."""
         self._reduced: list[ManagedParam] = []
         self._record, self._pending = Record(1), deque[Record]()
-        self._largest: dict[Any, torch.Tensor] = {}
+        self._layouts: dict[tuple[Batch, ...], Layout] = {}
         self._last_seen: set[Any] = set()
         self._first_reduced: Any = None
         self._batches: dict[Any, list[Batch]] = {}
+        self._most_batches = 1000 + 16 * len(self._plan.units)
         self._delivered = self._stepped = self._is_closed = False
         self._round = None if scaler is None else round_of(scaler)
         self._scales: list[tuple[int, float]] = [(0, scaler.get_scale())] if scaler is not None else []
@@ -102,10 +108,14 @@ class Watch(observer.Observer):
             for module in unit.state.modules():
                 tops.update({module: None} if unit.outermost else {})
                 hook = partial(self._after_forward, title, unit.outermost)
-                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hook))
+                if self._is_exact:  # after the hook above
+                    check = partial(self._check_now, title)
+                    self._handles.append(module.register_forward_hook(check, with_kwargs=True))
         for module in tops:
             self._handles.append(module.register_forward_pre_hook(partial(self._before_forward), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(partial(self._after_top)))
+            # Also after an exception: kept outputs would keep the autograd graph.
+            self._handles.append(module.register_forward_hook(partial(self._after_top), always_call=True))
 
     def _watch_modules(self, unit: UnitPlan) -> None:
         names = {module: clean(name) for name, module in self._model.named_modules()}
@@ -162,14 +172,7 @@ class Watch(observer.Observer):
     @property
     def scaler(self) -> list[dict[str, Any]]:
         """The scale after each step that changed it, and why the scaler skipped the step."""
-        texts = {each.step: each.text for each in self.findings}
-        rows, before = [], self._scales[0][1] if self._scales else 0.0
-        for step, scale in self._scales[1:]:
-            if scale != before:
-                why = texts.get(step, "No watched value was non-finite in this step.") if scale < before else ""
-                rows.append({"step": step, "scale": scale, "skipped": scale < before, "why": why})
-            before = scale
-        return rows
+        return changes_of(self._scales, self.findings)
 
     def norms(self) -> dict[str, dict[str, Statistics | None]]:
         """Return norm, maximum (of absolute values) and mean of each parameter's `gradient` and `value`, by name.
@@ -215,10 +218,9 @@ class Watch(observer.Observer):
         if module is self._model and not inside_backward() and torch.is_grad_enabled():
             self._check_inputs(tuple(local_part(each.detach()) for each in tensors_in((args, kwargs))))
 
-    @torch.no_grad()
     def _check_inputs(self, inputs: tuple[torch.Tensor, ...]) -> None:
         key = (Stage.INPUT, *(each.dtype for each in inputs), *(each.device for each in inputs))
-        self._check(key, Stage.INPUT, inputs, lambda index: ("", str(index), inputs[index].dtype))
+        self._check(key, Stage.INPUT, list(inputs), lambda index: ("", str(index), inputs[index].dtype))
 
     def _is_consumed(self) -> bool:
         """Return True if the gradients of the last backward have been used: by a step, a skipped one or zero_grad."""
@@ -227,20 +229,20 @@ class Watch(observer.Observer):
         return self._first_reduced.sharded.grad is None
 
     @never_compiled
-    def _after_forward(
-        self, unit: str, outermost: bool, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _after_forward(self, unit: str, outermost: bool, module: nn.Module, args: Any, output: Any) -> None:
         if inside_backward() or not torch.is_grad_enabled():
             return  # recomputed by activation checkpointing, or an evaluation
-        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        self._forwards.append((unit, [each.detach() for each in outputs]))
+        outputs = (output,) if isinstance(output, torch.Tensor) else tuple(tensors_in(output))
+        self._forwards.append((unit, outputs))
         for each in outputs if outermost else ():
             if each.requires_grad:
                 each.register_hook(partial(self._check_output_gradient, unit))
-        if self._is_exact:
-            if self._dump is not None:
-                self._inputs[unit] = [each.detach() for each in tensors_in((args, kwargs))]
-            self._check_forwards()
+
+    @never_compiled
+    def _check_now(self, unit: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._dump is not None and self._forwards:
+            self._inputs[unit] = [each.detach() for each in tensors_in((args, kwargs))]
+        self._check_forwards()
 
     @never_compiled
     def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -255,7 +257,6 @@ class Watch(observer.Observer):
         self._check_forwards()
 
     @never_compiled
-    @torch.no_grad()
     def _check_output_gradient(self, unit: str, gradient: torch.Tensor) -> None:
         if self._on:
             local = local_part(gradient)
@@ -263,15 +264,14 @@ class Watch(observer.Observer):
 
     # -- called by the engine -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def packing(self, params: Sequence[ManagedParam], gradients: Any) -> None:
         if not params or params[0] not in self._params:
             return  # of another model
         if self._forwards:
             self._check_forwards()
-        if isinstance(gradients, Mapping):
-            params, gradients = [params[index] for index in gradients], gradients.values()
-        self._check_gradients(Stage.LOCAL, params, list(gradients))
+        if isinstance(gradients, dict):
+            params, gradients = [params[index] for index in gradients], list(gradients.values())
+        self._check_gradients(Stage.LOCAL, params, gradients)
 
     def delivered(self, params: Sequence[Any]) -> None:
         """Check reduced gradients at the end of backward, all units together."""
@@ -283,30 +283,32 @@ class Watch(observer.Observer):
         if not inside_backward():
             self._check_reduced()
 
-    @torch.no_grad()
     def _check_reduced(self) -> None:
         params, self._reduced = self._reduced, []
         if not params:
             return
-        self._delivered = True
-        self._first_reduced = params[0]
-        owners: list[ManagedParam] = []
+        self._delivered, self._first_reduced = True, params[0]
+        gradients = list(map(_sharded_gradient, params))
+        if self._flat or any(map(is_, gradients, repeat(None))):
+            params, gradients = self._parts_of(params, gradients)
+        is_plain = set(map(type, gradients)) != {DTensor}
+        tensors = list(map(local_part if is_plain else local_of, gradients))
+        self._check_gradients(Stage.REDUCED, params, tensors)
+
+    def _parts_of(self, params: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+        owners: list[Any] = []
         tensors: list[torch.Tensor] = []
-        for param in params:
-            gradient = param.sharded.grad
+        for param, gradient in zip(params, gradients, strict=True):
             if gradient is None:
                 continue  # an optimizer has stepped in backward
-            if param not in self._flat:
-                owners.append(param)
-                tensors.append(local_part(gradient))
-                continue
-            members, rank = self._flat[param]
+            members, rank = self._flat.get(param, ([], 0))
             for each in members:
                 sharding: Any = each.sharding
                 begin = max(sharding.begin - rank * sharding.shard_numel, 0)
-                owners.append(each)
                 tensors.append(gradient[begin : begin + sharding.elements(rank)[1]])
-        self._check_gradients(Stage.REDUCED, owners, tensors)
+            owners += members or [param]
+            tensors += [] if members else [gradient]
+        return owners, tensors
 
     def _check_gradients(self, stage: Stage, params: Sequence[ManagedParam], tensors: list[torch.Tensor]) -> None:
         def place_of(index: int) -> Place | None:
@@ -317,7 +319,6 @@ class Watch(observer.Observer):
         if tensors:
             self._check((stage, tensors[0].dtype, *params), stage, tensors, place_of)
 
-    @torch.no_grad()
     def _check_forwards(self) -> None:
         forwards, self._forwards = self._forwards, []
         found = [(unit, local) for unit, outputs in forwards for each in outputs if (local := local_part(each)).numel()]
@@ -325,24 +326,26 @@ class Watch(observer.Observer):
             return
         units, tensors = zip(*found, strict=True)
         key = (Stage.FORWARD, *units, *(each.dtype for each in tensors), *(each.device for each in tensors))
-        self._check(key, Stage.FORWARD, tensors, lambda index: (units[index], "", tensors[index].dtype))
+        self._check(key, Stage.FORWARD, list(tensors), lambda index: (units[index], "", tensors[index].dtype))
 
-    def _check(
-        self, key: Any, stage: Stage, tensors: Sequence[torch.Tensor], place_of: Callable[[int], Place | None]
-    ) -> None:
+    def _check(self, key: Any, stage: Stage, tensors: list[torch.Tensor], place_of: PlaceOf) -> None:
         """Queue the kernels that find the largest absolute value of each tensor. Equal keys have equal batches."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._check(key, stage, tensors, place_of)
         batches = self._batches.get(key)
         if batches is None:
-            if len(self._batches) > _MOST_BATCHES:
+            if len(self._batches) > self._most_batches:
                 self._batches.clear()
             batches = self._batches[key] = batches_of(stage, tensors, place_of)
         record, start = self._record, len(self._record.maxima)
         for batch in batches:
-            mine = [tensors[index] for index in batch.indices]
-            maxima = foreach_norm(mine, math.inf, batch.wide)
-            if self._is_exact and stage is not Stage.INPUT and not bool(torch.stack(maxima).isfinite().all()):
+            mine = batch.members(tensors)
+            maxima = batch.maxima(mine)
+            if self._is_exact and stage is not Stage.INPUT and not bool(torch.stack(list(maxima)).isfinite().all()):
                 self._count(len(record.checks), batch.checks, mine)
-            record.checks += [(start, check) for check in batch.checks]
+            record.batches.append(batch)
+            record.starts.append(start)
             record.maxima += maxima
 
     def _count(self, first: int, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
@@ -378,14 +381,13 @@ class Watch(observer.Observer):
     def _close(self) -> None:
         """Queue the copy of the running record to the host."""
         self._forwards.clear()
-        if self._record.pack(None if self._scaler is None else scale_of(self._scaler)):
+        if self._record.pack(None if self._scaler is None else scale_of(self._scaler), self._layouts):
             self._pending.append(self._record)
         self._record = Record(self._record.step)
         self._is_closed = True
 
     def _flush(self) -> None:
-        ran = any(check.stage is not Stage.INPUT for _, check in self._record.checks)
-        if self._delivered or (ran and not self._on):
+        if self._delivered or (self._record.has_checks and not self._on):
             self._delivered = False
             self._close()
         while self._pending:
@@ -395,17 +397,15 @@ class Watch(observer.Observer):
         values, scale = record.read()
         if scale is not None:
             self._scales = [each for each in self._scales if each[0] != record.step] + [(record.step, scale)]
-        self._last_read, layout = record.step, tuple(record.checks)
-        if not layout:
+        self._last_read, layout = record.step, record.layout
+        if not record.batches:
             return
-        before = self._largest.get(layout)
+        before = layout.largest
         seen: list[Seen] = []
-        if not bool(values.isfinite().all()):
+        if not math.isfinite(values.max()):  # NaN is the maximum of everything
             seen = first_stage(record.seen(values.tolist(), None if before is None else before.tolist()))
         if not seen:
-            self._largest[layout] = values if before is None else torch.maximum(before, values)
-            if len(self._largest) > _MOST_LAYOUTS:
-                del self._largest[next(iter(self._largest))]
+            layout.largest = values if before is None else torch.maximum(before, values)
             self._last_seen = set()
             return
         places = {each.place for each in seen}

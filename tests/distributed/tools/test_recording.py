@@ -174,6 +174,8 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with tools.record(tmp_path, sharded("fully_shard")) as recorded:
         with pytest.raises(ArgumentError, match="loss has 2 elements"):
             recorded.step(torch.ones(2))
+        with pytest.raises(ArgumentError, match="one-element tensor for loss, got NoneType"):
+            recorded.step(None)
         with pytest.raises(ArgumentError, match=r"one-element tensor for accuracy, got str"):
             recorded.step(accuracy="high")
         with pytest.raises(ArgumentError, match="record writes peak, seconds itself"):

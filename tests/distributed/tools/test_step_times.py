@@ -126,6 +126,22 @@ def test_all_reduces_are_reductions(clock: Clock) -> None:
     assert times.other_ms == NOTHING and len(times.ranks) == 1
 
 
+def test_computation_between_an_all_gather_and_its_wait(clock: Clock) -> None:
+    """The program gathers a unit itself, and computes before it waits."""
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        step(model, optimizer)
+        with timeline(model) as times:
+            loss = loss_of(model)
+            handle = model.blocks[0].unshard(async_op=True)
+            clock.sleep(DELAY)
+            handle.wait()
+            loss.backward()
+            optimizer.step()
+    assert times.exposed_ms == NOTHING and times.other_ms == times.step_ms == LONG
+
+
 def test_planted_time_between_units(clock: Clock) -> None:
     with loopback.job(2):
         model = sharded()

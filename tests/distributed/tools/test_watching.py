@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from unshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from unshard.engine import observer
+from unshard.engine import observer, side_stream
+from unshard.engine.hooks import state_of
+from unshard.engine.reduction import Reduction
 from unshard.errors import ArgumentError, StateError
 from unshard.optim import GradScaler
-from unshard.tools import watch, watching
-from unshard.tools.nonfinite import Record, Seen, Stage, batches_of, findings_of, first_stage
+from unshard.tools import nonfinite, watch, watching
+from unshard.tools.nonfinite import Batch, Record, Seen, Stage, batches_of, findings_of, first_stage
 from unshard.tools.rank_reports import Exchange
 
 F16 = torch.float16
@@ -341,18 +343,109 @@ def test_nothing_changes(tmp_path: Path) -> None:
 
 @world(1)
 def test_calls_per_step() -> None:
-    """At most ten operations per unit, however many parameters it has."""
+    """One operation per unit, however many parameters it has, and four more in the step. The host reads the values."""
     counts = []
     for on in (False, True):
         model = fully_sharded(Model())
         watched = watch(model) if on else None
-        train(model, 2)
+        train(model, 4)  # the host has read the values of two steps
         with TorchCalls() as seen:
             train(model, 1)
-        counts.append(sum(n for name, n in seen.counts.items() if "detach" not in name))
+        counts.append(seen.counts)
         if watched is not None:
             watched.stop()
-    assert counts[1] - counts[0] <= 10 * 4, counts
+    added = {name: count for name in counts[1] if (count := counts[1][name] - counts[0].get(name, 0))}
+    # Local gradients of four units; inputs, outputs, the gradient of the output, and reduced gradients.
+    assert added.pop("aten._foreach_norm") == 4 + 4, added
+    assert added.pop("aten._foreach_copy_") == added.pop("aten.cat") == 1, added
+    assert sum(added.values()) <= 4, added  # `max`, its value, and `maximum` on the host
+
+
+@world(2)
+def test_the_largest_value_before() -> None:
+    """It is the largest one of all earlier steps, and values of one step do not overwrite those of another."""
+    largest = []
+    for factors in ([50.0, 1.0, 7.0, 1.0], [50.0, 1.0, 7.0, 1.0, math.inf]):
+        model = fully_sharded(Model())
+        with watch(model) as watched:
+            for step, factor in enumerate(factors, 1):
+                block(model, 2).weight = factor
+                model(batch(step)).square().mean().backward()
+                if factor == 50.0:
+                    weight = model.blocks[2].first.weight.grad
+                    largest.append(weight.full_tensor().abs().max().item() if factors[-1] == 1.0 else None)
+                model.zero_grad()
+    (found,) = watched.findings
+    assert (found.step, found.parameter) == (5, "blocks.2.first.weight")
+    assert found.largest_finite == pytest.approx(largest[0], rel=1e-4)  # both ranks have the same batch
+
+
+@pytest.mark.parametrize("stage", ["forward", "local", "reduced"])
+@world(2)
+def test_large_tensors(stage: str) -> None:
+    """Each of them is checked alone, with the same finding."""
+    found = []
+    for large in (nonfinite._LARGE, 30):  # the matrices have more elements, and the biases fewer
+        model = fully_sharded(Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=F16 if stage == "reduced" else None))
+        with mock.patch.object(nonfinite, "_LARGE", large), TorchCalls() as seen, watch(model) as watched:
+            for step in range(1, 4):
+                bad = step == 3 and (dist.get_rank() == 1 or stage == "reduced")
+                block(model, 1).output = math.nan if bad and stage == "forward" else 1.0
+                block(model, 1).weight = {"local": -math.inf, "reduced": 1e12}.get(stage, 1.0) if bad else 1.0
+                model(batch(step)).square().mean().backward()
+                model.zero_grad()
+        assert ("aten.linalg_vector_norm" in seen.counts) == (large == 30), seen.counts
+        found.append(watched.findings)
+    assert found[0] == found[1] and [each.step for each in found[0]] == [3]
+
+
+@world(2)
+def test_when_gradients_are_checked() -> None:
+    """While the side stream packs: its work is queued, and the compute stream does not wait for it yet."""
+    events: list[str] = []
+
+    def noted(name: str, method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return method(*arguments)
+
+        return call
+
+    with side_stream.simulating_device():
+        model = fully_sharded(Model())
+        for shards in {group.shards for each in (model, *model.blocks) for group in state_of(each).unit.param_groups}:
+            shards.traits = replace(shards.traits, waits_in_stream=True)
+        with (
+            mock.patch.object(Reduction, "_pack", noted("pack", Reduction._pack)),
+            mock.patch.object(side_stream._SimulatedEvent, "wait", noted("wait", lambda event: None)),
+            mock.patch.object(Batch, "maxima", noted("check", Batch.maxima)),
+            mock.patch.object(observer, "WatchedWork", side_effect=AssertionError),  # nothing follows collectives
+            watch(model) as watched,
+        ):
+            model(batch()).square().mean().backward()
+        assert watched.findings == [] and watched.steps == 1
+    packed = [number for number, name in enumerate(events) if name == "pack"]
+    assert len(packed) == 4 and all(events[number + 1] == "check" for number in packed), events
+    # The last two reductions use no side stream.
+    assert all(events[number + 2] == "wait" for number in packed[:2]), events
+
+
+@world(1)
+def test_an_exception_in_forward() -> None:
+    """The watch keeps neither outputs nor their graph."""
+    model = fully_sharded(Model())
+
+    def fail(*unused: Any) -> None:
+        raise ZeroDivisionError
+
+    with watch(model) as watched:
+        handle = model.blocks[2].register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(batch())
+        assert watched._forwards == []
+        handle.remove()
+        train(model, 2)
+    assert watched.findings == [] and watched.steps == 2
 
 
 @world(2)
@@ -458,7 +551,7 @@ def test_the_order_of_checks() -> None:
     wide, narrow = torch.ones(2), torch.ones(2, dtype=F16)
     places = [("first", "a", F16), ("first", "b", F16), ("second", "c", F16)]
     (*batches,) = batches_of(Stage.LOCAL, [narrow, wide, narrow], places.__getitem__)
-    record.checks = [(number, check) for number in (0, 3) for batch in batches for check in batch.checks]
+    record.batches, record.starts = batches * 2, [0] * len(batches) + [3] * len(batches)
     names = [name for _, check in record.checks for name in check.names]
     assert names == ["a", "c", "b"] * 2
     found = list(record.seen([1.0, math.inf, math.nan] + [math.inf] * 3, None))

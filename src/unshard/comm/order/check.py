@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...errors import CollectiveError, OrderError, UnshardError, listed
 from ...torch_private import group_timeout
 from .announcing import announcer_of_job
-from .peers import RECENT, STEP, Peers, named
+from .peers import RECENT, STEP, Peers, named, without_remedy
 from .sequence import OrderStore, Progress, shown
 
 POLL_SECONDS = 5.0  # how long a rank waits before it looks for errors of other ranks
@@ -255,7 +255,7 @@ class Order:
             self._publish_error(
                 f"The ranks want different collectives: {they} wants to {shown(theirs, mine)}, {we} to "
                 f"{shown(mine, theirs)}. They differ at position {position} of the process group of "
-                f"{named(self.ranks)}. {self._peers.cause()}"
+                f"{named(self.ranks)}. {self._peers.lines(rank)}{self._peers.cause()}"
             )
 
     def _wait_for_all(self, position: int, text: str) -> None:
@@ -352,7 +352,7 @@ class Order:
         self._raise(self._store.publish_error(error))
 
     def _raise(self, error: str) -> NoReturn:
-        self.error = error
+        self.error, text, first = error, error, min(self.ranks)
         self._peers.fail(error)
         with suppress(RuntimeError):
             self._store.acknowledge(error)
@@ -360,7 +360,9 @@ class Order:
             limit = time.monotonic() + 2 * POLL_SECONDS
             while not self._store.acknowledged_by_all() and time.monotonic() < limit:
                 time.sleep(0.02)
-        raise OrderError(error)
+            if self._store.rank != first and self._store.acknowledged_by_all():
+                text = without_remedy(error, first)
+        raise OrderError(text)
 
 
 Recorded = list[tuple[Order, list[Label]]]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
 
 from ...errors import listed
+from ...torch_private import line_of_program
 from . import announcing
 from .announcing import Announcement, Announcer, announcement
 from .sequence import OrderStore, Progress
@@ -91,6 +93,13 @@ class Peers:
         hosts = {each.rank: each.host for each in announced}
         several = len({*hosts.values()} - {""}) > 1
         return [f"rank {rank} on {hosts[rank]}" if several and hosts[rank] else f"rank {rank}" for rank in ranks]
+
+    def lines(self, rank: int) -> str:
+        """Return sentences with the line of the program on this rank, and the line that `rank` has announced last."""
+        mine = line_of_program(threading.main_thread().ident or 0)
+        theirs = next((each.place for each in self.others() if each.rank == rank), "")
+        text = f"Rank {self._store.rank} is at {mine}. " if mine else ""
+        return text + (f"Rank {rank} was last seen at {theirs}. " if theirs else "")
 
     def fail(self, error: str) -> None:
         """Note that this rank raises `error` about other ranks."""
@@ -275,6 +284,13 @@ def _who(each: Announcement, mine: Announcement) -> str:
 
 def _ago(then: float, now: float) -> str:
     return f"{max(0.0, now - then):.0f} s ago"
+
+
+def without_remedy(error: str, rank: int) -> str:
+    """Return `error` without its long hint, which the error of `rank` has."""
+    for remedy in (REMEDY, RAISED_REMEDY):
+        error = error.replace(remedy, f"The error of rank {rank} says what to do.")
+    return error
 
 
 def named(ranks: list[int]) -> str:
