@@ -85,14 +85,15 @@ test-wheel: $(INSTALLED)
 	awk '/^```/ { if (inside) exit; inside = /^```python/; next } inside' README.md > $(WHEEL)/train.py
 	cd $(WHEEL) && bin/unshard --version && bin/torchrun --standalone --nproc-per-node=2 train.py
 
-# In an environment of its own, which has the libraries as well.
+# In an environment of its own, which has the libraries as well. Examples that need a library also run there.
 STACK := $(CURDIR)/.stack
 test-stack:
 	@test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
 	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH)
 	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH) pytest safetensors xxhash \
 	  --requirement tests/stack/requirements.txt --editable .
-	$(STACK)/bin/python -m pytest -rA --tb=short -m "slow or not slow" tests/stack
+	$(STACK)/bin/python -m pytest -rA --tb=short -m "slow or not slow" tests/stack tests/test_examples.py \
+	  -k "computes or recipe or lightning or accelerate"
 
 # PYTORCH is a source checkout, best of the installed version. FILES="test/distributed/fsdp/test_fsdp_core.py" selects.
 test-upstream: $(INSTALLED)

@@ -9,7 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,7 +195,7 @@ def compare(step: tuple[str, list[str]], processes: int, folder: Path, monkeypat
 # -- programs that write to their folder, and need no terminal ---------------------------------------------------------
 
 
-def run(name: str, folder: Path, *options: str, processes: int = 2, before: tuple[str, ...] = ()) -> str:
+def run(name: str, folder: Path, *options: str, processes: int = 2, before: Sequence[str] = ()) -> str:
     """Run an example in a folder, and return what it printed."""
     torchrun = [*TORCHRUN[:-1], f"--nproc-per-node={processes}"]
     return python("-W", "ignore", *torchrun, *before, EXAMPLES / name, *options, cwd=folder).stdout
@@ -282,7 +282,7 @@ def test_a_nan_is_found_and_its_batch_skipped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_lightning_program(tmp_path: Path) -> None:
     need("lightning")
-    text = run("lightning_fsdp.py", tmp_path, before=(*DROPIN,))
+    text = run("lightning_fsdp.py", tmp_path, before=DROPIN)
     losses = numbers("loss", text)
     assert len(losses) == 5 and losses[-1] < 0.3 * losses[0], text
     assert "the layers are a unshard.fsdp2.module.FSDPModule" in text
@@ -304,14 +304,15 @@ def test_the_accelerate_program(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     program = str(EXAMPLES / "accelerate_fsdp.py")
     driver.write_text(ACCELERATE.format(stack=str(REPOSITORY / "tests" / "stack"), program=program))
-    text = run(str(driver), tmp_path, "--folder=weights", before=(*DROPIN,))
-    losses = numbers("loss", text)
-    assert len(losses) == 6 and losses[-1] < 0.3 * losses[0], text
+    done = python("-W", "ignore", *TORCHRUN, *DROPIN, driver, "--folder=weights", cwd=tmp_path)
+    losses = numbers("loss", done.stdout)
+    assert len(losses) == 6 and losses[-1] < 0.3 * losses[0], done.stdout
+    assert "unshard sharded 3 units" in done.stderr, done.stderr
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(32, 64), *blocks, nn.Linear(64, 32))
-    checkpoint.load_safetensors(tmp_path / "weights", model)
+    checkpoint.load_safetensors(model, tmp_path / "weights")
     tokens = torch.arange(32)
-    assert F.cross_entropy(model(tokens), (tokens + 1) % 32) < 1.2 * losses[-1], text
+    assert F.cross_entropy(model(tokens), (tokens + 1) % 32) < 0.1 * losses[0]
 
 
 # -- recipes: what their pages show ------------------------------------------------------------------------------------
