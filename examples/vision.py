@@ -55,9 +55,10 @@ def average_running_statistics(model: nn.Module) -> None:
         if isinstance(module, nn.BatchNorm2d):
             seen = module.num_batches_tracked.clone()
             dist.all_reduce(seen)
-            for statistic in (module.running_mean, module.running_var):
-                statistic *= module.num_batches_tracked / seen.clamp(min=1)
-                dist.all_reduce(statistic)
+            if seen > 0:  # the same on all ranks
+                for statistic in (module.running_mean, module.running_var):
+                    statistic *= module.num_batches_tracked / seen
+                    dist.all_reduce(statistic)
 
 
 def main() -> None:
