@@ -105,5 +105,7 @@ while step < STEPS:
     step += EVERY
     checkpoint.save(folder, step=step, keep_last=2, **run)
     if dist.get_rank() == 0:
-        print(f"step {step}  loss {loss:.4f}  batch {data.position}  recordings {captured_step.recordings}", flush=True)
+        print(
+            f"step {step}  loss {loss:.4f}  {captured_step.recordings} recordings  skipped {data.skipped}", flush=True
+        )
 dist.destroy_process_group()
