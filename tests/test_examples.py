@@ -463,9 +463,22 @@ def token_weighted_loss(printed: str, folder: Path) -> None:
 
 
 def dpo(printed: str, folder: Path) -> None:
-    falls(printed, folder)
-    margins = torch.tensor(numbers("margin", printed))
-    assert numbers("loss", printed) == pytest.approx(F.softplus(-margins).tolist(), abs=0.05)
+    """The same losses as without sharding, with the pairs of both ranks. Losses are those of rank 0."""
+    draw, policy, reference = [torch.Generator().manual_seed(1 + rank) for rank in range(2)], counting(), counting()
+    optimizer, found = torch.optim.AdamW(policy.parameters(), lr=1e-3), []
+    for _ in range(20):
+        losses = []
+        for each in draw:
+            prompts = torch.randint(32, (16, 1), generator=each)
+            pairs = torch.cat([prompts + torch.arange(8), prompts - torch.arange(8)]) % 32
+            logits = policy(pairs[:, :-1]).log_softmax(-1) - reference(pairs[:, :-1]).detach().log_softmax(-1)
+            better, worse = logits.gather(-1, pairs[:, 1:, None]).sum((1, 2)).chunk(2)
+            losses.append(-F.logsigmoid(0.1 * (better - worse)).mean())
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(losses[0].item())
+    assert numbers("loss", printed) == pytest.approx(found[4::5], abs=1.5e-3)
 
 
 def generate(printed: str, folder: Path) -> None:
