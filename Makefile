@@ -24,7 +24,7 @@ help:
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make test-wheel build the distributions, and run the README's program where only the wheel is installed"
-	@echo "make test-stack run programs of other libraries on unshard and on PyTorch's FSDP, and compare (half an hour)"
+	@echo "make test-stack run programs of other libraries on unshard and on PyTorch's FSDP, and compare (12 to 30 minutes)"
 	@echo "make test-upstream PYTORCH=<checkout> run PyTorch's own FSDP tests on unshard, and count (hours)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
