@@ -389,7 +389,7 @@ def loss_of(model: Any, first: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def assert_trained_like(reference: Any, printed: str, lr: float, seed: int = 1) -> None:
+def assert_trained_like(reference: Any, printed: str, lr: float, seed: int = 1, within: float = 2e-3) -> None:
     """Train without sharding, on the batches of both ranks. Losses are those of rank 0."""
     draw = [torch.Generator().manual_seed(seed + rank) for rank in range(2)]
     optimizer = torch.optim.AdamW([each for each in reference.parameters() if each.requires_grad], lr=lr)
@@ -400,7 +400,7 @@ def assert_trained_like(reference: Any, printed: str, lr: float, seed: int = 1) 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mine.item())
-    assert numbers("loss", printed) == pytest.approx(losses[4::5], rel=0.02)
+    assert numbers("loss", printed) == pytest.approx(losses[4::5], abs=within)
 
 
 def assert_same_loss(model: Any, reference: Any) -> None:
@@ -432,7 +432,7 @@ def qlora(printed: str, folder: Path) -> None:
         folder / "tiny-llama", quantization_config=quantization, device_map={"": "cpu"}
     )
     torch.manual_seed(1)
-    assert_trained_like(with_adapters(model.train()), printed, 1e-2, seed=2)
+    assert_trained_like(with_adapters(model.train()), printed, 1e-2, seed=2, within=0.08)  # bf16
 
 
 def counting() -> nn.Sequential:
