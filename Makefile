@@ -24,7 +24,7 @@ help:
 	@echo "make test-gpu run those that need a CUDA device, with several ranks of NCCL on one device"
 	@echo "make test-versions run the tests with other versions of Python and torch (several GB, an hour)"
 	@echo "make test-wheel build the distributions, and run the README's program where only the wheel is installed"
-	@echo "make test-stack run programs of other libraries on unshard and on PyTorch's FSDP, and compare (half an hour)"
+	@echo "make test-stack run programs of other libraries on unshard and on PyTorch's FSDP, and compare (12 to 30 minutes)"
 	@echo "make test-upstream PYTORCH=<checkout> run PyTorch's own FSDP tests on unshard, and count (hours)"
 	@echo "make bench    time training steps beside PyTorch's FSDP on the CPU, and name the other benchmarks"
 	@echo "make lint     check style and formatting"
@@ -86,14 +86,15 @@ test-wheel: $(INSTALLED)
 	awk '/^```/ { if (inside) exit; inside = /^```python/; next } inside' README.md > $(WHEEL)/train.py
 	cd $(WHEEL) && bin/unshard --version && bin/torchrun --standalone --nproc-per-node=2 train.py
 
-# In an environment of its own, which has the libraries as well.
+# In an environment of its own, which has the libraries as well. Examples that need a library also run there.
 STACK := $(CURDIR)/.stack
 test-stack:
 	@test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
 	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH)
 	@$(STACK)/bin/python -m pip --quiet --disable-pip-version-check install torch==$(TORCH) pytest safetensors xxhash \
 	  --requirement tests/stack/requirements.txt --editable .
-	$(STACK)/bin/python -m pytest -rA --tb=short -m "slow or not slow" tests/stack
+	$(STACK)/bin/python -m pytest -rA --tb=short -m "slow or not slow" tests/stack tests/test_examples.py \
+	  -k "computes or recipe or lightning or accelerate"
 
 # PYTORCH is a source checkout, best of the installed version. FILES="test/distributed/fsdp/test_fsdp_core.py" selects.
 test-upstream: $(INSTALLED)

@@ -24,7 +24,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 def links() -> Iterator[tuple[Path, str]]:
     pages = [HERE.parent / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    for page in (*pages, *sorted(DOCS.glob("*.md"))):
+    for page in (*pages, *sorted(DOCS.rglob("*.md"))):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if not target.startswith(("http", "mailto")):
                 yield page, target
