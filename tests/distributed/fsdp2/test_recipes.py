@@ -86,54 +86,8 @@ def test_generate_on_models_that_do_not_fit() -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 
-<<<<<<< HEAD
-@world(2)
-def test_publishing_weights(tmp_path: Path) -> None:
-    model, reference = fully_shard(Language()), Language()
-    path = tmp_path / "model.pt"
-    run("Publishing weights", model=model, path=path)
-    if dist.get_rank() == 0:
-        reference.load_state_dict(torch.load(path))
-        assert torch.load(path).keys() == reference.state_dict().keys()
-
-
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.vision, self.text = nn.Linear(8, 4), nn.Linear(3, 4)
-
-
-@world(2)
-def test_skipped_towers() -> None:
-    """Rank 0 has images, rank 1 has none."""
-    tokens, images = torch.ones(2, 3), torch.ones(5, 8)
-    model, reference = Towers(), Towers()
-    for tower in (model.vision, model.text):
-        fully_shard(tower)
-    output = run("Skipped towers", model=model, tokens=tokens, images=None if dist.get_rank() else images)["output"]
-    output.square().sum().backward()
-    both = reference.text(tokens) + reference.vision(images).mean(0), reference.text(tokens)
-    (sum(each.square().sum() for each in both) / 2).backward()
-    for name, mine in model.named_parameters():
-        torch.testing.assert_close(mine.grad.full_tensor(), reference.get_parameter(name).grad)
-
-
-def test_every_recipe_is_run() -> None:
-    headings = re.findall(r"^## (.+)$", (REPOSITORY / "docs/recipes.md").read_text(), re.MULTILINE)
-    run_here = re.findall(r'run\("([^"]+)"', Path(__file__).read_text())
-    assert len(headings) == 7 and set(headings) == set(run_here)
-
-
 def test_the_program_of_the_readme(tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
-=======
-@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["float32"]))  # bfloat16 takes a minute on a CPU
-def test_the_program_of_the_readme(dtype: str, tmp_path: Path) -> None:
-    text = listing("README.md", "Use")
-    assert len(text.splitlines()) <= 40 and text.count("bfloat16") == 1
-    text = text.replace("bfloat16", dtype)
->>>>>>> h-recipes
     program = tmp_path / "train.py"
     program.write_text(listing("README.md", "Use"))
     command, *expected = re.findall(r"^```\n(\$ torchrun.*?)^```", text, re.MULTILINE | re.DOTALL)[0].splitlines()
