@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py checkpoints
 
-torchrun starts the program again after a loss, and the program loads the last checkpoint, with any number of ranks that
-divides the 12 samples of a step. docs/node_loss.md has the commands for several hosts.
+torchrun starts the program again after a loss, and the program loads the last checkpoint, with up to 12
+ranks, the samples of a step. docs/node_loss.md has the commands for several hosts.
 """
 
 import os
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import unshard
 from unshard import checkpoint, fully_shard
 
 STEPS, EVERY, BATCH = 200, 20, 12  # BATCH: samples of a step, over all ranks
@@ -64,16 +65,18 @@ def train(folder: str) -> None:
         while step < STEPS:
             rate = scheduler.get_last_lr()[0]
             inputs, targets = (each.to(device) for each in samples.next())
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            loss.backward()
+            with unshard.step(model) as training:  # the mean over the samples of all ranks
+                loss = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
+                training.backward(loss, weight=len(inputs))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             step += 1
-            dist.all_reduce(loss := loss.detach() / dist.get_world_size())
-            say(f"step {step} sample {samples.position} lr {rate:.6g} loss {loss.item():.9g}")
+            say(f"step {step} sample {samples.position} lr {rate:.6g} loss {training.loss.item():.9g}")
             if step % EVERY == 0 or step == STEPS:
                 saver.save(step=step, **run)
+            if step == EVERY:
+                saver.wait()  # raises now, not at the next save, if hosts see different folders
 
 
 if __name__ == "__main__":

@@ -124,7 +124,10 @@ class Unpublished:
         self._lock = storage.lock(self.folder / _LOCK, create=True)
 
     def _exists(self) -> CheckpointError:
-        return CheckpointError(f"{self.target} exists already. Delete it first, or save to another path.")
+        return CheckpointError(
+            f"{self.target} exists already. If another job saves to this folder, choose another one. Otherwise, delete "
+            "the checkpoint first."
+        )
 
     def publish(self) -> None:
         """Rename the folder to its public name. Call this after all files in it are on the disk."""

@@ -54,16 +54,15 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:
         error = caught
-    own = (result, None if error is None else error_text(error))
+    own = (result, None if error is None else error_text(error), socket.gethostname())
     answers: list[Any] = [own]
     if size > 1:
         answers = [None] * size
         with exchanging(what, own[1]):
             dist.all_gather_object(answers, own)
-    failed = {number: text for number, (_, text) in enumerate(answers) if text is not None}
-    if failed:
-        raise CheckpointError(_message(what, failed, size)) from error
-    return [value for value, _ in answers]
+    if any(text is not None for _, text, _ in answers):
+        raise CheckpointError(_message(what, [(text, host) for _, text, host in answers])) from error
+    return [value for value, _, _ in answers]
 
 
 @contextmanager
@@ -176,18 +175,20 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _message(what: str, failed: dict[int, str], size: int) -> str:
-    if size == 1:
-        return f"{what} failed. {failed[0]}"
-    by_text: dict[str, list[int]] = {}
-    for rank, text in failed.items():
-        by_text.setdefault(text, []).append(rank)
+def _message(what: str, answers: list[tuple[str | None, str]]) -> str:
+    """`answers` are the error and the host of each rank."""
+    if len(answers) == 1:
+        return f"{what} failed. {answers[0][0]}"
+    several = len({host for _, host in answers}) > 1
+    failed: dict[tuple[str, str], list[int]] = {}
+    for rank, (text, host) in enumerate(answers):
+        if text is not None:
+            failed.setdefault((text, f" ({host})" if several else ""), []).append(rank)
     parts = []
-    for text, ranks in list(by_text.items())[:4]:
-        some = f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks, most=8)}"
-        who = "all ranks" if len(ranks) == size else some
-        parts.append(f"On {who}: {text}")
-    more = f" {len(by_text) - 4} other errors." if len(by_text) > 4 else ""
+    for (text, host), ranks in list(failed.items())[:4]:
+        some = f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks, most=8)}{host}"
+        parts.append(f"On {'all ranks' if len(ranks) == len(answers) else some}: {text}")
+    more = f" {len(failed) - 4} other errors." if len(failed) > 4 else ""
     return f"{what} failed. {' '.join(parts)}{more}"
 
 

@@ -113,7 +113,9 @@ def test_saving_to_private_folders(pool: HostPool, disks: list[Path], call: Call
     """One error on all ranks, which says who does not see what. No folder of a checkpoint stays on any disk."""
     texts = pool.run(fail, 4, {"disks": disks, "call": call})
     for text in texts:
-        assert text.startswith("Saving step 5 to checkpoints failed. On ranks 2, 3: checkpoints/.saving_step_00000005_")
+        assert text.startswith(
+            "Saving step 5 to checkpoints failed. On ranks 2, 3 (host1): checkpoints/.saving_step_00000005_"
+        )
         assert "does not exist on host1, but rank 0 sees it. All ranks must see the same files" in text
     assert not any([*(disk / PATH).glob("*")] for disk in disks)
 
@@ -141,7 +143,7 @@ def make_stale(disks: list[Path], stale: int, steps: list[int]) -> None:
 
 
 AHEAD = "host1 sees step_00000003 in checkpoints, and rank 0 on host0 does not"
-NOT_SEEN = "On ranks 2, 3: checkpoints/step_00000003/manifest.json does not exist on host1, but rank 0 sees it"
+NOT_SEEN = r"On ranks 2, 3 \(host1\): checkpoints/step_00000003/manifest.json does not exist on host1, but rank 0 sees it"
 READERS = "one by rank 0 on host0, rank 1 on host0; one by rank 2 on host1, rank 3 on host1"
 
 
@@ -151,7 +153,7 @@ READERS = "one by rank 0 on host0, rank 1 on host0; one by rank 2 on host1, rank
         (0, [2], load, AHEAD),
         (1, [2], load, NOT_SEEN),
         (1, [], load, NOT_SEEN),
-        (0, [], load, "On rank 0: There is no checkpoint in checkpoints"),
+        (0, [], load, r"On rank 0 \(host0\): There is no checkpoint in checkpoints"),
         (0, [2], load_latest, f"different checkpoints: {READERS}"),
         (1, [2], load_latest, NOT_SEEN),
         (1, [], load_if_there_is_one, "wants to .*load a checkpoint"),
@@ -170,7 +172,7 @@ def test_loading_when_one_host_sees_an_older_folder(
     ("name", "error"),
     [
         ("manifest.json", f"different manifests in checkpoints/step_00000003: {READERS}"),
-        ("rank_00003.bin", "On rank 3: checkpoints/step_00000003/rank_00003.bin is damaged"),
+        ("rank_00003.bin", "On rank 3 (host1): checkpoints/step_00000003/rank_00003.bin is damaged"),
     ],
 )
 def test_loading_when_one_host_sees_an_older_file(pool: HostPool, disks: list[Path], name: str, error: str) -> None:
@@ -226,7 +228,9 @@ def become_another_user(disks: list[Path], umask: int) -> None:
     os.setgid(1001 + host)
     os.setuid(1001 + host)
     expected = (
-        "later step than 1" if umask == 0 else r"On rank 2: PermissionError: Permission denied \(checkpoints/.sav"
+        "later step than 1"
+        if umask == 0
+        else r"On rank 2 \(host1\): PermissionError: Permission denied \(checkpoints/.sav"
     )
     with mock.patch("time.time", lambda: now() - 86400 * host):
         if umask == 0:
