@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,9 @@ class Memory:
 # ----------------------------------------------------------------------------------------------- progress
 
 
+_WIDTH = 24  # of bars and curves: a terminal of 80 columns also shows the figures beside them
+
+
 class Progress:
     """A table that is drawn anew in place on a terminal; elsewhere a plain line about every tenth of the way."""
 
@@ -287,14 +291,14 @@ class Progress:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
+        bar = partial(ProgressBar, width=_WIDTH, complete_style="red", finished_style="green")
         table = Table.grid(padding=(0, 2))
-        table.add_row("training", ProgressBar(self.total, step, width=40), facts)
-        table.add_row("loss", curve(self.losses, 40), f"{self.losses[0]:.3f} at first")
+        table.add_row("training", bar(self.total, step), facts)
+        table.add_row("loss", curve(self.losses, _WIDTH), f"{self.losses[0]:.3f} at first")
         unsharded = memory[0].unsharded
         for rank, each in enumerate(memory):
-            bar = ProgressBar(unsharded, each.sharded, width=40)
-            table.add_row(f"memory of rank {rank}", bar, mib(each.sharded))
-        table.add_row("unsharded", ProgressBar(1, 1, width=40), f"{mib(unsharded)}: parameters, gradients, AdamW")
+            table.add_row(f"memory of rank {rank}", bar(unsharded, each.sharded), mib(each.sharded))
+        table.add_row("unsharded", bar(1, 1), mib(unsharded))
         return table
 
     def close(self) -> None:
@@ -397,7 +401,7 @@ def train(
         loss = loss_of(model, data, draw_starts(data, step, args), args.seq, device)
         loss.backward()
         optimizer.step()
-        recording.step(loss, step=step)  # of rank 0; does not wait for the device
+        recording.step(loss, step=step)  # of rank 0, whose batch is another one; does not wait for the device
         pending.append(loss.detach())
         ends = checkpoints.after_step(step, device) or step == args.steps
         if step % interval == 0 or step == done + 1 or ends:
@@ -473,7 +477,10 @@ def report(outcome: Outcome, validation_loss: float, memory: Memory, sample: str
     print("             parameters, gradients and AdamW state between steps")
     if memory.cuda_peak:
         print(f"             {mib(memory.cuda_peak)} peak on rank 0's GPU, activations included")
-    print("sample\n" + "\n".join("    | " + line for line in sample.split("\n")), flush=True)
+    print(
+        f"sample after {outcome.last_step} steps\n" + "\n".join("    | " + line for line in sample.split("\n")),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -494,7 +501,9 @@ def main() -> None:
         with tools.record(folder, model, optimizer) as recording:
             outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording, full_bytes)
         if outcome.last_step < args.steps:
-            say(f"\nstopped after step {outcome.last_step}; the same command goes on from there")
+            say(
+                f"\nstopped after step {outcome.last_step}; the same command goes on from there (torchrun may print a traceback)"
+            )
         else:
             memory = Memory.measure(model, optimizer, full_bytes)[0]
             validation_loss = validate(model, held_out, args, device)

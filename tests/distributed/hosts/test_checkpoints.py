@@ -143,7 +143,9 @@ def make_stale(disks: list[Path], stale: int, steps: list[int]) -> None:
 
 
 AHEAD = "host1 sees step_00000003 in checkpoints, and rank 0 on host0 does not"
-NOT_SEEN = r"On ranks 2, 3 \(host1\): checkpoints/step_00000003/manifest.json does not exist on host1, but rank 0 sees it"
+NOT_SEEN = (
+    r"On ranks 2, 3 \(host1\): checkpoints/step_00000003/manifest.json does not exist on host1, but rank 0 sees it"
+)
 READERS = "one by rank 0 on host0, rank 1 on host0; one by rank 2 on host1, rank 3 on host1"
 
 
