@@ -163,7 +163,10 @@ def convergence(found: list[Row]) -> Any:
                     picture.text(left - 6, y + 5, f"{tick:g}", "small right")
         for tick in _ticks(0, last)[::2]:
             picture.text(
-                left + tick / last * (wide - 18), bottom + 18, f"{tick:,.0f}", "small middle" if tick else "small"
+                left + tick / last * (wide - 18),
+                bottom + 18,
+                f"{tick:,.0f}",
+                "small" if not tick else "small right" if tick == last else "small middle",
             )
         mine = [row for row in rows if row["precision"] == precision]
         for side, width, opacity in (("unshard", 5, 0.45), ("fsdp2", 1.2, 1)):

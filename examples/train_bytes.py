@@ -502,7 +502,7 @@ def main() -> None:
             outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording, full_bytes)
         if outcome.last_step < args.steps:
             say(
-                f"\nstopped after step {outcome.last_step}; the same command goes on from there (torchrun may print a traceback)"
+                f"\nstopped after step {outcome.last_step}; the same command goes on from there (a traceback may follow)"
             )
         else:
             memory = Memory.measure(model, optimizer, full_bytes)[0]

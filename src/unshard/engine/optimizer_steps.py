@@ -32,7 +32,7 @@ from .params.param import Replacements, Steps, dropped_name, former_name, steps_
 from .root import Root
 from .shard_lookup import built_too_early, cut_flat, orders_of_groups, roots_of_groups, sharded_grads_of
 from .sharded_grad import LISTENERS
-from .unmanaged import all_modules
+from .unmanaged import all_modules, warn_of_unsharded_root
 
 
 class _Checked(NamedTuple):
@@ -172,6 +172,7 @@ def check_optimizer(optimizer: Any, parameters: list[Any]) -> None:
     _refuse_unsharded(optimizer, parameters)
     _refuse_replaced(optimizer, parameters)
     _warn_of_dropped(optimizer, parameters)
+    warn_of_unsharded_root(parameters)
     if not getattr(optimizer, "streams_state", False):
         _refuse_state_on_the_host(optimizer, parameters)
     _refuse_unsharded_state(optimizer, parameters)

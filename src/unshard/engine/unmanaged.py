@@ -1,4 +1,4 @@
-"""Parameters that no unit manages: parameters added after sharding, or shared with a module outside all units."""
+"""Parameters that no unit manages: added after sharding, beside sharded modules, or shared with modules outside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -17,8 +18,9 @@ from torch.nn.modules.module import (
 
 from ..errors import listed
 from ..torch_private import is_replicated, own_modules, own_parameters, stack_level_of_program
+from .param_group import param_group_of, param_groups_of
 from .params.param import ParamLocation
-from .unit import Unit
+from .unit import STATE_KEY, Unit
 
 _SHOWN = 5
 
@@ -110,6 +112,50 @@ def _register() -> None:
 def _parameter_comes(module: nn.Module, name: str, parameter: Any) -> None:
     if own_parameters(module).get(name) is None:  # otherwise it is replaced, which its unit detects
         Unmanaged.notice(module)
+
+
+def warn_of_unsharded_root(parameters: list[Any]) -> None:
+    """Warn if an optimizer steps parameters beside sharded modules, in a module that was not sharded itself."""
+    ranks = max([each.shards.world * each.replicas.world for each in param_groups_of(parameters)], default=1)
+    outside = {
+        id(each): each
+        for each in parameters
+        if each.requires_grad and not isinstance(each, DTensor) and param_group_of(each) is None
+    }
+    if ranks == 1 or not outside:
+        return
+    modules = list(all_modules())
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for module in modules:
+        for child in own_modules(module).values():
+            if child is not None:
+                parents.setdefault(child, []).append(module)
+    sharded = {module for module in modules if STATE_KEY in module.__dict__}
+    around = _with_ancestors(sharded, parents)
+    tops: dict[nn.Module, None] = {}
+    for module in modules:
+        if not outside.keys().isdisjoint(map(id, own_parameters(module).values())):
+            above = _with_ancestors({module}, parents)
+            if sharded.isdisjoint(above) and not any(map(is_replicated, above)):
+                tops.update(dict.fromkeys(each for each in above if each in around and each not in parents))
+    for top in tops:
+        names = [name for name, each in top.named_parameters() if id(each) in outside]
+        warnings.warn(
+            f"No unit manages these parameters: {listed(names, _SHOWN)}. The {type(top).__name__} that contains them "
+            "and sharded modules was not sharded itself, so their gradients are not reduced: each of the "
+            f"{ranks} ranks trains its own. Shard this module last (fully_shard(model)), or reduce these gradients in "
+            "your program.",
+            stacklevel=stack_level_of_program(),
+        )
+
+
+def _with_ancestors(modules: set[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
+    found, waiting = set(modules), list(modules)
+    while waiting:
+        above = [each for each in parents.get(waiting.pop(), ()) if each not in found]
+        found.update(above)
+        waiting += above
+    return found
 
 
 def warn_of_untied(units: list[Unit]) -> None:

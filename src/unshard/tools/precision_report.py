@@ -294,9 +294,9 @@ def _unmanaged(plan: ModelPlan) -> Iterator[str]:
     if plan.unmanaged:
         names = quoted([name for name, _ in plan.unmanaged])
         yield (
-            f"Parameters {names}: in no unit (ignored, or added after sharding), so their gradients are not reduced "
-            "and ranks diverge; leave them out of ignored_params, add them before fully_shard, or reduce their "
-            "gradients yourself."
+            f"Parameters {names}: in no unit (ignored, added after sharding, or the root was not sharded), so their "
+            "gradients are not reduced and ranks diverge; call fully_shard(model) last, leave them out of "
+            "ignored_params, or reduce their gradients yourself."
         )
 
 

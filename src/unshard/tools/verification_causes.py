@@ -183,8 +183,9 @@ def _unmanaged(case: Case) -> Iterator[str]:
     names = [n for n in case.starts[0].unmanaged if n in {each.name for each in case.found if each.what != "loss"}]
     if names and case.step:
         yield (
-            f"{listed(names)} belong to no unit (ignored, or added after sharding), so nobody reduces their gradients "
-            "and every rank trains its own copy. Leave them out of ignored_params, or reduce their gradients yourself."
+            f"{listed(names)} belong to no unit (ignored, added after sharding, or the root was not sharded), so "
+            "nobody reduces their gradients and every rank trains its own copy. Call fully_shard(model) last, leave "
+            "them out of ignored_params, or reduce their gradients yourself."
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -155,3 +157,31 @@ def test_an_original_parameter_that_no_module_has_is_nobodys_loss() -> None:
     head.weight = frozen.weight
     fully_shard(head)(torch.ones(1, 3))
     assert len(before) == 2
+
+
+@pytest.mark.parametrize("front_end", [fully_shard, FSDP])
+@world(2)
+def test_a_root_that_was_never_sharded(front_end: Callable[..., nn.Module]) -> None:
+    """Its own parameters are trained by each rank alone. Said once per optimizer, and not of frozen parameters."""
+    model = Stack()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = front_end(block)
+    outside = [name for name, _ in model.named_parameters() if not name.startswith("blocks.")]
+    assert outside
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(batch()).sum().backward()
+    with pytest.warns(UserWarning, match=UNMANAGED.format(re.escape(", ".join(outside)))):
+        optimizer.step()
+    optimizer.step()
+    for name in outside:
+        model.get_parameter(name).requires_grad_(False)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@world(2)
+def test_parameters_of_another_model() -> None:
+    """No module contains both: they may be reduced in another way."""
+    model, other = sharded(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    model(batch()).sum().backward()
+    optimizer.step()
