@@ -27,6 +27,8 @@ from unshard.comm.order import announcing as module
 from unshard.errors import CollectiveError, OrderError
 
 THREAD = "unshard announces"
+# If all ranks raise, only the first one prints what to do.
+REMEDY = "(Training can continue after|Look for branches, loops and losses|The error of rank 0 says what to do)"
 
 
 def is_last() -> bool:
@@ -136,13 +138,13 @@ def test_one_rank_raises_and_goes_on(stage: str) -> None:
         )
         if stage == "backward":
             cause = r"rank \d raised an exception \(in backward, units '\(root\)', 'blocks.1'; forward "
-        with pytest.raises(OrderError, match=cause + r"number 4\), \d+ s ago. Training can continue after") as caught:
+        with pytest.raises(OrderError, match=cause + rf"number 4\), \d+ s ago. {REMEDY}") as caught:
             if is_last():
                 with pytest.raises(ValueError, match="bad data"):
                     _raise_in(model, stage)
             step(model, [0, 1, 2])
             step(model, [0, 1, 2])
-        assert "branches" not in str(caught.value)
+        assert "Look for branches" not in str(caught.value)
         assert_at_rest(model)
 
 
@@ -202,7 +204,7 @@ def test_all_ranks_raise(stage: str) -> None:
             each.zero_grad()
             step(each, [0, 1, 2])
         assert_gradients(model, reference)
-        with pytest.raises(OrderError, match="Look for branches, loops and losses") as caught:
+        with pytest.raises(OrderError, match=REMEDY) as caught:
             step(model, [2, 1, 0] if is_last() else [0, 1, 2])
         assert "bad data" not in str(caught.value)
 
