@@ -501,9 +501,7 @@ def main() -> None:
         with tools.record(folder, model, optimizer) as recording:
             outcome = train(model, optimizer, checkpoints, done, train_data, args, device, recording, full_bytes)
         if outcome.last_step < args.steps:
-            say(
-                f"\nstopped after step {outcome.last_step}; the same command goes on from there (a traceback may follow)"
-            )
+            say(f"\nstopped after step {outcome.last_step}; the same command goes on from there (a traceback follows)")
         else:
             memory = Memory.measure(model, optimizer, full_bytes)[0]
             validation_loss = validate(model, held_out, args, device)
