@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import __version__
-from ..comm.order.peers import FAILED_REMEDY, RAISED_REMEDY, REMEDY, named
+from ..comm.order.peers import REMEDIES, named
 from ..comm.order.sequence import shown
 from .hang_facts import DATA, LOCK, SLEEP
 from .hang_waits import Record, Waits, every, has_raised, issued_by, place_in, stalled
@@ -263,7 +263,7 @@ def _finding(facts: Facts, report: HangReport) -> str:
     missing, texts = facts.waits.missing, []
     if facts.error:
         error = facts.error
-        for remedy in (REMEDY, RAISED_REMEDY, FAILED_REMEDY):
+        for remedy in REMEDIES:
             error = error.replace(remedy, "").strip()
         texts.append(error)
     if not missing:

@@ -123,6 +123,9 @@ def test_a_rank_that_waits_says_where_the_others_are() -> None:
 # --- ranks that raise ----------------------------------------------------------------------------------------------
 
 
+HINT = r"({}|The error of rank 0 says what to do\.)"  # once all ranks raise, only the first one prints the long hint
+
+
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @world(2, 3)
 def test_one_rank_raises_and_goes_on(stage: str) -> None:
@@ -136,13 +139,15 @@ def test_one_rank_raises_and_goes_on(stage: str) -> None:
         )
         if stage == "backward":
             cause = r"rank \d raised an exception \(in backward, units '\(root\)', 'blocks.1'; forward "
-        with pytest.raises(OrderError, match=cause + r"number 4\), \d+ s ago. Training can continue after") as caught:
+        with pytest.raises(
+            OrderError, match=cause + r"number 4\), \d+ s ago. " + HINT.format("Training can")
+        ) as caught:
             if is_last():
                 with pytest.raises(ValueError, match="bad data"):
                     _raise_in(model, stage)
             step(model, [0, 1, 2])
             step(model, [0, 1, 2])
-        assert "branches" not in str(caught.value)
+        assert "Look for branches" not in str(caught.value)
         assert_at_rest(model)
 
 
@@ -202,7 +207,7 @@ def test_all_ranks_raise(stage: str) -> None:
             each.zero_grad()
             step(each, [0, 1, 2])
         assert_gradients(model, reference)
-        with pytest.raises(OrderError, match="Look for branches, loops and losses") as caught:
+        with pytest.raises(OrderError, match=HINT.format("Every rank must run the same forwards")) as caught:
             step(model, [2, 1, 0] if is_last() else [0, 1, 2])
         assert "bad data" not in str(caught.value)
 
