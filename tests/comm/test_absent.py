@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import sys
+import threading
 import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from unshard.comm.order.announcing import Announcement, first_line_of
+from unshard.comm.order import announcing
+from unshard.comm.order.announcing import Announcement, Announcer, first_line_of
 from unshard.comm.order.check import WARN_SECONDS
 from unshard.comm.order.peers import RECENT, Peers, absent_ranks, raised_lately
 
@@ -79,6 +84,49 @@ def test_exceptions_that_ranks_have_in_common_are_no_cause() -> None:
     assert raised_lately([both[0], other(1)], 100.0) == "rank 0 raised ValueError: x, 30 s ago"
     elsewhere = other(1, raised="OSError: y", raised_after=48, raised_at=70.0)
     assert "rank 1 raised OSError: y" in raised_lately([both[0], elsewhere], 100.0)
+
+
+class _Job:
+    """A store that keeps announcements, and nothing else."""
+
+    def __init__(self) -> None:
+        self.written = dict[str, str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.written[key] = value
+
+
+def _announcer(issued: list[int]) -> tuple[Announcer, _Job]:
+    """An announcer without a thread. `issued` has the number of collectives of its only process group."""
+    job, peers = _Job(), SimpleNamespace(name="a", position=lambda now: (issued[0], "step its optimizer", now))
+    announcer = Announcer.__new__(Announcer)
+    announcer.job, announcer.rank, announcer._ahead, announcer._peers = job, 1, 0.0, [peers]
+    announcer._lock, announcer._stop, announcer._wake = threading.Lock(), threading.Event(), threading.Event()
+    announcer._count, announcer.last_raised, announcer._place, announcer._placed_at = 0, {}, "", []
+    return announcer, job
+
+
+@pytest.mark.parametrize(("moved", "fails"), [(False, False), (True, False), (True, True)])
+def test_the_line_of_a_rank_that_ended_is_not_older_than_its_collective(moved: bool, fails: bool) -> None:
+    issued, last = [3], None
+    announcer, job = _announcer(issued)
+    with mock.patch.object(announcing, "line_of_program", lambda thread: "train.py:10 in shard"):
+        announcer.announce()
+    issued[0] += moved
+    if fails:
+        with pytest.raises(ZeroDivisionError) as caught:
+            raise ZeroDivisionError
+        last = caught.value
+    with (
+        mock.patch.object(announcing, "line_of_program", lambda thread: ""),
+        mock.patch.object(sys, "last_value", last, create=True),
+    ):
+        announcer.announce(ended="has ended")
+    place = json.loads(job.written["rank 1"])["place"]
+    if fails:
+        assert re.fullmatch(r".*test_absent\.py:\d+ in test_the_line_of_a_rank_that_ended_\w+", place)
+    else:
+        assert place == ("" if moved else "train.py:10 in shard")
 
 
 def test_an_exception_in_one_line() -> None:

@@ -163,6 +163,36 @@ def test_the_first_difference_is_named() -> None:
     assert "Every rank must run the same units in the same order" in report.finding
 
 
+def test_a_rank_that_ended_because_of_a_difference() -> None:
+    """The error says where the ranks differ. A rank that raised it may end before the report is made."""
+    here = {"recent": {"all": {"4": "0.1 gather a", "5": "1.2 gather b"}}, "facts": {}}
+    there = {**here, "recent": {"all": {"4": "0.1 gather a", "5": "2.3 gather c"}}}
+    waiting = record({"all": 6}, last="prefetch d")
+    ended = record({"all": 5}, facts={"doing": "in a collective"}, ended="has ended", place="train.py:9 in validate")
+    texts = {**here["recent"]["all"], "6": "3.4 prefetch d"}
+    error = "The ranks want different collectives: rank 1 wants to gather c, rank 0 to gather b."
+    report = table_of(
+        waiting, ended, answers={1: there}, texts={"all": {int(k): v for k, v in texts.items()}}, error=error
+    )
+    assert report.rows[1].state == "has ended" and report.finding.count("want different collectives") == 1
+    assert report.finding.endswith("Look for a branch that depends on the rank or its data.")
+    # Rank 0 has prefetched since.
+    assert (report.position, report.collective) == (5, "gather b")
+    assert (report.rows[0].waits_for, report.rows[0].last) == ("gather b", "prefetch d")
+    assert report.rows[1].waits_for == ""
+
+
+def test_a_line_that_is_older_than_the_last_collective_is_left_out() -> None:
+    """Of a rank that has ended, what it was doing is known from its last announcement but one."""
+    facts = {"doing": "in a collective", "line": "train.py:2 in shard"}
+    stale, fresh = (record({"all": 4}, facts=facts, ended="has ended", place=each) for each in ("", "train.py:2 in f"))
+    rows = [table_of(record({"all": 5}), each).rows[1] for each in (stale, fresh)]
+    assert [(row.state, row.line) for row in rows] == [
+        ("has ended", ""),
+        ("has ended while in a collective", "train.py:2 in shard"),
+    ]
+
+
 def test_units_are_found_in_descriptions() -> None:
     assert unit_in("all-gather unit 'a.b'") == "a.b" and unit_in("reduce units 'a', 'b'") == "a, b"
     assert unit_in(STEP) == ""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import __version__
-from ..comm.order.peers import FAILED_REMEDY, RAISED_REMEDY, REMEDY, named
+from ..comm.order.peers import REMEDIES, named
 from ..comm.order.sequence import shown
 from .hang_facts import DATA, LOCK, SLEEP
 from .hang_waits import Record, Waits, every, has_raised, issued_by, place_in, stalled
@@ -161,6 +161,9 @@ def report_of(facts: Facts, reason: str) -> HangReport:
         text = wanted.get(report.position, "")
         report.collective = shown(text) if text else place_in(facts.records[leader], group)[1]
         report.unit = unit_in(report.collective)
+        for row in rows:  # a rank has also announced the collectives that it prefetches
+            if row.rank in waiting and row.rank in facts.waits.waiting:
+                row.waits_for = report.collective
     report.finding = _finding(facts, report)
     return report
 
@@ -215,7 +218,7 @@ def _row_of(rank: int, facts: Facts) -> HangRow:
         unit=unit_in(last),
         last=last,
         position=issued,
-        line=known.get("line") or record.get("place", ""),
+        line=("" if _is_stale(rank, facts) else known.get("line")) or record.get("place", ""),
         stack=answer.get("stack", []),
         threads=answer.get("threads", {}),
     )
@@ -223,7 +226,7 @@ def _row_of(rank: int, facts: Facts) -> HangRow:
 
 def _state_of(rank: int, facts: Facts, known: dict[str, Any]) -> str:
     record, doing, process = facts.records[rank], known.get("doing", ""), facts.processes.get(rank, "")
-    while_doing = f" while {doing}" if doing else ""
+    while_doing = f" while {doing}" if doing and not facts.error and not _is_stale(rank, facts) else ""
     if not record:
         return "has announced nothing: it has not sharded a module, or has not started"
     if record.get("ended"):
@@ -242,6 +245,12 @@ def _state_of(rank: int, facts: Facts, known: dict[str, Any]) -> str:
     if rank not in facts.waits.missing:
         return doing or "runs"
     return _busy(record, known)
+
+
+def _is_stale(rank: int, facts: Facts) -> bool:
+    """Return True if the rank has ended and what is known about its program may be older than its last collective."""
+    record = facts.records[rank]
+    return bool(record.get("ended")) and not record.get("place") and rank not in facts.answers
 
 
 def some_of_waited(facts: Facts, rank: int) -> list[int]:
@@ -263,7 +272,7 @@ def _finding(facts: Facts, report: HangReport) -> str:
     missing, texts = facts.waits.missing, []
     if facts.error:
         error = facts.error
-        for remedy in (REMEDY, RAISED_REMEDY, FAILED_REMEDY):
+        for remedy in REMEDIES:
             error = error.replace(remedy, "").strip()
         texts.append(error)
     if not missing:
@@ -273,7 +282,8 @@ def _finding(facts: Facts, report: HangReport) -> str:
     rows = {row.rank: row for row in report.rows}
     if facts.waits.circular:
         texts.append(f"{named(missing).capitalize()} wait for each other: their collectives differ in order.")
-    said, differences = set(), _differences(facts)
+    differ = "want different collectives" in facts.error  # the error then says where
+    said, differences = set(), [] if differ else _differences(facts)
     for rank in missing[:8]:
         row = rows[rank]
         text = f"Rank {rank}: {row.state}."
@@ -282,7 +292,7 @@ def _finding(facts: Facts, report: HangReport) -> str:
         if row.line:
             text += f" Its line: {row.line}."
         texts.append(text)
-        said.add(_advice(row.state, bool(differences)))
+        said.add(_advice(row.state, differ or bool(differences)))
     texts += differences
     if facts.waits.waiting and report.collective:
         waiting = facts.waits.waiting
@@ -294,6 +304,8 @@ def _finding(facts: Facts, report: HangReport) -> str:
 def _advice(state: str, differs: bool) -> str:
     if "cut off" in state:
         return _CUT_OFF
+    if differs and state.startswith("has ended"):
+        return _SAME_ORDER  # it ended because of the difference
     if lost := next((advice for begin, advice in _LOST.items() if state.startswith(begin)), ""):
         return lost
     return _SAME_ORDER if differs else next(advice for text, advice in _BUSY.items() if text in state)

@@ -64,7 +64,7 @@ class Seen:
 
     @property
     def place(self) -> tuple[int, str, str]:
-        return self.stage, self.unit, "" if self.stage == Stage.FORWARD else self.parameter
+        return self.stage, self.unit, self.parameter
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,14 @@ class Check:
     indices: tuple[int, ...]
     """The order in which the program computed the tensors, among those that were checked together."""
 
+    @property
+    def is_module(self) -> bool:
+        """True for outputs of a module inside the unit, and False for outputs of the unit itself."""
+        return self.stage is Stage.FORWARD and any(self.names)
+
 
 Place = tuple[str, str, torch.dtype]
-"""A unit, a parameter (or an empty string), and the dtype to report."""
+"""A unit, a parameter or (for outputs) a module inside the unit, if any, and the dtype to report."""
 PlaceOf = Callable[[int], Place | None]
 
 
@@ -190,8 +195,8 @@ class Record:
     """For each batch, the number of tensors that were checked before."""
     maxima: list[torch.Tensor] = field(default_factory=list)
     """One number per tensor, on the device of the tensor."""
-    exact: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
-    """The number of non-finite elements and the module that computed them, by numbers of check and tensor."""
+    exact: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The number of non-finite elements, by numbers of check and tensor."""
     _values: torch.Tensor | None = None
     _copied: StreamEvent | None = None
     _has_scale: bool = False
@@ -260,21 +265,24 @@ class Record:
                     local[name] = value
                 if math.isfinite(value):
                     continue
-                count, module = self.exact.get((place, index), (None, ""))
+                count = self.exact.get((place, index))
                 position = start + check.indices[index]
                 if check.stage is Stage.REDUCED:
                     largest = local.get(name)
-                parameter = module if check.stage is Stage.FORWARD else clean(name)
                 nan = math.isnan(value)
-                yield Seen(check.stage, position, check.unit, parameter, short(dtype), nan, count, largest)
+                yield Seen(check.stage, position, check.unit, clean(name), short(dtype), nan, count, largest)
 
 
 def first_stage(seen: Iterable[Seen]) -> list[Seen]:
     """Return what was seen in the earliest stage. The rest are consequences."""
     seen = list(seen)
+    if not any(each.stage == Stage.FORWARD and not each.parameter for each in seen):
+        # All units had finite outputs, so a module inside a unit was infinite on purpose.
+        seen = [each for each in seen if each.stage != Stage.FORWARD]
     earliest = min((each.stage for each in seen if each.stage != Stage.INPUT), default=None)
-    # Inputs that were infinite in steps without findings are not the reason.
-    inputs = [each for each in seen if each.stage == Stage.INPUT and math.isfinite(each.largest_finite or 0)]
+    # Inputs and outputs of modules that were infinite in steps without findings are not the reason.
+    seen = [each for each in seen if math.isfinite(each.largest_finite or 0)]
+    inputs = [each for each in seen if each.stage == Stage.INPUT]
     what = "NaN" if any(each.nan for each in inputs) else "infinite" if inputs else ""
     found = [each for each in seen if each.stage == earliest]
     return [replace(each, input=what) for each in found] if earliest == Stage.FORWARD else found
@@ -308,7 +316,9 @@ def findings_of(reports: Reports, world: int, complete: float = math.inf) -> lis
 
 def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int, is_complete: bool) -> tuple[Any, Finding]:
     first = min((each for seen in by_rank.values() for each in seen), key=lambda each: (each.stage, each.position))
-    same = {r: each for r, seen in sorted(by_rank.items()) for each in seen if each.place == first.place}
+    # If a module was called several times, its first call counts.
+    by_last = {r: sorted(by_rank[r], key=attrgetter("position"), reverse=True) for r in sorted(by_rank)}
+    same = {r: each for r, seen in by_last.items() for each in seen if each.place == first.place}
     ranks, counts = tuple(same), [each.elements for each in same.values()]
     elements = None if None in counts else sum(each or 0 for each in counts)
     finite = [each.largest_finite for each in same.values() if each.largest_finite is not None]

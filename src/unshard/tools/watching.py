@@ -32,7 +32,6 @@ from ..torch_private import (
     scale_of,
 )
 from .nonfinite import (
-    CHECKED,
     Batch,
     Check,
     Finding,
@@ -87,7 +86,7 @@ class Watch(observer.Observer):
         self._round = None if scaler is None else round_of(scaler)
         self._scales: list[tuple[int, float]] = [(0, scaler.get_scale())] if scaler is not None else []
         self._inputs: dict[str, Any] = {}
-        self._bad_module, self._saved, self._logged, self._last_read = "", -1, 0, 0
+        self._saved, self._logged, self._last_read = -1, 0, 0
         self._norms: list[dict[str, Any]] = []
         self._handles: list[Any] = [register_optimizer_step_pre_hook(self._before_step)]
         self._prepare()
@@ -104,7 +103,7 @@ class Watch(observer.Observer):
                 if isinstance(group.sharded, FlatShardedParams) and not group.sharded.originals:
                     self._flat[group.sharded.flat] = group.params, group.shards.rank
             if self._is_exact:
-                self._watch_modules(unit)
+                self._watch_modules(unit, title)
             for module in unit.state.modules():
                 tops.update({module: None} if unit.outermost else {})
                 hook = partial(self._after_forward, title, unit.outermost)
@@ -117,12 +116,13 @@ class Watch(observer.Observer):
             # Also after an exception: kept outputs would keep the autograd graph.
             self._handles.append(module.register_forward_hook(partial(self._after_top), always_call=True))
 
-    def _watch_modules(self, unit: UnitPlan) -> None:
+    def _watch_modules(self, unit: UnitPlan, title: str) -> None:
         names = {module: clean(name) for name, module in self._model.named_modules()}
         tops = unit.state.modules()
         for _, _, module in owned_modules(unit.state):
             if module not in tops and module in names:
-                self._handles.append(module.register_forward_hook(partial(self._after_module, names[module])))
+                self._handles.append(module.register_forward_hook(partial(self._after_module, title, names[module])))
+                self._most_batches += 16
 
     # -- results ------------------------------------------------------------------------------------------------
 
@@ -245,12 +245,12 @@ class Watch(observer.Observer):
         self._check_forwards()
 
     @never_compiled
-    def _after_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._bad_module or inside_backward() or not torch.is_grad_enabled():
+    def _after_module(self, unit: str, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if inside_backward() or not torch.is_grad_enabled():
             return
-        tensors = [local_part(each.detach()) for each in tensors_in(output) if each.dtype in CHECKED]
-        if not all(bool(each.isfinite().all()) for each in tensors):
-            self._bad_module = name
+        tensors = [local for each in tensors_in(output) if (local := local_part(each.detach())).numel()]
+        key = (Stage.FORWARD, unit, name, *(each.dtype for each in tensors), *(each.device for each in tensors))
+        self._check(key, Stage.FORWARD, tensors, lambda index: (unit, name, tensors[index].dtype))
 
     @never_compiled
     def _after_top(self, *unused: Any) -> None:
@@ -353,10 +353,11 @@ class Watch(observer.Observer):
         for key, tensor in zip(numbers, tensors, strict=True):
             count = int(tensor.numel() - tensor.isfinite().sum())
             if count:
-                self._record.exact[key] = count, self._bad_module
-        step, before = self._record.step, self._saved
-        self._saved = step
-        if self._dump is not None and step - before not in (0, 1):  # the step before has not saved any
+                self._record.exact[key] = count
+        if self._dump is None or checks[0].is_module:
+            return  # only the outputs and inputs of units are saved
+        step, before, self._saved = self._record.step, self._saved, self._record.step
+        if step - before not in (0, 1):  # the step before has not saved any
             save_first(self._dump, self._exchange.rank, step, checks, tensors, self._inputs)
 
     # -- records, which are read a step late --------------------------------------------------------------------
@@ -364,7 +365,6 @@ class Watch(observer.Observer):
     def _next_step(self) -> None:
         self._close()
         self._delivered = self._stepped = self._is_closed = False
-        self._bad_module = ""
         if self._scaler is not None:
             self._round = round_of(self._scaler)
         self._record = Record(self._record.step + 1)

@@ -187,6 +187,17 @@ def line_of_program(thread: int) -> str:
     return ""
 
 
+def line_of_error(error: BaseException | None) -> str:
+    """Return the user's innermost line in the traceback of `error`, as `line_of_program` does."""
+    place, trace = "", error.__traceback__ if error is not None else None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(LIBRARY_FILES):
+            place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
 # -- the stack: backward, modules and optimizers -----------------------------------------------------------
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

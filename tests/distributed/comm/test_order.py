@@ -54,7 +54,9 @@ def raises_on_every_rank(model: nn.Module, match: str) -> Iterator[None]:
     dist.all_gather_object(messages, text, group=_other_group())
     assert 0 < sum(remedy in each for each in messages) < len(messages), messages
     if "want different collectives" in text:
-        assert re.search(r"Rank \d is at \S+\.py:\d+", text), text
+        _, places, position, *_ = text.splitlines()
+        assert re.fullmatch(r"Rank \d is at \S+\.py:\d+ in \S+ Rank \d is at \S+\.py:\d+ in \S+", places), text
+        assert re.match(r"They differ at position \d+ of the process group of ranks ", position), text
     assert len({re.split(f"{remedy}|{refers}", each)[0] for each in messages}) == 1, messages
 
 
@@ -236,7 +238,8 @@ def test_a_rank_ends_and_the_other_says_so(launcher: socket.socket, way: str, sa
         program.ended(1)
         assert program.codes() == [0, code], errors
     assert "Rank 0 wanted to all-gather unit '(root)'" in output and f"waited for rank 1: rank 1 {said}" in output
-    assert re.search(r"; was last seen at \S+:\d+ in ", output)
+    # If the rank ended by itself, its last known line may be older than its last collective.
+    assert way == "ended" or re.search(r"; was last seen at \S+:\d+ in ", output)
 
 
 def _line(read: Callable[[], bytes]) -> bytes:
@@ -381,7 +384,7 @@ def test_replicas_that_disagree() -> None:
         model = sharded(mesh=mesh)
         for _ in range(3):
             step(model, [0, 1, 2])
-        with pytest.raises(OrderError, match=r"wants to all-reduce over the replicas.* of ranks [01], [23]\."):
+        with pytest.raises(OrderError, match=r"(?s)wants to all-reduce over the replicas.* of ranks [01], [23]\."):
             step(model, [2, 1, 0] if dist.get_rank() > 1 else [0, 1, 2])
             step(model, [0, 1, 2])
         assert_at_rest(model)
@@ -394,7 +397,7 @@ def test_an_error_among_the_shards_of_one_replica_reaches_the_others() -> None:
         model = sharded(mesh=mesh)
         for _ in range(3):
             step(model, [0, 1, 2])
-        with pytest.raises(OrderError, match=r"rank \d wants to .* of ranks 2, 3\."):
+        with pytest.raises(OrderError, match=r"(?s)rank \d wants to .* of ranks 2, 3\."):
             step(model, [0, 2, 1] if is_last() else [0, 1, 2])
             step(model, [0, 1, 2])
         assert_at_rest(model)
@@ -414,6 +417,8 @@ def test_what_the_error_suggests_works(remedy: str) -> None:
             suggested = (
                 r"dummy input .* add `0 \* output.sum\(\)` to the loss; .*set_reduce_scatter_unused_params\(True\)"
             )
+            if dist.get_rank():
+                suggested += r"|The error of rank 0 says what to do\."
             with pytest.raises(OrderError, match=suggested):
                 step(model, [0, 1, 2] if is_last() else [0, 2])
             return

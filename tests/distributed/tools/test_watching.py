@@ -165,6 +165,40 @@ def test_the_module_inside_the_unit() -> None:
     )
 
 
+class WithStem(Model):
+    """A module of the root runs before the first unit, and `mask` is infinite in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mask, self.factor = nn.Linear(WIDTH, WIDTH), nn.Threshold(math.inf, math.inf), 1.0
+        self.stem.register_forward_hook(lambda module, args, output: output[:4] * self.factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x).clamp(max=self.mask(x)[0, 0]))
+
+
+@world(1, 2, 3)
+def test_a_module_of_the_root(tmp_path: Path) -> None:
+    """It runs before the first unit, which gets its NaN."""
+    model = fully_sharded(WithStem())
+    largest = [0.0]
+    model.stem.register_forward_hook(lambda module, args, output: largest.append(output.abs().max().item()))
+
+    def plant(step: int) -> None:
+        model.factor = math.nan if step == 3 and dist.get_rank() == last() else 1.0
+
+    with watch(model, dump=tmp_path / "dump") as watched:
+        train(model, 3, plant)
+    (found,) = watched.findings
+    assert (found.step, found.unit, found.module, found.ranks) == (3, "(root)", "stem", (last(),))
+    assert found.elements == 4 * WIDTH and found.largest_finite == pytest.approx(max(largest[:3]))
+    assert "got NaN in forward: output of module 'stem' of unit '(root)' (fp32, 528 elements)" in found.text
+    if dist.get_rank() == last():
+        (file,) = (tmp_path / "dump").glob(f"rank{last()}-*.pt")
+        saved = torch.load(file)
+        assert saved["unit"] == "blocks.0" and saved["inputs"][0].isnan().all()
+
+
 @pytest.mark.parametrize("kind", ["rows", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARD)[1:])])
 @world(1, 2, 3, 4, slow=(1, 2, 4))
 def test_local_gradient(kind: str) -> None:
@@ -561,9 +595,23 @@ def test_the_order_of_checks() -> None:
 
 def test_inputs_are_no_findings() -> None:
     """A mask is infinite in every step."""
-    mask, output = Seen(Stage.INPUT, 0, "", "0", "fp32", False, None, math.inf), seen(Stage.FORWARD)
+    mask, output = Seen(Stage.INPUT, 0, "", "0", "fp32", False, None, math.inf), seen(Stage.FORWARD, 1, "")
     assert first_stage([mask]) == [] and first_stage([mask, output]) == [output]
     assert first_stage([replace(mask, largest_finite=2.0, nan=True), output]) == [replace(output, input="NaN")]
+
+
+def test_modules_alone_are_no_findings() -> None:
+    """A module may return a mask."""
+    unit, module, gradient = seen(Stage.FORWARD, 2, ""), seen(Stage.FORWARD, 1, "mask"), seen(Stage.LOCAL)
+    assert first_stage([module]) == [] and first_stage([module, gradient]) == [gradient]
+    assert first_stage([module, unit, gradient]) == [module, unit]
+    assert first_stage([replace(module, largest_finite=math.inf), unit]) == [unit]
+
+
+def test_the_first_call_of_a_module() -> None:
+    first = seen(Stage.FORWARD, 1, "a")
+    (found,) = findings_of({1: {0: [first, replace(first, position=2, elements=9)]}}, 1)
+    assert found.elements == first.elements
 
 
 def test_the_first_place_wins() -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ...errors import CollectiveError, OrderError
-from ...torch_private import job_store, line_of_program
+from ...torch_private import job_store, line_of_error, line_of_program
 from .requests import JobStore, SilentStoreError
 from .sequence import absent_keys
 
@@ -83,7 +83,10 @@ class Announcement:
     last: str = ""
     since: float = 0.0
     place: str = ""
-    """The line of the user's program that the main thread is running, or was running before the rank ended."""
+    """The line of the user's program that the main thread is running, or was running before the rank ended.
+
+    It is empty if the rank has ended and the last known line is older than the latest collective.
+    """
     raised: str = ""
     raised_after: int = -1
     """The value of `issued` when the latest exception left forward or backward."""
@@ -157,7 +160,8 @@ class Announcer:
         self.store_failed = False
         self._peers: weakref.WeakSet[Peers] = weakref.WeakSet()
         self.last_raised: dict[str, Any] = {}
-        self._place = ""
+        self._place, self._placed_at = "", list[int]()
+        """The latest known line of the program, and the numbers of collectives that were announced before it."""
         self._count = 0
         self._ahead: float | None = None if rank else 0.0
         """How many seconds this rank's clock is ahead of rank 0's, or None if that is not known yet."""
@@ -253,7 +257,11 @@ class Announcer:
             now = self.now()
             groups = {peers.name: peers.position(now) for peers in list(self._peers)}
             place = line_of_program(threading.main_thread().ident or 0)
-            self._place = place or self._place  # when the program ends, the main thread has already left its code
+            if ended and not place:  # the main thread has already left its code
+                place = line_of_error(getattr(sys, "last_value", None))
+            issued = [each[0] for each in groups.values()]
+            if place or issued != self._placed_at:  # else, the last known line is not older than the last collective
+                self._place, self._placed_at = place, issued
             record = {"count": self._count, "written": now, "place": self._place, "groups": groups, "ended": ended}
             record["host"] = socket.gethostname()
             if watcher is not None:

@@ -254,8 +254,9 @@ class Order:
             they, we = self._peers.places(rank, self._store.rank)
             self._publish_error(
                 f"The ranks want different collectives: {they} wants to {shown(theirs, mine)}, {we} to "
-                f"{shown(mine, theirs)}. They differ at position {position} of the process group of "
-                f"{named(self.ranks)}. {self._peers.lines(rank)}{self._peers.cause()}"
+                f"{shown(mine, theirs)}.\n{self._peers.lines(rank, position)}They differ at position "
+                f"{self.progress.count_at(position)} of the process group of {named(self.ranks)}.\n"
+                f"{self._peers.cause(mine, theirs)}"
             )
 
     def _wait_for_all(self, position: int, text: str) -> None:
@@ -271,10 +272,10 @@ class Order:
                 store.add_name(position)
                 missing = store.missing(position)
                 self._publish_error(
-                    f"Rank {store.rank} wants to {shown(text)}, but {named(missing)} did not join within {limit:g} s. "
-                    f"This is position {position} of the process group of {named(self.ranks)}; "
-                    f"{listed(self._peers.doing(missing))}. {self._peers.cause()} If the others are only slow, give "
-                    "init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to a number of seconds."
+                    f"Rank {store.rank} wants to {shown(text)}, but {named(missing)} did not join within {limit:g} s.\n"
+                    f"This is position {self.progress.count_at(position)} of the process group of {named(self.ranks)}; "
+                    f"{listed(self._peers.doing(missing))}.\n{self._peers.cause(text)}\nIf the others are only slow, "
+                    "give init_process_group a longer timeout, or set UNSHARD_ORDER_TIMEOUT to a number of seconds."
                 )
             if waited > POLL_SECONDS and not has_name:
                 has_name = True

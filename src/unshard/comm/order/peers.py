@@ -16,19 +16,26 @@ from ...errors import listed
 from ...torch_private import line_of_program
 from . import announcing
 from .announcing import Announcement, Announcer, announcement
-from .sequence import OrderStore, Progress
+from .sequence import OrderStore, Progress, is_of_unit
 
 RECENT = 16  # a rank can be this many collectives ahead of another rank that waits
 
 STEP = "step its optimizer"
 
 REMEDY = (
-    "Every rank must run the same forwards and backwards in the same order, and clip, step and save between the same "
-    "ones. Look for branches, loops and losses that depend on the rank or its data, for different numbers of "
-    "micro-batches, and for exceptions that only one rank catches. If ranks have different work, put it into "
-    "`with unshard.step(model)`. Or run a unit without data on a dummy input (one that requires a gradient if the real "
-    "one does) and add `0 * output.sum()` to the loss; or leave the module in a larger unit that every rank runs, and "
-    "call set_reduce_scatter_unused_params(True) on that unit. The process group is no longer usable: end the job."
+    "Every rank must run the same forwards and backwards in the same order. Look for branches, loops and losses that "
+    "depend on the rank or its data, for different numbers of micro-batches, and for exceptions that only one rank "
+    "catches.\n"
+    "If ranks have different work, put it into `with unshard.step(model)`. Or run a unit without data on a dummy input "
+    "(one that requires a gradient if the real one does) and add `0 * output.sum()` to the loss; or leave the module "
+    "in a larger unit that every rank runs, and call set_reduce_scatter_unused_params(True) on that unit.\n"
+    "The process group is no longer usable: end the job."
+)
+CALLS_REMEDY = (
+    "Every rank must make the same calls in the same order: forwards, backwards, clipping, gradient scaling, optimizer "
+    "steps and checkpoint calls. Look for branches that depend on the rank, for different numbers of micro-batches, "
+    "and for exceptions that only one rank catches.\n"
+    "The process group is no longer usable: end the job."
 )
 RAISED_REMEDY = (
     "Training can continue after an exception only if all ranks raise one at the same point. Otherwise some ranks have "
@@ -41,6 +48,7 @@ FAILED_REMEDY = (
     "steps. If a rank is only slow, give init_process_group a longer timeout. The process group is no longer usable: "
     "end the job on all ranks and restart it from a checkpoint."
 )
+REMEDIES = (REMEDY, CALLS_REMEDY, RAISED_REMEDY, FAILED_REMEDY)
 
 _log = logging.getLogger("unshard")
 
@@ -94,12 +102,22 @@ class Peers:
         several = len({*hosts.values()} - {""}) > 1
         return [f"rank {rank} on {hosts[rank]}" if several and hosts[rank] else f"rank {rank}" for rank in ranks]
 
-    def lines(self, rank: int) -> str:
-        """Return sentences with the line of the program on this rank, and the line that `rank` has announced last."""
+    def lines(self, rank: int, position: int) -> str:
+        """Return a text with the lines of the program on this rank and on `rank`, if they are known.
+
+        Wait until `rank` has announced its collective at `position`: an earlier line would mislead.
+        """
         mine = line_of_program(threading.main_thread().ident or 0)
-        theirs = next((each.place for each in self.others() if each.rank == rank), "")
-        text = f"Rank {self._store.rank} is at {mine}. " if mine else ""
-        return text + (f"Rank {rank} was last seen at {theirs}. " if theirs else "")
+        needed, limit = self.progress.count_at(position), time.monotonic() + 1.5 * self.announcer.interval
+        while (theirs := self._announced_by(rank)).issued < needed and not theirs.ended and time.monotonic() < limit:
+            time.sleep(self.announcer.interval / 20)
+        texts = [f"Rank {self._store.rank} is at {mine}."] if mine else []
+        if theirs.place and theirs.issued >= needed:
+            texts.insert(0, f"Rank {rank} {'was last seen' if theirs.ended else 'is'} at {theirs.place}.")
+        return " ".join(texts) + "\n" if texts else ""
+
+    def _announced_by(self, rank: int) -> Announcement:
+        return announcement(rank, self.announcer.records([rank])[rank], self.name)
 
     def fail(self, error: str) -> None:
         """Note that this rank raises `error` about other ranks."""
@@ -119,10 +137,15 @@ class Peers:
             (each.waited_for or each.left) and raised_alone(each, mine) for each in self.others()
         )
 
-    def cause(self) -> str:
-        """Return a message that says why the ranks may differ and what the user should do."""
+    def cause(self, *texts: str) -> str:
+        """Return a message that says why the ranks may differ and what the user should do.
+
+        `texts` are the labels' texts of the collectives that the ranks want.
+        """
         raised = raised_lately([self.own(), *self.others()], self.announcer.now())
-        return f"The cause is an exception: {raised}. {RAISED_REMEDY}" if raised else REMEDY
+        if raised:
+            return f"The cause is an exception: {raised}. {RAISED_REMEDY}"
+        return REMEDY if all(map(is_of_unit, texts)) else CALLS_REMEDY
 
     def explain_failure(self, what: str, patient: bool) -> str:
         """Return a message that names the ranks that the failed collective `what` waited for.
@@ -288,7 +311,7 @@ def _ago(then: float, now: float) -> str:
 
 def without_remedy(error: str, rank: int) -> str:
     """Return `error` without its long hint, which the error of `rank` has."""
-    for remedy in (REMEDY, RAISED_REMEDY):
+    for remedy in REMEDIES:
         error = error.replace(remedy, f"The error of rank {rank} says what to do.")
     return error
 

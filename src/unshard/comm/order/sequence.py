@@ -129,12 +129,15 @@ class Progress:
         self.next_unlabelled = ""
 
     def recent(self, count: int) -> dict[int, str]:
-        """Return the texts of up to `count` compared collectives, by their position.
+        """Return the texts of up to `count` compared collectives, by their position (see `count_at`)."""
+        return {self.count_at(at): self.texts.get(number, "") for at, number in self.predictor.last(count)}
 
-        Positions are exact if the collectives without a label came first, as those of `fully_shard` do.
+    def count_at(self, position: int) -> int:
+        """Return how many collectives a rank has announced at `position` of the compared ones.
+
+        The count is exact if the collectives without a label came first, as those of `fully_shard` do.
         """
-        first = self._unlabelled + 1
-        return {first + at: self.texts.get(number, "") for at, number in self.predictor.last(count)}
+        return self._unlabelled + position + 1
 
     def last_announced(self) -> tuple[int, str]:
         """Return how many collectives this rank has announced, and a description of the latest one."""
@@ -153,6 +156,11 @@ def shown(text: str, other: str = "") -> str:
     """
     number, _, plain = text.partition(" ")
     return f"{plain} (the one numbered {number})" if plain == other.partition(" ")[2] else plain
+
+
+def is_of_unit(text: str) -> bool:
+    """Return True if a label's `text` describes a collective of a unit, and not a call such as an optimizer step."""
+    return not text.partition(" ")[0].endswith(".0")
 
 
 def absent_keys(store: JobStore, keys: list[str]) -> list[str]:
