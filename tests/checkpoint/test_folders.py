@@ -15,7 +15,7 @@ from torch import nn
 
 from unshard import checkpoint
 from unshard.checkpoint import files, folders
-from unshard.errors import CheckpointError
+from unshard.errors import ArgumentError, CheckpointError
 
 
 def net() -> nn.Module:
@@ -211,5 +211,5 @@ def test_loading_in_inference_mode(tmp_path: Path) -> None:
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     one = net()
     optimizers = [torch.optim.SGD([each]) for each in one.parameters()]
-    with pytest.raises(CheckpointError, match=r"must be one torch\.optim\.Optimizer"):
+    with pytest.raises(ArgumentError, match=r"must be one torch\.optim\.Optimizer"):
         checkpoint.save(tmp_path, model=one, optimizer=optimizers, step=1)  # type: ignore[arg-type]

@@ -215,6 +215,23 @@ def test_optimizers_and_objects_that_do_not_fit(tmp_path: Path) -> None:
     assert not tmp_path.exists() or not steps(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["save", "load", "Saver.save", "Saver.prepare", "full_state_dict"])
+def test_arguments_of_other_types(name: str, tmp_path: Path) -> None:
+    call = {
+        "save": lambda **of: checkpoint.save(tmp_path, step=1, **of),
+        "load": lambda **of: checkpoint.load(tmp_path, **of),
+        "Saver.save": lambda **of: checkpoint.Saver(tmp_path).save(step=1, **of),
+        "Saver.prepare": lambda **of: checkpoint.Saver(tmp_path).prepare(**of),
+        "full_state_dict": lambda model: checkpoint.full_state_dict(model),
+    }[name]
+    with pytest.raises(ArgumentError, match=r"^model must be a torch\.nn\.Module, got a str\.$"):
+        call(model="x")
+    if name != "full_state_dict":
+        with pytest.raises(ArgumentError, match=r"^optimizer must be one torch\.optim.*None, got a Linear\.$"):
+            call(model=model(), optimizer=model())
+    assert steps(tmp_path) == []
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, model=model(), step=1)
     write = os.write

@@ -99,7 +99,9 @@ def test_wrong_arguments() -> None:
         (mine, math.nan, 2, "max_norm must not be negative"),
         (mine, 1.0, -1, "norm_type must be 0, positive or infinite, got -1"),
         (mine, 1.0, math.nan, "norm_type must be 0, positive"),
-        (None, 1.0, 2, "parameters must be tensors, got None"),
+        (None, 1.0, 2, "parameters must be tensors, got a NoneType"),
+        (nn.Linear(2, 2), 1.0, 2, r"must be tensors, got a Linear\. Pass model.parameters\(\)\.$"),
+        (nn.Sequential(), 1.0, 2, "got a Sequential"),
         ([1.0], 1.0, 2, "parameters must be tensors, got a float"),
         (named, 1.0, 2, r"got a tuple\..*not named_parameters"),
     ):

@@ -294,9 +294,9 @@ def test_one_rank_of_many_reports(size: int) -> None:
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for seconds in (0, -1.0, float("nan")):
+    for seconds in (0, -1.0, float("nan"), "30", None):
         with pytest.raises(ArgumentError, match="positive number of seconds"):
-            explain_hangs(seconds)
+            explain_hangs(seconds)  # type: ignore[arg-type]
     for value in ("", "0"):
         monkeypatch.setenv("UNSHARD_EXPLAIN_HANGS", value)
         assert explain_hangs_from_environment() is None

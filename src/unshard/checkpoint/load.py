@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
 from ..state.boxes import Box, full_box
-from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
+from ..state.model import HeldTensor, ModelState, check_model_and_optimizer, model_state
 from . import storage
 from .files import CheckpointFiles
 from .folders import folder_name, later_than, published, resolve
@@ -74,6 +74,7 @@ def load(
     `model`, `optimizer`, `scheduler`, `scaler` and `data` are the objects that were saved, built again.
 
     Raises:
+        ArgumentError: an argument is invalid.
         CheckpointError: the checkpoint is missing or damaged, or does not fit.
 
     Example::
@@ -81,7 +82,7 @@ def load(
         step = checkpoint.load("checkpoints", model=model, optimizer=optimizer)
     """
     what, parts = f"Loading {path}", {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "data": data}
-    check_optimizer(optimizer)
+    check_model_and_optimizer(model, optimizer)
     given = {name: each for name, each in parts.items() if each is not None}
     begin("load a checkpoint", model)
     with torch.inference_mode(False):  # optimizers cannot update state that is created in inference mode

@@ -23,6 +23,7 @@ from torch import nn
 from ..comm.order.check import Order, explained, known_orders
 from ..engine.api import orders_of
 from ..errors import CheckpointError, listed
+from ..state.model import check_model
 from . import storage
 
 _log = logging.getLogger("unshard")
@@ -91,6 +92,8 @@ def begin(what: str, model: nn.Module | None = None) -> None:
 
     `what` completes "rank 0 wants to ..." in error messages, and must be a constant.
     """
+    if model is not None:
+        check_model(model)
     if dist.is_available() and dist.is_initialized():
         orders: set[Order] = {*known_orders([dist.group.WORLD])}
         orders.update(() if model is None else orders_of(model.parameters()))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, listed
 from ..state.boxes import whole
-from ..state.model import HeldTensor, ModelState, check_optimizer, model_state
+from ..state.model import HeldTensor, ModelState, check_model_and_optimizer, model_state
 from . import storage
 from .files import host_pieces, write_file
 from .folders import Unpublished, check_step, folder_name, keep_only
@@ -61,6 +61,7 @@ def save(
     `model` and `optimizer` may be sharded or not. `step` is the number of finished steps.
 
     Raises:
+        ArgumentError: an argument is invalid.
         CheckpointError: the checkpoint cannot be written, or exists.
 
     Example::
@@ -68,6 +69,7 @@ def save(
         checkpoint.save("checkpoints", step=1000, model=model, optimizer=optimizer, keep_last=3)
     """
     check_step(step, keep_last)
+    check_model_and_optimizer(model, optimizer)
     begin("save a checkpoint", model)
     saving = Saving(f"Saving step {step} to {path}", Path(path), step, keep_last)
     saving.plan(model, optimizer, scheduler, scaler, data)
@@ -142,7 +144,6 @@ class Saving:
         def store(name: str, value: torch.Tensor) -> None:
             tensors.append(HeldTensor(name, whole(value.shape), value.dtype, value.detach(), plain=True))
 
-        check_optimizer(optimizer)
         if optimizer is not None:
             of_optimizer, found.optimizer = optimizer_state(optimizer, state)
             tensors += of_optimizer

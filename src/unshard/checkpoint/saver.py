@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from ..comm.order.check import job_failed
 from ..errors import CheckpointError
+from ..state.model import check_model_and_optimizer
 from . import storage
 from .folders import check_step
 from .host_buffers import HostBuffer, HostBuffers, Staging
@@ -241,6 +242,7 @@ class Saver:
         Call this after the first optimizer step, which creates the optimizer state. `wait` waits for the allocation.
         `model`, `optimizer`, `scheduler`, `scaler` and `data` are the arguments of `save`.
         """
+        check_model_and_optimizer(model, optimizer)
         self.wait()
         saving = Saving(f"Preparing to save to {self._path}", self._path, 0, None)
         begin(_SAVE, model)
@@ -264,6 +266,7 @@ class Saver:
         method returns after this rank's bytes are copied to host buffers. Training may then change all arguments.
         """
         check_step(step, None)
+        check_model_and_optimizer(model, optimizer)
         self.wait()
         saving = Saving(f"Saving step {step} to {self._path}", self._path, step, self._keep_last)
         begin(_SAVE, model)

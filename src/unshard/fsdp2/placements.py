@@ -24,6 +24,12 @@ from ..torch_private import concatenated_mesh, flattened_mesh, local_part, strid
 _BOTTOM_UP = "If an outer module was sharded before this one, shard bottom-up instead: blocks first, the model last."
 
 
+_TORCH_FSDP = (
+    "If PyTorch's fully_shard was applied to this module or to one around it, apply unshard's to all of them instead: "
+    "`from unshard import fully_shard`."
+)
+
+
 # -- the arguments `mesh` and `dp_mesh_dims` ------------------------------------------------------------------
 
 
@@ -388,12 +394,13 @@ def _check_tp_mesh(name: str, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         raise ArgumentError(f"{where}, which is on other devices than {mesh}.")
     if tp_mesh.mesh_dim_names is None or mesh.mesh_dim_names is None:
         raise UnsupportedError(
-            f"{where}. {_BOTTOM_UP} If it is tensor parallel, take both meshes from one: init_device_mesh(..., "
-            'mesh_dim_names=("dp", "tp")), then mesh["tp"] and mesh["dp"].'
+            f"{where}. {_TORCH_FSDP} {_BOTTOM_UP} If it is tensor parallel, take both meshes from one: "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp")), then mesh["tp"] and mesh["dp"].'
         )
     shared = set(tp_mesh.mesh_dim_names) & set(mesh.mesh_dim_names)
     if shared:
-        raise UnsupportedError(f"{where}, so it is already distributed over {', '.join(sorted(shared))}. {_BOTTOM_UP}")
+        dims = ", ".join(sorted(shared))
+        raise UnsupportedError(f"{where}, so it is already distributed over {dims}. {_TORCH_FSDP} {_BOTTOM_UP}")
     if tp_mesh.ndim > 2:
         raise UnsupportedError(f"{where}; at most two dimensions beside data parallelism are supported.")
 

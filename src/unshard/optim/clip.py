@@ -251,8 +251,9 @@ def _named(parameter: torch.Tensor, otherwise: str) -> str:
 def _checked(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    if not isinstance(parameters, Iterable):
-        raise ArgumentError(f"parameters must be tensors, got {parameters!r}.")
+    if isinstance(parameters, torch.nn.Module) or not isinstance(parameters, Iterable):
+        hint = " Pass model.parameters()." if isinstance(parameters, torch.nn.Module) else ""
+        raise ArgumentError(f"parameters must be tensors, got a {type(parameters).__name__}.{hint}")
     given = list(dict.fromkeys(parameters))
     for each in given:
         if not isinstance(each, torch.Tensor):

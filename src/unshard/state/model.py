@@ -325,9 +325,15 @@ def _copy_in_place(module: nn.Module, values: dict[str, Any]) -> None:
 # -- the optimizer
 
 
-def check_optimizer(optimizer: object) -> None:
+def check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
+
+
+def check_model_and_optimizer(model: object, optimizer: object) -> None:
+    check_model(model)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be one torch.optim.Optimizer or None, got {optimizer!r}.")
+        raise ArgumentError(f"optimizer must be one torch.optim.Optimizer or None, got a {type(optimizer).__name__}.")
 
 
 def refuse_unknown_parameters(optimizer: Any, known: Container[int], error: type[UnshardError]) -> None:

@@ -49,14 +49,14 @@ def explain_hangs(seconds: float = 30.0, file: str | os.PathLike[str] | None = N
     prints the table at any moment. Use the result as a context manager, or call its `stop()`.
 
     Raises:
-        ArgumentError: `seconds` is not positive.
+        ArgumentError: `seconds` is not a positive number.
 
     Example::
 
         with explain_hangs(seconds=30, file="hang.json"):
             train(model)
     """
-    if not seconds > 0:
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ArgumentError(f"explain_hangs needs a positive number of seconds, got {seconds!r}.")
     return HangExplainer(float(seconds), None if file is None else Path(file))
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from bed import world
 from bed.stack import WIDTH, Stack, assert_gradients, batch, loss_of, sharded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from unshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from unshard.errors import ArgumentError
+from unshard.errors import ArgumentError, UnsupportedError
 
 
 def test_only_the_module_is_positional() -> None:
@@ -112,6 +113,17 @@ def test_no_name_changes() -> None:
     assert names(model) == before
     loss_of(model).backward()
     assert names(model) == before
+
+
+@world(2)
+def test_torch_shards_a_module_inside() -> None:
+    """The likely cause comes first, because the parameters look as if they were tensor parallel."""
+    for options in ({}, {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}):
+        model = Stack(1)
+        torch.distributed.fsdp.fully_shard(model.blocks[0], **options)
+        expected = r"'blocks.0.first.weight' is already a DTensor.*\. If PyTorch's fully_shard was applied to"
+        with pytest.raises(UnsupportedError, match=expected):
+            fully_shard(model, **options)
 
 
 @world(1)
