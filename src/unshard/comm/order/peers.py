@@ -34,7 +34,8 @@ REMEDY = (
 CALLS_REMEDY = (
     "Every rank must make the same calls in the same order: forwards, backwards, clipping, gradient scaling, optimizer "
     "steps and checkpoint calls. Look for branches that depend on the rank, for different numbers of micro-batches, "
-    "and for exceptions that only one rank catches.\n"
+    "and for exceptions that only one rank catches. If only some ranks load a checkpoint, hosts see "
+    "different files.\n"
     "The process group is no longer usable: end the job."
 )
 RAISED_REMEDY = (
