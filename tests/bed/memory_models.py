@@ -119,7 +119,7 @@ def measured_peak(program: Program, world: int) -> int:
     """Return the largest number of bytes that are allocated in the second step on the CPU, with real kernels."""
     with (
         simulated_job(world, "cpu", {}),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record,
     ):
         model = program.sharded(program.model())
         optimizer: Any = program.optimizer(model)
