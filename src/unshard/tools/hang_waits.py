@@ -15,8 +15,6 @@ Record = dict[str, Any]
 _WAITS = ("in a collective", "in torch.distributed", "saving", "loading")
 """A rank that is doing this waits for all others, also for those at the same position."""
 _EVERY = 5.0  # seconds between announcements of a rank that explains no hangs
-_MISSED = 3  # announcements that a silent rank has missed: on a loaded machine, a thread may run late ...
-_SILENT = 5.0  # ... by seconds, so a silent rank announces nothing for at least this many
 
 
 def place_in(record: Record, group: str) -> tuple[int, str]:
@@ -39,11 +37,6 @@ def stalled(record: Record) -> float:
 
 def every(record: Record) -> float:
     return record.get("facts", {}).get("every", _EVERY)
-
-
-def silent_after(record: Record) -> float:
-    """Return for how many seconds a rank announces nothing before it counts as silent."""
-    return max(_MISSED * every(record) + 0.5, _SILENT)
 
 
 def has_raised(record: Record) -> bool:

@@ -15,11 +15,12 @@ from ..comm.order.announcing import Announcer
 from ..comm.order.peers import named
 from .hang_facts import main_chain, other_threads, process_state, stack_of
 from .hang_report import Facts, HangReport, report_of
-from .hang_waits import Record, Waits, find_waits, issued_by, silent_after, some_of, stalled, will_not_come
+from .hang_waits import Record, Waits, every, find_waits, issued_by, some_of, stalled, will_not_come
 
 _MOST_ASKED = 16  # ask at most this many missing ranks for their stacks ...
 _ALL_ASKED = 8  # ... but all ranks of a small job
 _FIRST_RANKS = 8  # one of these ranks reports if it waits as well
+_PATIENCE = 1.0  # seconds to wait for answers, in addition to two announcements
 _LONG = 4  # report ranks that issue collectives elsewhere if they are missing for this many times `seconds`
 
 
@@ -162,7 +163,7 @@ class JobWatch:
             count, since = self._counts.get(rank, (-1, now))
             if record.get("ended") or record.get("count", 0) != count:
                 self._counts[rank] = record.get("count", 0), now
-            elif record and now - since > silent_after(record):
+            elif record and now - since > 2 * every(record) + _PATIENCE / 2:
                 silent[rank] = now - since
         return silent
 
@@ -200,7 +201,7 @@ class JobWatch:
             }
             missing_hosts = {records[rank].get("facts", {}).get("kernel") for rank in asked}
             asked = (asked | {rank for host, rank in hosts.items() if host in missing_hosts}) & can_answer
-        patience = max([silent_after(records[rank]) for rank in asked], default=0.0)
+        patience = 2 * max([every(records[rank]) for rank in asked], default=0.0) + _PATIENCE
         number = job.add("requests", 1)
         watched = {
             rank: [facts["kernel"], facts["pid"], facts.get("error_file", "")]
