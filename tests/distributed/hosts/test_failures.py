@@ -58,6 +58,7 @@ def test_a_host_that_is_lost(tmp_path: Path, host: int, power: bool) -> None:
     """The ranks of the other host end soon after the timeout. Without the host of the store, they cannot ask others."""
     with hosts(2, 2, tmp_path, mbit=100) as bed:
         running = start(bed, timeout=20)
+        time.sleep(6)  # ranks learn the host of rank 0 with its first announcement, which comes every 5 s
         bed.cut(host)
         if power:
             bed.kill(host)
