@@ -56,5 +56,6 @@ def test_the_peak_is_that_of_the_allocator(name: str) -> None:
     rows = {row["kind"]: row["at_rest"] for row in found.rows}
     for row in planned.rows:
         if row["kind"] in ("parameters", "gradients", "optimizer state"):
-            assert rows[row["kind"]] == pytest.approx(row["at_rest"], rel=0.01, abs=2**20)
+            # The plan counts what the allocator takes, up to 1 MiB more for a large tensor; the ledger counts bytes.
+            assert rows[row["kind"]] <= row["at_rest"] <= 1.02 * rows[row["kind"]], row
     assert found.allocator["peak"] == most and "Allocator" in str(found)

@@ -46,14 +46,14 @@ def test_times_and_the_same_numbers() -> None:
     assert times is not None
     for (name, mine), (_, theirs) in zip(timed.named_parameters(), reference.named_parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local()), name
-    assert (times.steps, times.warm_up_steps, times.device) == (3, 1, "cuda")
+    assert (times.steps, times.warm_up_steps, times.device) == (2, 2, "cuda")
     assert [each.rank for each in times.ranks] == list(range(dist.get_world_size()))
     assert 0 < sum(each.step_ms for each in times.each_step) < wall
     assert 0 < times.exposed_ms < times.step_ms
     for each in times.units:
         assert min(each.forward_ms, each.backward_ms, each.all_gather_ms, each.reduce_ms) > 0, each
-        # Each wait has two events, which cost a few microseconds even if nothing is waited for.
-        assert each.all_gather_exposed_ms < each.all_gather_ms + 0.1 and each.reduce_exposed_ms < each.reduce_ms + 0.1
+        # Ranks share a device: the event at the end of a wait is late if another rank's kernel runs.
+        assert each.all_gather_exposed_ms < each.all_gather_ms + 0.5 and each.reduce_exposed_ms < each.reduce_ms + 0.5
 
 
 @world(2, backend="nccl")
@@ -61,15 +61,18 @@ def test_the_slowest_rank() -> None:
     """A rank whose host is late: the other one waits on its device."""
     model = sharded(Stack().cuda())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step(model, optimizer)
+    # Until ranks can predict their collectives, their hosts wait for each other, which counts as computation. Models
+    # of earlier tests make that longer, because they have used the same process group.
+    for _ in range(30):
+        step(model, optimizer)
     with timeline(model) as times:
         for _ in range(3):
             if dist.get_rank() == 1:
                 torch.cuda.synchronize()
                 time.sleep(0.05)
             step(model, optimizer)
-    assert times.slowest == 1 and "Rank 1 is the slowest" in str(times)
-    assert times.ranks[0].exposed_ms > 40
+    assert times.slowest == 1 and "Rank 1 is the slowest" in str(times), str(times)
+    assert times.ranks[0].exposed_ms > 40, str(times)
 
 
 def test_planted_delays_of_the_device() -> None:

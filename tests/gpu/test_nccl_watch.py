@@ -93,6 +93,12 @@ def test_forward() -> None:
         assert found.module == ("blocks.1.second" if exact else None) and (found.elements is not None) == exact
 
 
+def refuse_waits(on: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+
 @pytest.mark.parametrize("large", [nonfinite._LARGE, 1], ids=["together", "alone"])
 @world(2, backend="nccl")
 def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
@@ -116,12 +122,12 @@ def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
                 if step == 3:
                     started.clear()
                     torch.cuda.synchronize()
-                    torch.cuda.set_sync_debug_mode("error")
+                    refuse_waits(True)
                 with Collectives() as seen:
                     model(inputs).float().square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                torch.cuda.set_sync_debug_mode("default")
+                refuse_waits(False)
             runs.append((len(started), seen.calls, [each.to_local().clone() for each in model.parameters()]))
             if watched is not None:
                 watched.stop()

@@ -76,6 +76,12 @@ class Observer:
     def delivered(self, params: Any) -> None:
         """Called when the `.grad`s are complete."""
 
+    def stepped(self, optimizer: Any) -> None:
+        """Called after each step of any optimizer.
+
+        A hook that comes and goes with an observer would invalidate the recordings of captured steps.
+        """
+
 
 current: Any = None
 """The observer that the engine calls: None, the only one, or all of them. `add` and `remove` set it."""

@@ -26,6 +26,7 @@ from ..torch_private import (
     stack_level_of_program,
     stepped_by_plain_scaler,
 )
+from . import observer
 from .checks import rank_of_other_shard, refuse_gradients_past_outputs
 from .param_group import ParamGroup, param_group_of, param_groups_of
 from .params.param import Replacements, Steps, dropped_name, former_name, steps_of_this_rank, unsharded_name
@@ -121,6 +122,8 @@ def _forget(optimizer: Any) -> None:
 
 
 def _after_step(optimizer: Any, *unused: Any) -> None:
+    if observer.current is not None:
+        observer.current.stepped(optimizer)
     if "unshard_step_in_backward" not in vars(optimizer):
         note_optimizer_step(optimizer)
         return

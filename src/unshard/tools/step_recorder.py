@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..engine.api import (
     StreamEvent,
@@ -165,13 +164,11 @@ class StepRecorder(observer.Observer):
 
     def start(self) -> None:
         self._origin = self._clock.mark()
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
         observer.add(self)
 
     def stop(self, failed: bool) -> None:
         """End the last step and measure all steps. If `failed`, skip steps that the device has not completed."""
         observer.remove(self)
-        self._hook.remove()
         if self._step is not None and not failed:
             self._end_step(self._clock.mark() if self._stepped is None else self._stepped)
             self._clock.synchronize()
@@ -182,7 +179,7 @@ class StepRecorder(observer.Observer):
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _after_optimizer(self, optimizer: Any, *unused: Any) -> None:
+    def stepped(self, optimizer: Any) -> None:
         if is_recording():
             return
         if self._step is not None and any(self._is_ours(each) for each in optimizer_parameters(optimizer)):

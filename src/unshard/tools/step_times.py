@@ -25,6 +25,7 @@ from .step_recorder import ALL_GATHER, REDUCE, Clock, DeviceClock, HostClock, Ow
 
 ROOT = "(root)"
 _NOTABLE = 0.1  # share of a step
+_WARM_UP = 2  # steps in which memory is allocated, and in which ranks compare the order of all collectives
 _CALL = "gather the times of unshard.tools.timeline"
 _HEAD = ("unit", "forward", "backward", ALL_GATHER, "exposed", REDUCE, "exposed")
 _THREADS = {"compute": 0, ALL_GATHER: 1, REDUCE: 2}
@@ -88,7 +89,7 @@ class Timeline:
         self.device = device.type
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.warm_up_steps = 0
-        """1 if the first step is left out, because the model had not run before."""
+        """How many steps are left out: the first two if the model had not run before, and more steps followed."""
         self.captured = False
         """True if a step was captured inside the block. Captured steps are not measured."""
         self.units: list[UnitTimes] = []
@@ -161,8 +162,8 @@ class Timeline:
         return max(self.ranks, key=lambda each: each.busy_ms).rank if self.steps else None
 
     def _add(self, step: StepSpans) -> None:
-        if self._is_cold and self.steps == 1 and not self.warm_up_steps:
-            self.warm_up_steps = 1
+        if self._is_cold and self.steps == 1 and self.warm_up_steps < _WARM_UP:
+            self.warm_up_steps += 1
             self.each_step.clear()
             self._sums.clear()
         exposed, sums = 0.0, self._sums
@@ -221,7 +222,7 @@ class Timeline:
     def __str__(self) -> str:
         if not self.steps:
             return f"No steps were measured. Run training steps inside the block. {_CAPTURED}"
-        left_out = " The first step, a warm-up, is left out." if self.warm_up_steps else ""
+        left_out = f" Warm-up steps that are left out: {self.warm_up_steps}." if self.warm_up_steps else ""
         left_out += f" {_CAPTURED}" if self.captured else ""
         head = (
             f"{self.steps} step{'s' * (self.steps > 1)} on rank {self.rank} ({self.device}), {self.step_ms:.2f} ms per "

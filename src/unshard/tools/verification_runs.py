@@ -332,7 +332,7 @@ class Reference:
     def step(self, gradients: Tensors) -> None:
         for name, parameter in parameters_of(self.model).items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
         self.optimizer.step()
         self.model.zero_grad()
 
