@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import listed
 from ..torch_private import is_replicated, own_modules, own_parameters, stack_level_of_program
@@ -136,7 +137,7 @@ def warn_of_unsharded_root(parameters: list[Any]) -> None:
     for module in modules:
         if not outside.keys().isdisjoint(map(id, own_parameters(module).values())):
             above = _with_ancestors({module}, parents)
-            if sharded.isdisjoint(above) and not any(map(is_replicated, above)):
+            if sharded.isdisjoint(above) and not any(map(_reduces, above)):
                 tops.update(dict.fromkeys(each for each in above if each in around and each not in parents))
     for top in tops:
         names = [name for name, each in top.named_parameters() if id(each) in outside]
@@ -147,6 +148,10 @@ def warn_of_unsharded_root(parameters: list[Any]) -> None:
             "your program.",
             stacklevel=stack_level_of_program(),
         )
+
+
+def _reduces(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or is_replicated(module)
 
 
 def _with_ancestors(modules: set[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:

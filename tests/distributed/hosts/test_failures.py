@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS = 60
 
 
-def start(bed: Hosts, timeout: float, **environment: str) -> list[Running]:
-    running = bed.torchrun("-m", "bed.training", STEPS, timeout, options=["--max-restarts=0"], **environment)
+def start(bed: Hosts, timeout: float, steps: int = STEPS, **environment: str) -> list[Running]:
+    running = bed.torchrun("-m", "bed.training", steps, timeout, options=["--max-restarts=0"], **environment)
     for each in running:
         each.wait_for("step 10 ")
     return running
@@ -57,7 +57,7 @@ def test_a_link_that_works_again_before_the_timeout(tmp_path: Path, seconds: flo
 def test_a_host_that_is_lost(tmp_path: Path, host: int, power: bool) -> None:
     """The ranks of the other host end soon after the timeout. Without the host of the store, they cannot ask others."""
     with hosts(2, 2, tmp_path, mbit=100) as bed:
-        running = start(bed, timeout=20)
+        running = start(bed, timeout=20, steps=10_000)
         time.sleep(6)  # ranks learn the host of rank 0 with its first announcement, which comes every 5 s
         bed.cut(host)
         if power:
