@@ -34,6 +34,9 @@ Mark = Any
 class HostClock:
     """Marks of a model on the CPU, where the host computes and waits."""
 
+    computes = True
+    """True if what the host does between two marks is computation, such as casts before an all-gather."""
+
     def mark(self) -> Mark:
         return time.perf_counter()
 
@@ -56,6 +59,8 @@ class HostClock:
 
 class DeviceClock:
     """Marks of a model on a device: events that are recorded on the current stream, without waiting."""
+
+    computes = False
 
     def __init__(self, device: torch.device, waits_in_stream: bool):
         """`waits_in_stream` is True if the works of process groups can be waited for on any stream, and repeatedly."""
@@ -158,9 +163,9 @@ class StepRecorder(observer.Observer):
         """True if a step was recorded as a CUDA graph. Events inside a recording would measure nothing."""
         self._entered: Owner | None = None
         """Whose section begins at the next mark: a stage that has just begun has not used the compute stream."""
-        self._in_stage = False
+        self._stages = 0  # one can be part of another
         self._fresh: Mark | None = None
-        """The last mark, if nothing was queued on the compute stream since. None outside of stages."""
+        """The earliest mark since which nothing was queued on the compute stream but casts. None outside of stages."""
 
     def start(self) -> None:
         self._origin = self._clock.mark()
@@ -250,7 +255,7 @@ class StepRecorder(observer.Observer):
         if is_recording():
             self.saw_recording = True
             return
-        self._in_stage, self._fresh = True, None
+        self._stages, self._fresh = self._stages + 1, None
         if stage == "pre_forward":
             backward = inside_backward()  # a checkpoint recomputes the unit
             if not self._stack and not backward:
@@ -276,7 +281,7 @@ class StepRecorder(observer.Observer):
                 self._cut(self._owner)
             elif self._entered is not None:
                 self._cut(self._entered)
-            self._in_stage, self._fresh = False, None
+            self._stages, self._fresh = self._stages - 1, None
 
     def _is_around(self, outer: Owner, unit: Unit) -> bool:
         return outer.unit in self._ancestors[unit]
@@ -308,7 +313,8 @@ class StepRecorder(observer.Observer):
             work.notes[self] = unit, kind, issued, ended is not None
             if self._entered is not None:
                 self._cut(self._entered, issued)
-            self._fresh = issued if self._in_stage else None
+            if self._fresh is None or self._clock.computes:  # otherwise only the host was busy since that mark
+                self._fresh = issued if self._stages else None
 
     def waiting(self, work: WatchedWork) -> None:
         if (noted := work.notes.get(self)) is not None:

@@ -224,6 +224,32 @@ def test_events_of_a_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> No
     assert row(times, "blocks.0").all_gather_exposed_ms == pytest.approx(4.0)
 
 
+def test_a_host_that_is_blocked_between_two_all_gathers(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may block the host in the second call. The device waits for the first all-gather meanwhile."""
+
+    class Late(Observer):
+        def issued(self, work: observer.WatchedWork) -> None:
+            if work.kind == "all-gather" and work.params[0].name == "blocks.0.first.weight" and model.training:
+                clock.sleep(0.0015)
+                model.eval()  # once per step
+
+    monkeypatch.setattr(step_recorder, "StreamEvent", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(step_times, "_clock_for", lambda *unused: DeviceClock(torch.device("cpu"), True))
+    with loopback.job(2, delay=0.002):
+        model = sharded()
+        step(model, optimizer_of(model))
+        late = Late()
+        observer.add(late)
+        try:
+            with timeline(model) as times:
+                step(model.train(), optimizer_of(model))
+        finally:
+            observer.remove(late)
+    assert row(times, "(root)").all_gather_exposed_ms == pytest.approx(2.0)
+    assert times.exposed_ms == times.step_ms == pytest.approx(22.0)
+
+
 # --- real ranks --------------------------------------------------------------------------------------------------
 
 
