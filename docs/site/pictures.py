@@ -94,7 +94,7 @@ class Picture:
         )
 
 
-# -- the way of a parameter ------------------------------------------------------------------------------------------
+# -- the path of a parameter -------------------------------------------------------------------------------------------
 
 ROWS: list[tuple[str, str, str, bool, str]] = [
     # stage, what each rank holds, kind, unsharded, how it comes to the next stage

@@ -99,7 +99,7 @@ class Recording:
             has_steps = self._file is not None or bool(self._pending)
             if not isinstance(step, int) or step < 0 or (has_steps and step <= self._steps):
                 after = f" after step {self._steps}" if has_steps else ""
-                raise ArgumentError(f"step must be a number that grows, got {step!r}{after}.")
+                raise ArgumentError(f"step must be a non-negative integer that increases, got {step!r}{after}.")
         now = time.perf_counter()
         self._steps = self._steps + 1 if step is None else step
         line: dict[str, Any] = {"step": self._steps, "seconds": now - self._clock}

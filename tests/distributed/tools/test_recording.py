@@ -180,7 +180,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             recorded.step(accuracy="high")
         with pytest.raises(ArgumentError, match="record writes peak, seconds itself"):
             recorded.step(seconds=1, peak=2)
-        with pytest.raises(ArgumentError, match=r"step must be a number that grows, got -1\.$"):
+        with pytest.raises(ArgumentError, match=r"step must be a non-negative integer that increases, got -1\.$"):
             recorded.step(1.0, step=-1)
         recorded.step(1.0, step=5)
         with pytest.raises(ArgumentError, match=r"got 5 after step 5"):
