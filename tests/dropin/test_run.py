@@ -310,3 +310,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--no-such-option" in capsys.readouterr().err
     assert cli.run(["no_such_file.py"]) == 2
     assert "no file 'no_such_file.py'" in capsys.readouterr().err
+    for count, script in (("2", "no_such_file.py"), ("0", __file__), ("-1", __file__), ("two", __file__)):
+        assert cli.run([f"--nproc-per-node={count}", script]) == 2
+        error = capsys.readouterr().err
+        assert "no file" in error if script != __file__ else f"--nproc-per-node {count}: " in error
+        assert len(error.splitlines()) == 1

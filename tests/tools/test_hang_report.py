@@ -131,9 +131,9 @@ def test_advice() -> None:
 @pytest.mark.parametrize(
     ("advice", "facts"),
     [
-        ("Look at its line: what does this rank wait for that the others", {"doing": SLEEP}),
-        ("Look at its line: what does this rank wait for that the others", {"doing": ""}),
-        ("Look at its line for a loop that does not end", {"busy": True}),
+        ("Look at the line of the missing rank: what does it wait for", {"doing": SLEEP}),
+        ("Look at the line of the missing rank: what does it wait for", {"doing": ""}),
+        ("Look at the line of the missing rank for a loop that does not end", {"busy": True}),
         ("Look for a torch.distributed call that only some ranks make", {"doing": "in torch.distributed.barrier"}),
         ("Look for work that only this rank does, such as an evaluation", {"doing": "in forward", "age": 1.0}),
         ("Look for a lock, queue or thread", {"doing": LOCK}),

@@ -151,7 +151,12 @@ def _add_program_commands(commands: Any) -> None:
     plan.add_argument("program", metavar="FILE:FUNCTION")
     plan.add_argument("--world", type=positive, required=True, help="number of ranks")
     plan.add_argument("--mesh", type=sizes, metavar="8x8", help="replicas x shards; without it, all ranks shard")
-    plan.add_argument("--batch", type=batch, metavar="4x2048", help="random tokens of this shape, per rank")
+    plan.add_argument(
+        "--batch",
+        type=batch,
+        metavar="4x2048",
+        help="random tokens of this shape, per rank; required if the file has no function batch",
+    )
     plan.add_argument("--device-memory", type=memory, metavar="SIZE", help="for example 80GiB")
 
     verify = _command(

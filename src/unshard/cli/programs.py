@@ -69,6 +69,13 @@ def _run_processes(arguments: list[str], explain_hangs: str) -> int:
     parsed = known.parse_args(arguments)
     if parsed.no_python:
         return _refuse("--no-python is not supported, because it starts no Python program. Use torchrun.")
+    if not (parsed.module or os.path.exists(parsed.training_script)):
+        return _refuse(f"there is no file {parsed.training_script!r}.")
+    try:
+        if launcher.determine_local_world_size(parsed.nproc_per_node) < 1:
+            raise ValueError("expected at least 1 process")
+    except ValueError as error:
+        return _refuse(f"--nproc-per-node {parsed.nproc_per_node}: {error}.")
     program = [parsed.training_script, *parsed.training_script_args]
     options = arguments[: len(arguments) - len(program)]
     try:

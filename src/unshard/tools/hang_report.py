@@ -40,10 +40,10 @@ _BUSY = {
     "in torch.distributed.": "Look for a torch.distributed call that only some ranks make, or make in another order.",
     "in a collective, at": "Every rank of this collective has issued it, but data does not arrive: look at the network "
     "between the hosts. If it works again, the job goes on.",
-    SLEEP: "Look at its line: what does this rank wait for that the others do not?",
-    "(computing)": "Look at its line for a loop that does not end, and for work that only this rank does.",
+    SLEEP: "Look at the line of the missing rank: what does it wait for that the others do not?",
+    "(computing)": "Look at the line of the missing rank for a loop that does not end, and for work that only it does.",
     **dict.fromkeys(("waits for", "in forward", "in backward", "in a collective"), _SAME_ORDER),
-    "": "Look at its line: what does this rank wait for that the others do not?",
+    "": "Look at the line of the missing rank: what does it wait for that the others do not?",
 }
 """What to do about any other missing rank: the first text that is in its state."""
 
