@@ -168,6 +168,21 @@ def test_a_mean_over_uneven_numbers() -> None:
     assert "the weights (0.25, 0.75), but sharding gives 0.5 to each" in causes(run)
 
 
+@pytest.mark.slow
+def test_even_weights_are_no_cause() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x + x.mean())
+
+    run = checked(Program(Mixing, batch=floats))
+    assert run.agree
+    assert "Not compared with one batch of all ranks" in str(run.notes)
+
+
 def test_a_parameter_whose_gradients_nobody_reduces() -> None:
     def shard(model: nn.Module) -> nn.Module:
         return fully_shard(model, ignored_params={model[2].weight})

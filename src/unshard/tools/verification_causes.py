@@ -13,6 +13,7 @@ from ..state.boxes import full_box
 from .verification_runs import Pieces, Reference, Start, Step, Tensors, aliases_of, buffers_of, parameters_of
 
 CLOSE = 0.02  # of the weights that a gradient gives to ranks
+EVEN = 0.01  # of the share of a rank: `weights_of` allows as large a remainder
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, listed
 from ..torch_private import BATCH_NORM_BASE
 from .verification_causes import (
     CLOSE,
+    EVEN,
     Case,
     Difference,
     Run,
@@ -286,8 +287,8 @@ def _whole_cause(
         gradients, wholes = again, {0: whole}
     for dim, difference in found.items():
         weights = weights_of(gradients, wholes[dim], wholes[dim]) if dim in wholes else None
-        if weights is None:
-            continue
+        if weights is None or all(abs(each * world - 1) < EVEN for each in weights):
+            continue  # even weights explain no difference
         if all(abs(each - 1) < CLOSE for each in weights):
             text = (
                 "The loss is a sum over samples, not a mean: one batch of all ranks has gradients that are "
