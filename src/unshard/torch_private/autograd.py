@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -156,11 +157,12 @@ def end_failed_recording(device: torch.device, pool: Any, stream: torch.cuda.Str
 LIBRARY_FILES = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    contextlib.__file__,
     pickle.__file__,
 )
 """Prefixes of the paths of source files that do not belong to the user's program.
 
-These are the folders of torch and of this package, and the file of `pickle`, which calls both.
+These are the folders of torch and of this package, and the files of `contextlib` and `pickle`, which call both.
 """
 
 

@@ -193,5 +193,10 @@ def test_whole_state_in_a_checkpoint(tmp_path: Path) -> None:
 @world(2)
 def test_the_deprecation_names_what_works() -> None:
     model = wrap_case(CASES[1])
-    with pytest.warns(FutureWarning, match=r"After unshard\.dropin\.install\(\), use.*optim_state_dict_to_load"):
+    with pytest.warns(
+        FutureWarning, match=r"After unshard\.dropin\.install\(\), use.*optim_state_dict_to_load"
+    ) as seen:
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            pass
+    assert {each.filename for each in seen} == {__file__}  # the line of the program, not of contextlib
