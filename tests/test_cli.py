@@ -313,6 +313,15 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     data = next(Path(a).glob("*.bin"))
     data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
     assert told("checkpoint", "verify", a, status=1)["complete"] is False
+    no_checkpoint = tmp_path / "empty"
+    no_checkpoint.mkdir()
+    for kind, paths in (
+        ("checkpoint inspect", [no_checkpoint]),
+        ("checkpoint diff", [a, no_checkpoint]),
+        ("export", [no_checkpoint, tmp_path / "weights"]),
+    ):
+        found = told(*kind.split(), *paths, status=1)
+        assert found["kind"] == kind and "empty" in found["error"]
     assert unshard(monkeypatch, "checkpoint", "verify", a) == 1
     text = capsys.readouterr()
     assert text.err.startswith("unshard checkpoint verify: ") and "weight" in text.err and not text.out

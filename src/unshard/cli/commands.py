@@ -102,10 +102,7 @@ def checkpoint_verify(given: argparse.Namespace) -> int:
         with progress("verifying") as bar:
             folder = checkpoint.verify(given.path, progress=bar) if bar else checkpoint.verify(given.path)
     except checkpoint.CheckpointError as error:
-        status = _damaged(given, error, given.path)
-        if status == 1:
-            show({"kind": "checkpoint verify", "folder": given.path, "complete": False, "error": str(error)}, "")
-        return status
+        return _damaged(given, error, given.path, folder=given.path, complete=False)
     found = {"kind": "checkpoint verify", "folder": str(folder), "complete": True, "error": None}
     show(found, f"{folder} is complete: all checksums match.")
     return 0
@@ -148,7 +145,10 @@ def export(given: argparse.Namespace) -> int:
     return 0
 
 
-def _damaged(given: argparse.Namespace, error: Exception, *paths: str) -> int:
+def _damaged(given: argparse.Namespace, error: Exception, *paths: str, **found: Any) -> int:
     """Print an error about checkpoints. A path that does not exist is bad input, everything else an answer."""
     print(f"{given.parser.prog}: {error}", file=sys.stderr)
-    return 1 if all(os.path.lexists(each) for each in paths) else 2
+    if not all(os.path.lexists(each) for each in paths):
+        return 2
+    show({"kind": given.parser.prog.removeprefix("unshard "), **found, "error": str(error)}, "")
+    return 1

@@ -186,7 +186,8 @@ def _add_checkpoint_commands(commands: Any) -> None:
     group: Parser = commands.add_parser(
         "checkpoint",
         help="verify, inspect or compare checkpoints",
-        description="Verifies, inspects or compares checkpoints, in one process and without a GPU.",
+        description="Verifies, inspects or compares checkpoints of unshard.checkpoint.save and Saver. Needs one "
+        "process and no GPU.",
         example="unshard checkpoint verify checkpoints",
     )
     inner = group.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)

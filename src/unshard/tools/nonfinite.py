@@ -308,6 +308,9 @@ def findings_of(reports: Reports, world: int, complete: float = math.inf) -> lis
     before: tuple[int, Any] | None = None
     for step in sorted(reports):
         place, finding = _first_of(step, reports[step], world, step <= complete)
+        if before is not None and before[0] == step - 1:
+            said = f"{finding.text} Values of step {step - 1} may have reached the parameters."
+            finding = replace(finding, text=said)
         if before != (step - 1, place):
             found.append(finding)
         before = step, place

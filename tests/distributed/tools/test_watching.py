@@ -623,12 +623,16 @@ def test_the_first_place_wins() -> None:
         },
         6: {1: [seen(Stage.LOCAL, 2, "b")]},
         9: {1: [seen(Stage.LOCAL, 2, "b")]},
+        10: {1: [seen(Stage.LOCAL, 1, "a")]},
     }
     found = findings_of(reports, 4)
     assert [(each.step, each.parameter, each.ranks, each.elements) for each in found] == [
         (5, "b", (1, 2), 4),
         (9, "b", (1,), 2),
+        (10, "a", (1,), 2),
     ]
+    follows = ["Values of step 9 may have reached the parameters." in each.text for each in found]
+    assert follows == [False, False, True]
     assert found[0].text.startswith("Step 5: ranks 1, 2 became infinite in b: ")
     assert findings_of({1: {r: [seen(Stage.LOCAL)] for r in range(2)}}, 2)[0].text.startswith("Step 1: all ranks ")
 
