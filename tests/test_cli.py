@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ ANSWERS = [
         "unshard export: unknown option '--datatype'. Did you mean `unshard expo",
     ),
     ("plan a:b", 2, "err", "unshard plan: the following arguments are required: --world."),
+    ("plan a:b --wrold 4", 2, "err", "unshard plan: unknown option '--wrold'. Did you mean `unshard plan --world`?"),
     ("plan a:b --world 0", 2, "err", "unshard plan: argument --world: expected a positive integer, got '0'."),
     ("plan a:b --world 4 --mesh 2x", 2, "err", "unshard plan: argument --mesh: expected a positive integer, got ''."),
     (
@@ -313,18 +315,13 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     data = next(Path(a).glob("*.bin"))
     data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
     assert told("checkpoint", "verify", a, status=1)["complete"] is False
-    no_checkpoint = tmp_path / "empty"
-    no_checkpoint.mkdir()
-    for kind, paths in (
-        ("checkpoint inspect", [no_checkpoint]),
-        ("checkpoint diff", [a, no_checkpoint]),
-        ("export", [no_checkpoint, tmp_path / "weights"]),
-    ):
-        found = told(*kind.split(), *paths, status=1)
-        assert found["kind"] == kind and "empty" in found["error"]
     assert unshard(monkeypatch, "checkpoint", "verify", a) == 1
     text = capsys.readouterr()
     assert text.err.startswith("unshard checkpoint verify: ") and "weight" in text.err and not text.out
+    (tmp_path / "empty").mkdir()
+    for command, more in (("checkpoint inspect", []), ("checkpoint diff", [b]), ("export", [tmp_path / "weights"])):
+        assert unshard(monkeypatch, *command.split(), tmp_path / "empty", *more) == 2
+        assert re.fullmatch(f"unshard {command}: .*empty.*\n", capsys.readouterr().err)
 
 
 def test_progress_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

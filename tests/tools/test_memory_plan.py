@@ -332,13 +332,18 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shape": (
         Program(lambda: nn.Linear(4, 4), batch=torch.ones(2, 3)),
         {"world": 2},
-        "model fails on this batch",
+        r"model fails on this batch: .*\. Pass a batch that fits the model, or define functions batch",
     ),
     "device": (STACK, {"world": 2, "device": "mps"}, "'cuda' and 'cpu'"),
     "unsharded": (replace(STACK, shard=lambda model: model), {"world": 2}, "sharded no module"),
     "loss": (replace(STACK, loss=lambda model, batch: model(batch)), {"world": 2}, "one element"),
     "mesh of shard": (replace(STACK, shard=lambda model: None), {"world": 4, "mesh": (2, 2)}, "no argument mesh"),
 }
+
+
+def test_a_shape_means_floats_without_embeddings() -> None:
+    planned = plan(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), world=2, batch="64x3x32x32", advise=False)
+    assert planned.peak >= 64 * 8 * 30 * 30 * 4  # the output of the convolution
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -30,6 +30,7 @@ PIECE_ELEMENTS = 2**20
 STRIP_BLOCKS = 16
 """Maximum number of blocks that a verification thread takes at a time."""
 VERIFYING_THREADS = 4
+_REMEDY = "Restore the file, or load an older checkpoint."
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[Any]:
@@ -108,13 +109,14 @@ class CheckpointFiles:
             file = storage.open_file(path)
         except OSError as error:
             names = self.manifest.tensors_at(number, 0, entry.nbytes)
-            raise CheckpointError(f"{path} cannot be opened ({error.strerror}). It holds {listed(names)}.") from error
+            text = f"{path} cannot be opened ({error.strerror}). It holds {listed(names)}."
+            raise CheckpointError(f"{text} {_REMEDY}") from error
         self._files[number] = file
         nbytes = storage.size_of(file) or 0
         if nbytes != entry.nbytes:
             names = self.manifest.tensors_at(number, min(nbytes, entry.nbytes), entry.nbytes)
             lost = f" Bytes of {listed(names)} are missing." if names else ""
-            raise CheckpointError(f"{path} has {nbytes} bytes, expected {entry.nbytes}.{lost}")
+            raise CheckpointError(f"{path} has {nbytes} bytes, expected {entry.nbytes}.{lost} {_REMEDY}")
         return file
 
     def verify(self, file: int, blocks: Iterable[int]) -> None:
@@ -146,7 +148,7 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder / entry.name} is damaged: block {block} (bytes {block * size} to "
                     f"{block * size + len(data)}) has the checksum {found}, expected {entry.blocks[block]}. It holds "
-                    f"{listed(names)}. Load an older checkpoint."
+                    f"{listed(names)}. {_REMEDY}"
                 )
 
     def blocks_of(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, range]]:

@@ -102,7 +102,11 @@ def checkpoint_verify(given: argparse.Namespace) -> int:
         with progress("verifying") as bar:
             folder = checkpoint.verify(given.path, progress=bar) if bar else checkpoint.verify(given.path)
     except checkpoint.CheckpointError as error:
-        return _damaged(given, error, given.path, folder=given.path, complete=False)
+        if not os.path.lexists(given.path):
+            raise
+        print(f"{given.parser.prog}: {error}", file=sys.stderr)
+        show({"kind": "checkpoint verify", "folder": given.path, "complete": False, "error": str(error)}, "")
+        return 1
     found = {"kind": "checkpoint verify", "folder": str(folder), "complete": True, "error": None}
     show(found, f"{folder} is complete: all checksums match.")
     return 0
@@ -112,21 +116,15 @@ def checkpoint_inspect(given: argparse.Namespace) -> int:
     from .. import checkpoint
     from ..checkpoint.reports import contents
 
-    try:
-        show(contents(given.path), checkpoint.inspect(given.path))
-    except checkpoint.CheckpointError as error:
-        return _damaged(given, error, given.path)
+    show(contents(given.path), checkpoint.inspect(given.path))
     return 0
 
 
 def checkpoint_diff(given: argparse.Namespace) -> int:
     from .. import checkpoint
 
-    try:
-        with working("comparing"):
-            found = checkpoint.diff(*given.paths)
-    except checkpoint.CheckpointError as error:
-        return _damaged(given, error, *given.paths)
+    with working("comparing"):
+        found = checkpoint.diff(*given.paths)
     show({"kind": "checkpoint diff", "equal": found.equal, **dataclasses.asdict(found)}, str(found))
     return 0 if found.equal else 1
 
@@ -136,19 +134,7 @@ def export(given: argparse.Namespace) -> int:
 
     names = ("dtype", "max_file_size", "prefix", "tied_names", "overwrite")
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
-    try:
-        with working("exporting"):
-            files = checkpoint.export(given.checkpoint, given.folder, **options)
-    except checkpoint.CheckpointError as error:
-        return _damaged(given, error, given.checkpoint)
+    with working("exporting"):
+        files = checkpoint.export(given.checkpoint, given.folder, **options)
     show({"kind": "export", "files": [str(each) for each in files]}, "\n".join(map(str, files)))
     return 0
-
-
-def _damaged(given: argparse.Namespace, error: Exception, *paths: str, **found: Any) -> int:
-    """Print an error about checkpoints. A path that does not exist is bad input, everything else an answer."""
-    print(f"{given.parser.prog}: {error}", file=sys.stderr)
-    if not all(os.path.lexists(each) for each in paths):
-        return 2
-    show({"kind": given.parser.prog.removeprefix("unshard "), **found, "error": str(error)}, "")
-    return 1

@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *names: Any, example: str = "", **settings: Any):
         self.flags: list[str] = []
+        self._words: list[str] = []
         self.commands: dict[str, Parser] = {}
         if example:
             settings["epilog"] = f"example:\n  {example}"
@@ -74,7 +75,15 @@ class Parser(argparse.ArgumentParser):
             given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return given
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or [])
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            # A misspelled option is the better message.
+            options = (each.partition("=")[0] for each in self._words if re.match("--?[a-z]", each))
+            message = next((f"unrecognized arguments: {each}" for each in options if each not in self.flags), message)
         choice = re.search(r"invalid choice: '(.*?)'", message)
         unknown = re.fullmatch(r"unrecognized arguments: (-[^ =]+).*", message)
         if choice and choice[1] not in self.commands and self.commands:
@@ -155,7 +164,8 @@ def _add_program_commands(commands: Any) -> None:
         "--batch",
         type=batch,
         metavar="4x2048",
-        help="random tokens of this shape, per rank; required if the file has no function batch",
+        help="random tokens of this shape per rank, or floats for a model without embeddings; required if the file has "
+        "no function batch",
     )
     plan.add_argument("--device-memory", type=memory, metavar="SIZE", help="for example 80GiB")
 
@@ -169,7 +179,7 @@ def _add_program_commands(commands: Any) -> None:
     verify.add_argument("program", metavar="FILE:FUNCTION")
     verify.add_argument("--ranks", type=ranks, default=(2, 3), metavar="2,3,4", help="default: 2,3")
     verify.add_argument("--steps", type=positive, default=3, help="steps to compare (default: 3)")
-    verify.add_argument("--batch", type=batch, metavar="4x16", help="random tokens of this shape, per rank")
+    verify.add_argument("--batch", type=batch, metavar="4x16", help="shape of random values, per rank")
     verify.add_argument("--device", default="cpu", help="cpu (default) or cuda")
 
     precision = _command(

@@ -10,6 +10,7 @@ import runpy
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
+from typing import NoReturn
 
 from .. import __version__
 from .options import HELP, parser
@@ -66,7 +67,11 @@ def _run_processes(arguments: list[str], explain_hangs: str) -> int:
     launcher = importlib.import_module("torch.distributed.run")
     known = launcher.get_args_parser()
     known.add_argument(_OPTION)
-    parsed = known.parse_args(arguments)
+    known.error = _raise  # instead of torchrun's usage
+    try:
+        parsed = known.parse_args(arguments)
+    except ValueError as error:
+        return _refuse(f"{error}.")
     if parsed.no_python:
         return _refuse("--no-python is not supported, because it starts no Python program. Use torchrun.")
     if not (parsed.module or os.path.exists(parsed.training_script)):
@@ -88,6 +93,10 @@ def _run_processes(arguments: list[str], explain_hangs: str) -> int:
     _settle_hangs(explain_hangs)
     launcher.main([*options, "-m", "unshard.dropin", *program])
     return 0
+
+
+def _raise(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def _run_script(path: str) -> None:

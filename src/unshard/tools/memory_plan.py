@@ -109,8 +109,8 @@ def plan(
     `program` is a `Program`, `FILE:FUNCTION`, or the function that builds the unsharded model. The engine runs two
     steps, but no kernel does: all tensors are on memory that is never touched. `mesh` has the sizes of a hybrid mesh,
     (replicas, shards). `batch` is a batch, a function `batch(rank, step)`, or the shape of random tokens such as
-    `"4x2048"`. `policy` is the `mp_policy` of all `fully_shard` calls that pass none. `optimizer` is a function of the
-    sharded model.
+    `"4x2048"` (of random floats, if the model has no embedding). `policy` is the `mp_policy` of all `fully_shard` calls
+    that pass none. `optimizer` is a function of the sharded model.
 
     If the step does not fit in `device_memory` (bytes, or a size such as "80GiB"), or without `device_memory`, the plan
     lists changes that lower the peak. Each of them is planned, too, so `advise=False` is faster.

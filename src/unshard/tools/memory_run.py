@@ -21,7 +21,7 @@ from .memory_allocator import Allocator
 from .memory_job import simulated_job
 from .memory_rows import ACTIVATIONS, GRADIENTS, KINDS, OTHER, REDUCTIONS, groups_of, held_by, total, unit_rows
 from .memory_virtual import Recording, virtual_memory
-from .program import Program, default_loss, is_sharded, shard_blocks, tokens
+from .program import Program, default_loss, first_layer, is_sharded, shard_blocks, sizes_in, tokens
 
 WORKSPACES = 2 * 32 * 2**20
 """Bytes of cuBLAS on a CUDA device: one workspace for the thread of forward, and one for the thread of backward.
@@ -138,7 +138,7 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
         try:
             batch = program.batch_of(0, step)
             if isinstance(batch, str):
-                batch = tokens(batch, _vocabulary(model))
+                batch = _drawn(model, batch)
             failed = "The model fails on this batch:"
             if isinstance(batch, dict) and program.loss is default_loss:
                 failed = "The model fails on this batch, whose entries are passed as keyword arguments:"
@@ -152,8 +152,9 @@ def _run(setting: Setting, mesh: Any, changes: Changes, recording: Recording, lo
         except UnshardError:
             raise
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise ArgumentError(f"{failed} {type(error).__name__}: {text}") from error
+            text = str(error).strip().partition("\n")[0].rstrip(".")
+            remedy = "Pass a batch that fits the model, or define functions batch(rank, step) and loss(model, batch)."
+            raise ArgumentError(f"{failed} {type(error).__name__}: {text}. {remedy}") from error
         del loss, batch
         recording.enter("optimizer")
         optimizer.step()
@@ -170,9 +171,12 @@ def _loss_of(program: Program) -> str:
     return "default loss" if program.loss is default_loss else "loss"
 
 
-def _vocabulary(model: nn.Module) -> int:
-    """Return how many different tokens every table of the model has."""
-    return min([256, *(each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding))])
+def _drawn(model: nn.Module, shape: str) -> torch.Tensor:
+    """Return random tokens that every table of the model has, or floats if the model has layers but no table."""
+    tables = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    if not tables and first_layer(model) is not None:
+        return torch.randn(sizes_in(shape))
+    return tokens(shape, min([256, *tables]))
 
 
 def _require_loss(loss: Any) -> None:

@@ -213,7 +213,7 @@ def example_batch(model: nn.Module, shape: str | Sequence[int] | None = None) ->
 
     Without a shape, the first layer determines it. Hugging Face models that compute a loss get a dict with labels.
     """
-    first = next((each for each in model.modules() if isinstance(each, _KNOWN_FIRST)), None)
+    first = first_layer(model)
     if shape is None:
         shape = _example_shape(first)
     if shape is None:
@@ -227,6 +227,11 @@ def example_batch(model: nn.Module, shape: str | Sequence[int] | None = None) ->
     if hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:
         return {"input_ids": drawn, "labels": drawn.clone()}
     return drawn
+
+
+def first_layer(model: nn.Module) -> nn.Module | None:
+    """Return the first layer whose input is known."""
+    return next((each for each in model.modules() if isinstance(each, _KNOWN_FIRST)), None)
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
