@@ -212,7 +212,7 @@ class Around(nn.Module):
 @world(2, 3)
 def test_gradients_that_come_after_the_reduction_of_their_unit() -> None:
     """The backward of the outer unit begins before that of the inner one, and ends after it."""
-    model, reference = Around(), Around()
+    model, reference = Around().double(), Around().double()
     fully_shard(model.inner)
     fully_shard(model.outer)
     fully_shard(model)
@@ -220,10 +220,10 @@ def test_gradients_that_come_after_the_reduction_of_their_unit() -> None:
     for _ in range(2):
         with unshard.step(model, units="follow") as step:
             for seed in range(dist.get_rank() + 1):
-                step.backward(model(image_of(dist.get_rank(), seed)).square().sum())
+                step.backward(model(image_of(dist.get_rank(), seed).double()).square().sum())
         seeds = [(rank, seed) for rank in range(dist.get_world_size()) for seed in range(rank + 1)]
         for rank, seed in seeds:
-            (reference(image_of(rank, seed)).square().sum() / len(seeds)).backward()
+            (reference(image_of(rank, seed).double()).square().sum() / len(seeds)).backward()
         assert_gradients(model, reference)
         late.append({unit.name for unit in step._plan.late})
         model.zero_grad()
