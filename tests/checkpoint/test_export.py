@@ -177,7 +177,7 @@ def test_the_command(
     assert command(folder.parent, out, *options) == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert len(files) > 1 and read(files)["net.head.weight"].dtype is torch.bfloat16
-    assert command(folder, out) == 1
+    assert command(folder, out) == 2
     assert "unshard export: " in (text := capsys.readouterr().err) and "--overwrite" in text
     assert command(folder, out, "--overwrite") == 0
     assert command(folder, tmp_path / "x", "--dtype", "int3") == 2
