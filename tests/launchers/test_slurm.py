@@ -49,9 +49,9 @@ DRIVER = """
 import runpy, sys, time
 import torch
 following = torch.nn.functional.mse_loss
-def slowly(*args):
+def slowly(*args, **options):
     time.sleep(0.05)
-    return following(*args)
+    return following(*args, **options)
 torch.nn.functional.mse_loss = slowly
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -127,9 +127,13 @@ def test_a_job_that_is_interrupted_runs_again(cluster: Cluster, tmp_path: Path) 
 
     texts = output.read_text().split(" start with 2 ranks")[1:]
     runs = [dict(re.findall(r"^\S+ step (\d+) (.*)$", each, re.M)) for each in texts]
-    assert len(runs) == 3 and [*runs[2]][-1] == "200"
-    for before, after in itertools.pairwise(runs):
+    # SLURM tells a lost node a minute later to end its step. If the job runs there again by then, it starts once more.
+    assert len(runs) in (3, 4) and [*runs[-1]][-1] == "200"
+    repeated = 0
+    for before, after in itertools.pairwise(filter(None, runs)):
         first = int(next(iter(after)))
         assert first % 20 == 1 and 1 < first <= len(before) + 1 + int(next(iter(before)))
         both = before.keys() & after.keys()
-        assert both and all(before[step] == after[step] for step in both)
+        assert all(before[step] == after[step] for step in both)
+        repeated += len(both)
+    assert repeated
