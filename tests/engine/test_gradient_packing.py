@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unshard.engine.api import recording_step
-from unshard.engine.reduction import Pack
+from unshard.engine.packing import Pack
 
 SHAPES = [(7, 3), (2,), (8, 2, 2), (1, 5), (131, 2), (260,)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,13 +36,21 @@ class Forgotten(StreamEvent):
 
 @contextmanager
 def forgetting(name: str) -> Iterator[None]:
-    start = Reduction._start_on_side_stream
+    start, pack = Reduction._start_on_side_stream, Reduction._pack
 
     def forgetful(self: Reduction, *arguments: object) -> None:
         setattr(self, name, Forgotten(torch.device("cuda", 0)))
         start(self, *arguments)  # type: ignore[arg-type]
 
-    with mock.patch.object(Reduction, "_start_on_side_stream", forgetful):
+    def late(self: Reduction, *arguments: Any) -> Any:
+        if name == "_packed":  # or packing may be done before the next gradient is
+            torch.cuda._sleep(SLEEP // 10)
+        return pack(self, *arguments)
+
+    with (
+        mock.patch.object(Reduction, "_start_on_side_stream", forgetful),
+        mock.patch.object(Reduction, "_pack", late),
+    ):
         yield
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unshard import MixedPrecisionPolicy, capture
 from unshard.engine.reduction import Reduction
 from unshard.optim import GradScaler
-from unshard.tools import nonfinite, watch
+from unshard.tools import nonfinite_checks, watch
 
 F16 = torch.float16
 
@@ -99,7 +99,7 @@ def refuse_waits(on: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if on else "default")
 
 
-@pytest.mark.parametrize("large", [nonfinite._LARGE, 1], ids=["together", "alone"])
+@pytest.mark.parametrize("large", [nonfinite_checks._LARGE, 1], ids=["together", "alone"])
 @world(2, backend="nccl")
 def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
     """The same numbers, the same collectives, reductions on the side stream, and no call that waits."""
@@ -109,8 +109,8 @@ def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
         started.append(self)
         start(self, *arguments)
 
-    Reduction._start_on_side_stream, default = counted, nonfinite._LARGE  # type: ignore[method-assign]
-    nonfinite._LARGE = large
+    Reduction._start_on_side_stream, default = counted, nonfinite_checks._LARGE  # type: ignore[method-assign]
+    nonfinite_checks._LARGE = large
     runs: list[Any] = []
     try:
         for on in (False, True):
@@ -134,7 +134,7 @@ def test_the_host_does_not_wait_and_nothing_changes(large: int) -> None:
                 assert watched.findings == [] and watched.steps == 6
     finally:
         Reduction._start_on_side_stream = start  # type: ignore[method-assign]
-        nonfinite._LARGE = default
+        nonfinite_checks._LARGE = default
     assert runs[0][0] == runs[1][0] > 0
     assert runs[0][1] == runs[1][1]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][2], runs[1][2], strict=True))

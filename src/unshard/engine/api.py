@@ -10,6 +10,7 @@ from .hooks import FSDPState, UnshardHandle, state_of
 from .memory import memory_of
 from .observer import Members, WatchedWork, name_stages
 from .optimizer_steps import note_optimizer_step
+from .packing import pack_kernel_on
 from .param_group import ParamGroup, param_group_of
 from .params.flat_sharded import FlatShardedParams
 from .params.module_casts import ModuleBuffers, boundary_policy, cast_boundaries, warn_of_rounding
@@ -122,6 +123,7 @@ __all__ = [
     "observer",
     "offload_plan_for",
     "orders_of",
+    "pack_kernel_on",
     "param_group_of",
     "recording_step",
     "reduce_stream",

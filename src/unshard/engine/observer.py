@@ -56,10 +56,11 @@ class Observer:
     def unsharded(self, params: Any) -> None:
         """Called when the unsharded parameters are complete."""
 
-    def packing(self, params: Any, gradients: Any) -> None:
-        """Called on the compute stream before local gradients are freed, while a side stream may pack them.
+    def packed(self, params: Any, gradients: Any, largest: Any) -> None:
+        """Called on the compute stream when local gradients have been packed, before they are freed.
 
-        `gradients` are the local gradients of all `params`, or a dict that maps indices of `params` to them.
+        `gradients` are the local gradients of all `params`, or a dict that maps indices of `params` to them. `largest`
+        is None, or a vector with the largest absolute value of each of `params`' gradients, which is NaN if any is.
         """
 
     def reducing(
@@ -88,6 +89,9 @@ current: Any = None
 
 on_compute_stream = False
 """True if any observer has `on_compute_stream`."""
+
+reads_gradients = False
+"""True if any observer overrides `packed`."""
 
 _observers: list[Observer] = []
 _follows_collectives = False
@@ -148,9 +152,10 @@ def remove(observer: Observer) -> None:
 
 
 def _choose() -> None:
-    global current, on_compute_stream, _follows_collectives, _of_stages, _watches_stages
+    global current, on_compute_stream, reads_gradients, _follows_collectives, _of_stages, _watches_stages
     current = None if not _observers else _observers[0] if len(_observers) == 1 else _All()
     on_compute_stream = any(each.on_compute_stream for each in _observers)
+    reads_gradients = any(type(each).packed is not Observer.packed for each in _observers)
     _follows_collectives = any(type(each).issued is not Observer.issued for each in _observers)
     _of_stages = [each for each in _observers if type(each).entering is not Observer.entering]
     _watches_stages = None if _second_log is None and not _of_stages else _stages_are_watched

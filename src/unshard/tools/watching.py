@@ -31,24 +31,8 @@ from ..torch_private import (
     round_of,
     scale_of,
 )
-from .nonfinite import (
-    Batch,
-    Check,
-    Finding,
-    Layout,
-    Place,
-    PlaceOf,
-    Record,
-    Seen,
-    Stage,
-    batches_of,
-    changes_of,
-    clean,
-    findings_of,
-    first_stage,
-    save_first,
-    text_of,
-)
+from .nonfinite import Finding, Seen, Stage, changes_of, clean, findings_of, first_stage, text_of
+from .nonfinite_checks import Batch, Check, Layout, Place, PlaceOf, Record, batches_of, packed_batch, save_first
 from .norms import Statistics, tensor_norms
 from .precision_plan import ParamPlan, UnitPlan, owned_modules, plan_of
 from .precision_report import unit_title
@@ -213,9 +197,12 @@ class Watch(observer.Observer):
                 "watch() cannot check the steps of unshard.capture, because a replay runs no hooks. Stop the watch, or "
                 "train without capture while you look for non-finite values."
             )
-        if (self._delivered or self._is_closed) and not inside_backward() and self._is_consumed():
+        if inside_backward():
+            return
+        self._reduced.clear()  # of a backward that failed
+        if (self._delivered or self._is_closed) and self._is_consumed():
             self._next_step()
-        if module is self._model and not inside_backward() and torch.is_grad_enabled():
+        if module is self._model and torch.is_grad_enabled():
             self._check_inputs(tuple(local_part(each.detach()) for each in tensors_in((args, kwargs))))
 
     def _check_inputs(self, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -264,23 +251,35 @@ class Watch(observer.Observer):
 
     # -- called by the engine -----------------------------------------------------------------------------------
 
-    def packing(self, params: Sequence[ManagedParam], gradients: Any) -> None:
+    def packed(self, params: Sequence[ManagedParam], gradients: Any, largest: torch.Tensor | None) -> None:
         if not params or params[0] not in self._params:
             return  # of another model
         if self._forwards:
             self._check_forwards()
+        if largest is not None and not self._is_exact and len(gradients) == len(params):
+            self._check_packed(params, gradients, largest)
+            return
         if isinstance(gradients, dict):
             params, gradients = [params[index] for index in gradients], list(gradients.values())
         self._check_gradients(Stage.LOCAL, params, gradients)
+
+    def _check_packed(self, params: Sequence[ManagedParam], gradients: Any, largest: torch.Tensor) -> None:
+        key = "packed", gradients[0].dtype, *params
+        if key not in self._batches:
+            known = [self._params[param] for param in params]
+            places = [(unit, plan.name, gradients[index].dtype) for index, (unit, plan) in enumerate(known)]
+            self._batches[key] = [packed_batch(largest.device, places)]
+        self._record.add(self._batches[key][0], largest)
 
     def delivered(self, params: Sequence[Any]) -> None:
         """Check reduced gradients at the end of backward, all units together."""
         if not params or (params[0] not in self._params and params[0] not in self._flat):
             return
-        if not self._reduced and inside_backward():
-            queue_backward_callback(self._check_reduced)
+        is_first = not self._reduced
         self._reduced += params
-        if not inside_backward():
+        if is_first and inside_backward():
+            queue_backward_callback(self._check_reduced)
+        elif is_first:
             self._check_reduced()
 
     def _check_reduced(self) -> None:
@@ -338,22 +337,16 @@ class Watch(observer.Observer):
             if len(self._batches) > self._most_batches:
                 self._batches.clear()
             batches = self._batches[key] = batches_of(stage, tensors, place_of)
-        record, start = self._record, len(self._record.maxima)
+        record = self._record
         for batch in batches:
             mine = batch.members(tensors)
             maxima = batch.maxima(mine)
-            if self._is_exact and stage is not Stage.INPUT and not bool(torch.stack(list(maxima)).isfinite().all()):
+            if self._is_exact and stage is not Stage.INPUT and not bool(maxima.isfinite().all()):
                 self._count(len(record.checks), batch.checks, mine)
-            record.batches.append(batch)
-            record.starts.append(start)
-            record.maxima += maxima
+            record.add(batch, maxima)
 
     def _count(self, first: int, checks: Sequence[Check], tensors: list[torch.Tensor]) -> None:
-        numbers = [(first + number, i) for number, check in enumerate(checks) for i in range(len(check.names))]
-        for key, tensor in zip(numbers, tensors, strict=True):
-            count = int(tensor.numel() - tensor.isfinite().sum())
-            if count:
-                self._record.exact[key] = count
+        self._record.count_exactly(first, checks, tensors)
         if self._dump is None or checks[0].is_module:
             return  # only the outputs and inputs of units are saved
         step, before, self._saved = self._record.step, self._saved, self._record.step

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +27,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from unshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from unshard.engine import observer, side_stream
 from unshard.engine.hooks import state_of
+from unshard.engine.packing import Packing
 from unshard.engine.reduction import Reduction
 from unshard.errors import ArgumentError, StateError
 from unshard.optim import GradScaler
-from unshard.tools import nonfinite, watch, watching
-from unshard.tools.nonfinite import Batch, Record, Seen, Stage, batches_of, findings_of, first_stage
+from unshard.tools import nonfinite_checks, watch, watching
+from unshard.tools.nonfinite import Finding, Seen, Stage, findings_of, first_stage
+from unshard.tools.nonfinite_checks import Batch, Record, batches_of
 from unshard.tools.rank_reports import Exchange
+from unshard.tools.watching import Watch
 
 F16 = torch.float16
 
@@ -85,6 +88,26 @@ def wrapped(originals: bool) -> Any:
     return shard
 
 
+@contextmanager
+def kernel() -> Iterator[None]:
+    """Pack as on a device, where a kernel finds the largest values."""
+    fill = Packing.fill
+
+    def by_kernel(self: Packing, gradients: Any) -> list[int]:
+        assert len(gradients) == len(self._shard.shardings)
+        self.largest = torch.stack([gradients[index].float().abs().amax() for index in range(len(gradients))])
+        return fill(self, gradients)
+
+    with mock.patch.object(Packing, "fill", by_kernel), mock.patch.object(Watch, "_check_gradients", no_local_checks):
+        yield
+
+
+def no_local_checks(self: Watch, stage: Stage, *rest: Any) -> None:
+    assert stage is not Stage.LOCAL
+    CHECK_GRADIENTS(self, stage, *rest)
+
+
+CHECK_GRADIENTS = Watch._check_gradients
 SHARD = {"rows": fully_sharded, "flat": wrapped(True), "one flat parameter": wrapped(False)}
 
 
@@ -209,11 +232,27 @@ def test_local_gradient(kind: str) -> None:
 
     with watch(model, exact=step_is_exact(kind)) as watched:
         train(model, 3, plant)
-    (found,) = watched.findings
+    assert_local_gradient(watched.findings, step_is_exact(kind))
+
+
+@world(1, 2)
+def test_local_gradient_found_by_the_kernel() -> None:
+    model = fully_sharded(Model())
+
+    def plant(step: int) -> None:
+        block(model, 2).weight = math.inf if step == 3 and dist.get_rank() == last() else 1.0
+
+    with kernel(), watch(model) as watched:
+        train(model, 3, plant)
+    assert_local_gradient(watched.findings, False)
+
+
+def assert_local_gradient(findings: list[Finding], exact: bool) -> None:
+    (found,) = findings
     assert (found.step, found.what, found.unit) == (3, "local gradient", "blocks.2")
     assert found.parameter == "blocks.2.first.weight" and found.ranks == (last(),)
     assert 0 < found.largest_finite < 10
-    assert (found.elements is not None) == step_is_exact(kind)
+    assert (found.elements is not None) == exact
     alone = " alone" if last() else ""
     assert f"rank {last()}{alone} " in found.text and "in blocks.2.first.weight" in found.text
 
@@ -377,7 +416,7 @@ def test_nothing_changes(tmp_path: Path) -> None:
 
 @world(1)
 def test_calls_per_step() -> None:
-    """One operation per unit, however many parameters it has, and four more in the step. The host reads the values."""
+    """One check per unit, however many parameters it has, and four more in the step. The host reads the values."""
     counts = []
     for on in (False, True):
         model = fully_sharded(Model())
@@ -391,17 +430,18 @@ def test_calls_per_step() -> None:
     added = {name: count for name in counts[1] if (count := counts[1][name] - counts[0].get(name, 0))}
     # Local gradients of four units; inputs, outputs, the gradient of the output, and reduced gradients.
     assert added.pop("aten._foreach_norm") == 4 + 4, added
-    assert added.pop("aten._foreach_copy_") == added.pop("aten.cat") == 1, added
+    assert added.pop("aten.stack") == 4 + 4 and added.pop("aten.cat") == 1, added
     assert sum(added.values()) <= 4, added  # `max`, its value, and `maximum` on the host
 
 
+@pytest.mark.parametrize("packing", [nullcontext, kernel])
 @world(2)
-def test_the_largest_value_before() -> None:
+def test_the_largest_value_before(packing: Any) -> None:
     """It is the largest one of all earlier steps, and values of one step do not overwrite those of another."""
     largest = []
     for factors in ([50.0, 1.0, 7.0, 1.0], [50.0, 1.0, 7.0, 1.0, math.inf]):
         model = fully_sharded(Model())
-        with watch(model) as watched:
+        with packing(), watch(model) as watched:
             for step, factor in enumerate(factors, 1):
                 block(model, 2).weight = factor
                 model(batch(step)).square().mean().backward()
@@ -419,9 +459,9 @@ def test_the_largest_value_before() -> None:
 def test_large_tensors(stage: str) -> None:
     """Each of them is checked alone, with the same finding."""
     found = []
-    for large in (nonfinite._LARGE, 30):  # the matrices have more elements, and the biases fewer
+    for large in (nonfinite_checks._LARGE, 30):  # the matrices have more elements, and the biases fewer
         model = fully_sharded(Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=F16 if stage == "reduced" else None))
-        with mock.patch.object(nonfinite, "_LARGE", large), TorchCalls() as seen, watch(model) as watched:
+        with mock.patch.object(nonfinite_checks, "_LARGE", large), TorchCalls() as seen, watch(model) as watched:
             for step in range(1, 4):
                 bad = step == 3 and (dist.get_rank() == 1 or stage == "reduced")
                 block(model, 1).output = math.nan if bad and stage == "forward" else 1.0
@@ -435,7 +475,7 @@ def test_large_tensors(stage: str) -> None:
 
 @world(2)
 def test_when_gradients_are_checked() -> None:
-    """While the side stream packs: its work is queued, and the compute stream does not wait for it yet."""
+    """When the side stream has packed them: values that its kernel found are complete then."""
     events: list[str] = []
 
     def noted(name: str, method: Any) -> Any:
@@ -459,9 +499,9 @@ def test_when_gradients_are_checked() -> None:
             model(batch()).square().mean().backward()
         assert watched.findings == [] and watched.steps == 1
     packed = [number for number, name in enumerate(events) if name == "pack"]
-    assert len(packed) == 4 and all(events[number + 1] == "check" for number in packed), events
     # The last two reductions use no side stream.
-    assert all(events[number + 2] == "wait" for number in packed[:2]), events
+    following = [events[number + 1 : number + 3] for number in packed]
+    assert following[:2] == [["wait", "check"]] * 2 and [each[0] for each in following[2:]] == ["check"] * 2, events
 
 
 @world(1)
@@ -480,6 +520,27 @@ def test_an_exception_in_forward() -> None:
         handle.remove()
         train(model, 2)
     assert watched.findings == [] and watched.steps == 2
+
+
+@world(1, 2)
+def test_an_exception_in_backward() -> None:
+    """The step is not counted, and later ones are checked."""
+    model = fully_sharded(Model())
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("planted")
+
+    with watch(model) as watched:
+        for step in range(1, 6):
+            inputs = batch(step).requires_grad_()
+            if step == 2:
+                inputs.register_hook(fail)  # the last gradient: units have delivered theirs
+            block(model, 1).weight = math.nan if step == 4 else 1.0
+            with pytest.raises(ValueError) if step == 2 else nullcontext():
+                model(inputs).square().mean().backward()
+            model.zero_grad()
+        assert len(watched._record.batches) < 20
+    assert watched.steps == 4 and [(each.step, each.what) for each in watched.findings] == [(3, "local gradient")]
 
 
 @world(2)
