@@ -109,13 +109,14 @@ def _peak_on_gpu(start: Callable[[], Training], step: Callable[[Training], None]
     del warm
     before, asked_before = torch.cuda.memory_allocated(), _asked("current")
     training = start()
-    for _ in range(_PEAK_STEPS):
+    with training.observed():
+        for _ in range(_PEAK_STEPS):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            rest = torch.cuda.memory_allocated() - before
+            step(training)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        rest = torch.cuda.memory_allocated() - before
-        step(training)
-    torch.cuda.synchronize()
     most, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"rest": rest, "peak": most - before, "asked": _asked("peak") - asked_before, "reserved": reserved}
 
@@ -133,9 +134,10 @@ def _peak_on_cpu(start: Callable[[], Training], step: Callable[[Training], None]
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         training = start()
-        for number in range(_PEAK_STEPS):
-            with record_function(_MARK) if number == _PEAK_STEPS - 1 else contextlib.nullcontext():
-                step(training)
+        with training.observed():
+            for number in range(_PEAK_STEPS):
+                with record_function(_MARK) if number == _PEAK_STEPS - 1 else contextlib.nullcontext():
+                    step(training)
     return _replayed(events_of(record))
 
 

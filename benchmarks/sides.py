@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Training:
     optimizer: Any
     batch: Tensor
     clip: Callable[[], Any]
+    observed: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What watches the steps inside a `with` block. Other sides may run outside."""
 
     def forward(self) -> Tensor:
         return self.case.loss(self.model, self.batch)
@@ -57,10 +59,10 @@ def start(side: str, case: Case, place: Place) -> Training:
         if side.endswith(("-flat", "-step-in-backward", "-state")):
             optimizer = _flat(optimizer, step_in_backward=side.endswith("-step-in-backward"))
     training = Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
-    if side == "unshard-watched":  # sees the units of other sides, too, so do not keep sides beside it (--interleave)
+    if side == "unshard-watched":
         from unshard.tools import watch
 
-        weakref.finalize(training, watch(model, optimizer).stop)
+        training.observed = lambda: watch(model, optimizer)
     return training
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.step --place nccl --cases 1b:1x1024,small:1x64    # a GPU as the only rank
     python -m benchmarks.step --place nccl --world 4 --cases 100m:8x1024   # four ranks on as many GPUs, or on one
     python -m benchmarks.step --place gloo --cases 10m:1x128:fp32,10m:1x1:bf16   # two CPU processes
-    python -m benchmarks.step --cases 1b:4x2048,1b:1x1024 --sides unshard,unshard-watched --rounds 9   # cost of watch
+    python -m benchmarks.step --cases 1b:1x1024 --sides unshard,unshard-watched --interleave --rounds 40   # watch
 
 The sides take turns in every round; figures are medians over all rounds, in milliseconds and MiB. `host` is the time
 Python is busy in forward and backward, `added` what of it the unsharded side does not need, `device` the time between
@@ -99,8 +99,11 @@ def _compare_case(case: Case, place: Place, options: argparse.Namespace) -> list
     times: dict[str, Times] = {part.side: [] for part in parts}
 
     def time(part: ParamGroup, training: Training) -> None:
-        with part.attempt(), measure.quiet():
-            times[part.side].append([measure.timed_step(training, place) for _ in range(options.steps)])
+        with part.attempt(), training.observed():
+            for _ in range(2):  # the caches may hold another side
+                training.step()
+            with measure.quiet():
+                times[part.side].append([measure.timed_step(training, place) for _ in range(options.steps)])
 
     (_kept if options.interleave else _one_at_a_time)(parts, case, place, options, time)
     for part in parts:
@@ -141,7 +144,6 @@ def _kept(parts: list[ParamGroup], case: Case, place: Place, options: argparse.N
         for part in turned(parts, number):
             training = trainings[part.side]
             if training is not None and not part.failed:
-                training.step()  # the caches hold another side
                 time(part, training)
     del training
     trainings.clear()
