@@ -261,13 +261,17 @@ def refuse_two_threads(unit: Unit, thread: int, forward_only: bool = False) -> N
     The stack of `thread` is the only way to distinguish a running forward from an interrupted one. Set `forward_only`
     if the caller itself runs in a backward. In that case, a backward of `thread` is allowed.
     """
-    for frame in frames(sys._current_frames().get(thread)):
-        in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")
-        if in_backward and forward_only:
-            return
-        state = module.__dict__.get(STATE_KEY) if isinstance(module, nn.Module) else None
-        if in_backward or getattr(state, "unit", None) is unit:
-            refuse_thread(unit)
+    last, seen = sys._current_frames().get(thread), None
+    while last is not seen:  # a function that returns meanwhile cuts off the rest of the stack
+        seen = last
+        for frame in frames(seen):
+            in_backward, module = frame.f_code is RUN_BACKWARD, frame.f_locals.get("self")
+            if in_backward and forward_only:
+                return
+            state = module.__dict__.get(STATE_KEY) if isinstance(module, nn.Module) else None
+            if in_backward or getattr(state, "unit", None) is unit:
+                refuse_thread(unit)
+        last = sys._current_frames().get(thread)
 
 
 def refuse_thread(unit: Unit) -> None:

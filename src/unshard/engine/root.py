@@ -124,9 +124,9 @@ class Root:
     def recover(self) -> None:
         """Reset after a failed forward or backward that is still marked as active. No-op inside backward."""
         if not inside_backward():
-            if self._thread != get_ident():
-                refuse_two_threads(self.unit, self._thread)
             with self._recovering:
+                if self._thread != get_ident():
+                    refuse_two_threads(self.unit, self._thread)
                 self.reset()
 
     def _change_precision(self, unit: Unit, precision: Precision) -> None:
@@ -139,12 +139,12 @@ class Root:
     @traced("root_pre_forward")
     def _begin_forward(self) -> None:
         thread = get_ident()
-        if self.in_forward and self._thread != thread:
-            refuse_thread(self.unit)  # the other forward began after `recover` looked
+        with self._recovering:
+            if self.in_forward and self._thread != thread:
+                refuse_thread(self.unit)  # the other forward began after `recover` looked
+            self.in_forward, self._thread = True, thread
         if traced_by_make_fx():
             refuse_graph_of_emptied(self.units)
-        self.in_forward = True
-        self._thread = thread
         self._forwards += 1
         event, self.unit.options.post_optim_event = self.unit.options.post_optim_event, None
         if event is not None:
@@ -209,7 +209,6 @@ class Root:
         for unit in reversed(self.units):
             if unit.phase is Phase.FORWARD:
                 self.after_forward(unit, graph)  # a list of modules, some of which did not run
-        self.in_forward = False
         self._forward_order.end()
         self._evaluated = not graph
         self._reshard_prefetched()
@@ -218,6 +217,7 @@ class Root:
         else:
             self.backward_order.drop_to(self._awaited_before)
             self.wait_for_uploads()  # the program may write parameters next (with a graph: after backward)
+        self.in_forward = False  # now another thread may begin
 
     def fail_forward(self, unit: Unit, error: BaseException | None) -> None:
         """Clean up after `error` ended forward of `unit`. No-op in backward, where a recomputation may stop early."""

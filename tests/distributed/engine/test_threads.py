@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,7 +93,16 @@ def test_a_backward_while_another_thread_is_in_forward() -> None:
 @world(1)
 def test_the_first_forward_in_two_threads() -> None:
     """One of them finds the root and the other one is refused, or both run one after the other."""
-    for _ in range(20):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)  # so that threads take turns at any place
+    try:
+        _run_first_forwards(60)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _run_first_forwards(times: int) -> None:
+    for _ in range(times):
         model = sharded(Stack())
         barrier = threading.Barrier(2)
 
