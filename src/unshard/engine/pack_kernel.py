@@ -237,7 +237,7 @@ class KernelPacking(Packing):
         if None in given:
             self.largest = None
             return super().fill(gradients)
-        # Their memory may belong to a side stream, which waits for the compute stream before it packs again.
+        # The zeros may belong to a side stream, which waits for all readers before it packs again.
         zeros, self.largest = self._zeros.take() if reads else (None, None)
         for launch, sources in zip(self._launches, given, strict=True):
             launch.run(sources, zeros)  # type: ignore[arg-type]

@@ -6,7 +6,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from bed import world
 from bed.stack import Stack, assert_at_rest, assert_gradients, batch, loss_of, sharded
 from torch import nn
 
+from unshard.engine.root import Root
 from unshard.errors import StateError, ThreadError
 
 
@@ -99,6 +102,41 @@ def test_the_first_forward_in_two_threads() -> None:
         _run_first_forwards(60)
     finally:
         sys.setswitchinterval(interval)
+
+
+@world(1)
+def test_a_function_of_the_other_thread_returns_meanwhile() -> None:
+    """Its frame no longer leads to the forward that it was called from."""
+    model = sharded(Stack())
+    other = Other(lambda: model(batch()))
+    model.blocks[1].register_forward_pre_hook(other.wait)
+    other.start()
+    left: list[FrameType] = []
+    thread = threading.Thread(target=lambda: left.append(sys._getframe()))
+    thread.start()
+    thread.join()
+    now = sys._current_frames
+    with mock.patch.object(sys, "_current_frames", side_effect=[{other._thread.ident: left[0]}, now(), now()]):
+        with pytest.raises(ThreadError):
+            model(batch())
+    other.finish()
+    assert other.error is None
+
+
+@world(1)
+def test_a_forward_is_over_when_all_units_are_sharded() -> None:
+    marks: list[bool] = []
+    reshard = Root._reshard_prefetched
+
+    def noted(self: Root) -> None:
+        marks.append(self.in_forward)
+        reshard(self)
+
+    model = sharded(Stack())
+    with mock.patch.object(Root, "_reshard_prefetched", noted), torch.no_grad():
+        for _ in range(2):
+            model(batch())
+    assert marks == [True, True]
 
 
 def _run_first_forwards(times: int) -> None:
