@@ -150,6 +150,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
     parts = [ParamGroup(title, side) for side in options.sides]
     _compare_gradients(parts, place, options)
     walls: dict[str, list[list[float]]] = {part.side: [] for part in parts}  # milliseconds by round and step
+    kept: dict[str, Training] = {}
     tokens = 0
     for number in range(options.rounds):
         works = [_drawn(options, place, f"round {number}, step {step}") for step in range(options.steps)]
@@ -157,8 +158,13 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, list[Row]]:
         for part in turned(parts, number):
             if not part.failed:
                 with part.attempt():
-                    walls[part.side].append(_timed(part, works, place, options))
-                measure.release(place)
+                    training = kept.get(part.side) or _start(part.side, options.case, place)
+                    walls[part.side].append(_timed(part, training, works, place, options))
+                    if options.interleave:
+                        kept[part.side] = training
+                    del training
+                if not options.interleave:
+                    measure.release(place)
     for part in parts:
         if not part.failed:
             part.row |= _summary(walls[part.side], walls[parts[0].side], tokens)
@@ -187,8 +193,10 @@ def _compare_gradients(parts: list[ParamGroup], place: Place, options: argparse.
         print(f"\nlargest relative difference of gradients to those of {parts[0].side}: {largest:.1e}", flush=True)
 
 
-def _timed(part: ParamGroup, works: list[Work], place: Place, options: argparse.Namespace) -> list[float]:
-    training, run, walls = _start(part.side, options.case, place), _runs(options)[part.side], []
+def _timed(
+    part: ParamGroup, training: Training, works: list[Work], place: Place, options: argparse.Namespace
+) -> list[float]:
+    run, walls = _runs(options)[part.side], []
     # The longest first: the allocator then has the memory for the timed steps.
     for work in sorted(works, key=lambda work: -work.longest)[: options.warmup]:
         run(training, work.batches, place)
@@ -227,7 +235,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--even", "--equal", nargs="?", const="1x2048", metavar="SAMPLESxLENGTH", help=even)
     parser.add_argument("--rounds", type=int, default=5, help="how often the sides take turns")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a side per round")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before the clock runs, at most --steps")
+    parser.add_argument("--warmup", type=int, default=4, help="steps of a round before the clock runs, at most --steps")
+    parser.add_argument(
+        "--interleave",
+        action="store_true",
+        help="build all sides once and keep them: quicker, but peaks include the other sides",
+    )
     parser.set_defaults(place="nccl" if gpu else "gloo", world=2)
     return parser
 

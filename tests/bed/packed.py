@@ -127,6 +127,27 @@ def compare(pack_kernel: Any, layout: str, world: int, device: str) -> None:
         torch.testing.assert_close(by_kernel.largest, largest, rtol=0, atol=0, equal_nan=True)
 
 
+def compare_largest(pack_kernel: Any, device: str) -> None:
+    """Assert that the kernel finds the largest values of any number of tensors, at any address, NaN among them."""
+    for count in (1, 16, 257):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            sizes = [3 + 977 * number % 9000 for number in range(count)]
+            tensors = [
+                torch.randn(size + 1, device=device).to(dtype)[number % 2 :] for number, size in enumerate(sizes)
+            ]
+            tensors[-1][-1], tensors[count // 2][0] = math.nan, -math.inf
+            expected = torch.stack([each.float().abs().max() for each in tensors])
+            for _ in range(2):
+                found = pack_kernel.largest_values(tensors)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    moved = torch.full((9000,), -3.0, device=device)  # at another address than tensors of the same size
+    assert pack_kernel.largest_values([moved]).tolist() == [3]
+    assert pack_kernel.largest_values([moved[4000:]]).tolist() == [3]
+    assert pack_kernel.largest_values([torch.ones(4, 5, device=device).t()]) is None
+    assert pack_kernel.largest_values([torch.ones(4, device=device, dtype=torch.float64)]) is None
+    assert pack_kernel.largest_values([moved, moved.half()]) is None
+
+
 def main() -> None:
     """Run the kernel by Triton's interpreter, on the CPU. Start this with TRITON_INTERPRET=1."""
     from unshard.engine import pack_kernel
@@ -134,6 +155,7 @@ def main() -> None:
     pack_kernel.current_device_index = lambda: None
     for layout, world in zip(LAYOUTS, (3, 8, 2, 3), strict=True):
         compare(pack_kernel, layout, world, "cpu")
+    compare_largest(pack_kernel, "cpu")
     print("equal")
 
 

@@ -39,7 +39,7 @@ def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            torch.cuda._sleep(200_000_000)  # about 0.1 s
+            torch.cuda._sleep(1_000_000_000)  # about 0.5 s
             losses.append(loss.detach() + 1)
             behind = torch.cuda.Event()
             behind.record()

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from bed import world
-from bed.packed import LAYOUTS, Packed, compare, filled_by_kernel, largest_of, reading
+from bed.packed import LAYOUTS, Packed, compare, compare_largest, filled_by_kernel, largest_of, reading
 from bed.stack import Stack, batch, sharded
 from torch import Tensor
 
@@ -113,11 +113,4 @@ def test_the_largest_value_may_be_nan() -> None:
 
 
 def test_largest_values_of_any_tensors() -> None:
-    """Of sizes that change, more than fit into one launch, and none that the kernel does not support."""
-    for count in (1, 16, 37):
-        tensors = [torch.randn(3 + 977 * number % 50_000, device="cuda") for number in range(count)]
-        expected = torch.stack([each.abs().max() for each in tensors])
-        for _ in range(2):
-            assert torch.equal(pack_kernel.largest_values(tensors), expected)
-    assert pack_kernel.largest_values([torch.ones(4, 5, device="cuda").t()]) is None
-    assert pack_kernel.largest_values([torch.ones(4, device="cuda", dtype=torch.float64)]) is None
+    compare_largest(pack_kernel, "cuda")

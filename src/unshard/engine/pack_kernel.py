@@ -1,14 +1,15 @@
-"""A Triton kernel that packs gradients for a reduce-scatter, and finds their largest absolute values on the way.
+"""Triton kernels that pack gradients for a reduce-scatter, and find largest absolute values.
 
-It reads each gradient once. `torch._chunk_cat` takes twice as long if it casts, and reads addresses from the host,
-which a recorded step must not do. Only `packing.py` imports this module, and only for CUDA: Triton is optional.
+`_pack` reads each gradient once, also if it finds the largest value. `torch._chunk_cat` takes twice as long if it
+casts, and reads addresses from the host, which a recorded step must not do. Only `packing.py` imports this module, and
+only for CUDA: Triton is optional.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,20 @@ from .params.buffers import Shard
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _SLOTS = 16  # gradients that one launch copies
 _BLOCK = 4096  # elements that one program copies
+_SEARCHED = 256  # tensors that one search reads
+_SEARCHED_BLOCK = 16384  # elements that one of its programs reads
 _UNUSED = 1 << 62  # the first program of an unused slot
+
+
+@triton.jit
+def _keep_largest(largest, values):
+    # The bits of positive floats are in the order of the floats, and those of NaN are the largest.
+    tl.atomic_max(largest, tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
 
 # `part` points to a column of a plan. See `_plan` for its rows.
 @triton.jit
-def _copy_block(table, largest, part, source, block, STORE: tl.constexpr, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
+def _copy_block(table, largest, part, source, block, LARGEST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
     start, numel, length, stride = tl.load(part + 16), tl.load(part + 32), tl.load(part + 48), tl.load(part + 64)
     blocks = tl.cdiv(length, BLOCK)
     chunk = block // blocks
@@ -44,11 +53,9 @@ def _copy_block(table, largest, part, source, block, STORE: tl.constexpr, LARGES
         written, copied = tl.multiple_of(written, 16), tl.multiple_of(copied, 16)
     at = tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < copied, other=0.0).to(tl.float32)
-    if STORE:
-        tl.store(table + at, values.to(table.dtype.element_ty), mask=at < written)
-    if LARGEST:  # the bits of positive floats are in the order of the floats, and those of NaN are the largest
-        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(largest + tl.load(part + 80), tl.max(bits, 0))
+    tl.store(table + at, values.to(table.dtype.element_ty), mask=at < written)
+    if LARGEST:
+        _keep_largest(largest + tl.load(part + 80), values)
 
 
 _ADDRESSES = ["table", "largest", "plan", *(f"s{slot}" for slot in range(_SLOTS))]
@@ -57,7 +64,7 @@ _ADDRESSES = ["table", "largest", "plan", *(f"s{slot}" for slot in range(_SLOTS)
 # Each program copies one block of one part, and finds out which by its number. The addresses are arguments, so a
 # recorded step may launch the kernel. By default, Triton would compile it again for other alignments.
 @triton.jit(do_not_specialize_on_alignment=_ADDRESSES)
-def _pack(table, largest, plan, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, STORE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
+def _pack(table, largest, plan, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, LARGEST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
     block = tl.program_id(0).to(tl.int64)
     slot = tl.sum((tl.load(plan + tl.arange(0, 16)) <= block).to(tl.int32), 0) - 1
     sources = (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15)
@@ -67,9 +74,26 @@ def _pack(table, largest, plan, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11
     part = plan + slot
     block -= tl.load(part)
     if (tl.load(part + 96) != 0) & (source.to(tl.int64) % 16 == 0) & (table.to(tl.int64) % 16 == 0):
-        _copy_block(table, largest, part, source, block, STORE, LARGEST, True, BLOCK)
+        _copy_block(table, largest, part, source, block, LARGEST, True, BLOCK)
     else:
-        _copy_block(table, largest, part, source, block, STORE, LARGEST, False, BLOCK)
+        _copy_block(table, largest, part, source, block, LARGEST, False, BLOCK)
+
+
+# Each program reads one block of one tensor. `rows` has `count` columns, see `_rows_on`, and `like` has their dtype.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["largest", "rows", "like"])
+def _search(largest, rows, count, like, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    block, columns = tl.program_id(0).to(tl.int64), tl.arange(0, MOST)
+    is_before = tl.load(rows + columns, mask=columns < count, other=1 << 62) <= block
+    number = tl.sum(is_before.to(tl.int32), 0) - 1
+    row = rows + number
+    begin = (block - tl.load(row)) * BLOCK
+    rest, source = tl.load(row + count) - begin, tl.load(row + 2 * count).to(like.dtype) + begin
+    at = tl.arange(0, BLOCK)
+    if (rest >= BLOCK) & (source.to(tl.int64) % 16 == 0):  # so that the compiler vectorizes
+        values = tl.load(tl.multiple_of(source, 16) + at).to(tl.float32)
+    else:
+        values = tl.load(source + at, mask=at < rest, other=0.0).to(tl.float32)
+    _keep_largest(largest + number, values)
 
 
 class Part(NamedTuple):
@@ -125,33 +149,31 @@ def _parts_of(region: Region, tensor: torch.Tensor, offset: int, shard: Shard, w
 
 
 class _Launch:
-    """One launch of the kernel, for up to 16 parts of tensors of one dtype. Without a `table`, it copies nothing."""
+    """One launch of the kernel, for up to 16 parts of a table."""
 
-    def __init__(self, table: torch.Tensor | None, parts: Sequence[Part], plan: torch.Tensor):
+    def __init__(self, table: torch.Tensor, parts: Sequence[Part], plan: torch.Tensor):
         self._table, self._plan = table, plan
         self._members = [each.param for each in parts]
         self._grid = (sum(each.blocks for each in parts), 1, 1)
         self._compiled: dict[tuple[torch.dtype, bool], Any] = {}
 
-    def arguments(self, tensors: Any, finds_largest: bool) -> list[torch.Tensor] | None:
-        """Return an argument for each slot, or None if the kernel cannot take these tensors."""
+    def arguments(self, gradients: Any, finds_largest: bool) -> list[torch.Tensor] | None:
+        """Return an argument for each slot, or None if the kernel cannot take these gradients."""
         try:
-            sources = [tensors[param] for param in self._members]
+            sources = [gradients[param] for param in self._members]
         except KeyError:
             return None  # a missing gradient
         dtype = sources[0].dtype
-        for each in sources:
-            if each.dtype is not dtype or not each.is_contiguous() or each.is_neg():
-                return None
-        if (dtype, finds_largest) not in self._compiled and (dtype not in _DTYPES or side_stream.recording):
+        if not _are_plain(sources, dtype):
+            return None
+        if (dtype, finds_largest) not in self._compiled and side_stream.recording:
             return None  # nothing may be compiled during a recording
         return sources + sources[:1] * (_SLOTS - len(sources))
 
     def run(self, sources: list[torch.Tensor], largest: torch.Tensor | None) -> None:
         variant = sources[0].dtype, largest is not None
-        table: Any = largest if self._table is None else self._table
-        arguments = table, table if largest is None else largest, self._plan, *sources
-        modes = self._table is not None, largest is not None, _BLOCK
+        arguments = self._table, self._table if largest is None else largest, self._plan, *sources
+        modes = largest is not None, _BLOCK
         compiled = self._compiled.get(variant)
         if compiled is None:
             kernel = _pack[self._grid](*arguments, *modes)
@@ -159,6 +181,14 @@ class _Launch:
             self._compiled[variant] = kernel and kernel[self._grid]
         else:
             compiled(*arguments, *modes)
+
+
+def _are_plain(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return True if the kernels can read `tensors`, all as `dtype`."""
+    for each in tensors:
+        if each.dtype is not dtype or not each.is_contiguous() or each.is_neg():
+            return False
+    return dtype in _DTYPES
 
 
 class _Zeros:
@@ -178,35 +208,43 @@ class _Zeros:
 
 
 @lru_cache(maxsize=1024)
-def _searches(numels: tuple[int, ...], device: torch.device, stream: int) -> list[_Launch]:
-    """Return launches that find the largest values of tensors with `numels` elements, for this stream only."""
-    launches = []
-    for at in range(0, len(numels), _SLOTS):
-        parts = [Part(at + index, 0, numel, numel) for index, numel in enumerate(numels[at : at + _SLOTS])]
-        plan = _plan(parts)
-        if device.type != "cpu":  # sizes may change in every step, so the host must not wait
-            plan = plan.pin_memory().to(device, non_blocking=True)
-        launches.append(_Launch(None, parts, plan))
-    return launches
+def _rows_on(device: torch.device, stream: int, tensors: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, int]:
+    """Return rows with a column per tensor, for this stream only: first program, numel, address. And count programs.
+
+    `tensors` are addresses and numbers of elements. Most steps of a training use the same ones.
+    """
+    addresses, numels = zip(*tensors, strict=True)
+    *firsts, programs = accumulate((-(-numel // _SEARCHED_BLOCK) for numel in numels), initial=0)
+    # Tensors may change in every step, so the host must not wait for the copy.
+    rows = torch.tensor((*firsts, *numels, *addresses), pin_memory=device.type != "cpu")
+    return rows.to(device, non_blocking=True), programs
+
+
+_searches: dict[tuple[torch.device, torch.dtype], Any] = {}
 
 
 def largest_values(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the largest absolute value of each tensor, which is NaN if any value is, as a vector of float32.
 
-    Return None if the kernel cannot take the tensors, which must be of one dtype and device.
+    Return None if the kernel cannot take the tensors, which must be of one device. Do not call this in a recording.
     """
-    device = tensors[0].device
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if not _are_plain(tensors, dtype):
+        return None
     if current_device_index() != device.index:
         with torch.cuda.device(device):
             return largest_values(tensors)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    launches = _searches(tuple(each.numel() for each in tensors), device, stream)
-    given = [each.arguments(tensors, True) for each in launches]
-    if None in given:
-        return None
     largest = torch.zeros(len(tensors), dtype=torch.int32, device=device)
-    for launch, sources in zip(launches, given, strict=True):
-        launch.run(sources, largest)  # type: ignore[arg-type]
+    for begin in range(0, len(tensors), _SEARCHED):
+        some = tensors[begin : begin + _SEARCHED]
+        rows, programs = _rows_on(device, stream, tuple([(each.data_ptr(), each.numel()) for each in some]))
+        arguments = largest[begin:] if begin else largest, rows, len(some), some[0], _SEARCHED, _SEARCHED_BLOCK
+        compiled = _searches.get((device, dtype))
+        if compiled is None:
+            _searches[device, dtype] = _search[programs, 1, 1](*arguments, num_warps=8)
+        else:
+            compiled[programs, 1, 1](*arguments)
     return largest.view(torch.float32)
 
 
