@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .places import Place
 OURS = ("unshard", "unshard-flat", "unshard-wrapper", "unshard-watched")
 OURS += ("unshard-offload", "unshard-offload-flat", "unshard-offload-step-in-backward", "unshard-offload-state")
 PEERS = ("fsdp2", "fsdp1", "fsdp2-offload", "unsharded")
-PEER_OF_OURS = {"unshard-watched": "unshard"}  # beside the others
+PEER_OF_OURS = {"unshard-watched": "unshard"}  # the same training, with a watch
 MAX_NORM = 1.0
 GROUP = 400
 
@@ -59,11 +59,14 @@ def start(side: str, case: Case, place: Place) -> Training:
         if side.endswith(("-flat", "-step-in-backward", "-state")):
             optimizer = _flat(optimizer, step_in_backward=side.endswith("-step-in-backward"))
     training = Training(case, model, optimizer, case.batch(place.device, place.rank), _clip(side, model))
-    if side == "unshard-watched":
-        from unshard.tools import watch
+    return watched(training) if side in PEER_OF_OURS else training
 
-        training.observed = lambda: watch(model, optimizer)
-    return training
+
+def watched(training: Training) -> Training:
+    """The same training, with a watch. Two trainings would also differ by the addresses of their tensors."""
+    from unshard.tools import watch
+
+    return replace(training, observed=lambda: watch(training.model, training.optimizer))
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -139,13 +139,16 @@ def _one_at_a_time(parts: list[ParamGroup], case: Case, place: Place, options: a
 
 def _kept(parts: list[ParamGroup], case: Case, place: Place, options: argparse.Namespace, time: Time) -> None:
     """All sides side by side."""
-    trainings = {part.side: _warm(part, case, place, options.warmup) for part in parts}
+    trainings: dict[str, Training | None] = {}
+    for part in sorted(parts, key=lambda part: part.side in sides.PEER_OF_OURS):
+        peer = trainings.get(sides.PEER_OF_OURS.get(part.side, ""))
+        trainings[part.side] = _warm(part, case, place, options.warmup) if peer is None else sides.watched(peer)
     for number in range(options.rounds):
         for part in turned(parts, number):
             training = trainings[part.side]
             if training is not None and not part.failed:
                 time(part, training)
-    del training
+    del training, peer
     trainings.clear()
     measure.release(place)
 

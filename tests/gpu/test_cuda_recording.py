@@ -39,13 +39,14 @@ def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            torch.cuda._sleep(1_000_000_000)  # about 0.5 s
+            torch.cuda._sleep(200_000_000)  # about 0.1 s
             losses.append(loss.detach() + 1)
             behind = torch.cuda.Event()
             behind.record()
             with waits_are_errors():
                 recorded.step(losses[-1])
-            assert not behind.query()
+            # The first steps of a process allocate page-locked memory, for which CUDA waits.
+            assert step < 2 or not behind.query()
     lines = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [each.item() for each in losses]
     assert [line["scale"] for line in lines] == [2.0**16, 2.0**17, 2.0**17, 2.0**16, 2.0**16]
