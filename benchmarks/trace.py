@@ -10,7 +10,7 @@ of operators, and one for each thread of Gloo. Both steps begin at 0. Other even
 
 Of `--steps` traced steps, the one of median length is written. A profiler makes steps longer; `step` is the median of
 as many steps without it. `compute`, `all-gather`, `reduce-scatter` and `copies` are sums of the durations of a kind, in
-milliseconds, and `exposed` is the time in which the compute stream waits for NCCL (see `benchmarks.exposed`).
+milliseconds, and `idle` is the part of the traced step in which no kernel but NCCL's runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .traces import Event
 SIDES = {"fsdp2": "FSDP2", "unshard": "unshard"}
 KINDS = ("compute", "all-gather", "reduce-scatter", "copies")
 COLUMNS = {"side": "side", "step": "step ms", "traced": "traced ms", **{kind: kind for kind in KINDS}}
-COLUMNS |= {"exposed": "exposed", "events": "events"}
+COLUMNS |= {"idle": "idle", "events": "events"}
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -58,8 +58,7 @@ def compare(place: Place, options: argparse.Namespace) -> dict[str, Any]:
         row: Row = {"side": side, "step": statistics.median(walls), "traced": wall, "events": len(kept)}
         row |= {kind: sum(each["dur"] for each in kept if each.get("cat") == kind) / 1e3 for kind in KINDS}
         if place.on_gpu:
-            exposed = traces.exposed_time(recorded)
-            row["exposed"] = exposed["gathering"] + exposed["reducing"]
+            row["idle"] = _idle(kept)
         rows.append(row)
         events += kept
         del training
@@ -109,6 +108,13 @@ def _kept(events: list[Event], side: int, title: str) -> list[Event]:
             place = {"pid": side, "tid": number, "ts": begin, "dur": length}
             found.append({"ph": "X", "name": short(each["name"]), "cat": kind, **place})
     return found
+
+
+def _idle(kept: list[Event]) -> float:
+    """Milliseconds from the begin of the step to its last event in which no kernel ran except collectives."""
+    ends = [each["ts"] + each["dur"] for each in kept if each["ph"] == "X"]
+    busy = traces.united(sorted((e for e in kept if e.get("cat") in ("compute", "copies")), key=lambda e: e["ts"]))
+    return (max(ends) - sum(end - begin for begin, end in busy)) / 1e3
 
 
 def _kind(name: str, kind: str) -> str:

@@ -94,14 +94,15 @@ def exposed_time(events: list[Event]) -> dict[str, float]:
 
     In an idle time, the last kernel of NCCL that ends before the next kernel of the compute stream begins is the one
     that was waited for. The wait begins with the first call between the launches of the kernels before and after that
-    makes a stream wait. Traces without launches do not tell when it begins: they count the part of the idle time in
-    which a kernel of NCCL ran. The compute stream is the one with the longest time in kernels that are not NCCL's.
-    `alone` is the time in which a kernel of NCCL ran and no other kernel of this process did, on any stream.
+    makes a stream wait, in a thread that launched one of them: backward ends in a thread of autograd. Traces without
+    launches do not tell when it begins: they count the part of the idle time in which a kernel of NCCL ran. The compute
+    stream is the one with the longest time in kernels that are not NCCL's. `alone` is the time in which a kernel of
+    NCCL ran and no other kernel of this process did, on any stream.
     """
     kernels = sorted((each for each in events if each.get("cat") in _ON_DEVICE), key=lambda each: each["ts"])
     sent = [each for each in kernels if each["name"].startswith("nccl")]
     others = [each for each in kernels if not each["name"].startswith("nccl")]
-    total = {"gathering": 0.0, "reducing": 0.0, "alone": _outside(_united(sent), _united(others)) / 1e3}
+    total = {"gathering": 0.0, "reducing": 0.0, "alone": _outside(united(sent), united(others)) / 1e3}
     times: dict[Any, float] = defaultdict(float)
     for each in others:
         times[each["args"]["stream"]] += each.get("dur", 0)
@@ -114,7 +115,7 @@ def exposed_time(events: list[Event]) -> dict[str, float]:
         if ends:
             last = max(ends, key=_end)
             around = [launched.get(each["args"].get("correlation")) for each in (before, after)]
-            waited = _waited(idle, _end(last), around, waits, _united(sent))
+            waited = _waited(idle, _end(last), around, waits, united(sent))
             total["gathering" if "AllGather" in last["name"] else "reducing"] += waited / 1e3
         idle = max(idle, _end(after))
     return total
@@ -127,7 +128,8 @@ def _waited(
     before, after = around
     if before is None or after is None:
         return end - idle - _outside([(idle, end)], sent)
-    mine = (each["ts"] for each in waits if each["tid"] == after["tid"] and before["ts"] < each["ts"] < after["ts"])
+    threads = before["tid"], after["tid"]
+    mine = (each["ts"] for each in waits if each["tid"] in threads and before["ts"] < each["ts"] < after["ts"])
     return max(0.0, end - max(idle, min(mine, default=end)))
 
 
@@ -135,7 +137,7 @@ def _end(event: Event) -> float:
     return event["ts"] + event.get("dur", 0)
 
 
-def _united(kernels: Iterable[Event]) -> list[tuple[float, float]]:
+def united(kernels: Iterable[Event]) -> list[tuple[float, float]]:
     """The times in which at least one of `kernels`, which are sorted by their begin, ran."""
     spans: list[tuple[float, float]] = []
     for each in kernels:

@@ -145,10 +145,12 @@ def test_exposed_time_of_a_late_host() -> None:
         # or of another thread.
         *(call(launch, 90, 2), kernel(gather, 90, 20, 3, 20)),
         *(call(wait, 50, 12, thread=2), call(wait, 51, 14), call(wait, 52, 19)),
-        *(call(launch, 2, 21), call(wait, 53, 22), kernel("gemm", 2, 7, 23, 60)),
+        *(call(launch, 2, 21), call(wait, 53, 22), kernel("gemm", 2, 7, 23, 59)),
         # The host is early: the stream waits from the end of its kernel at 60 to 70.
         *(call(launch, 91, 24), kernel(reduction, 91, 21, 30, 70)),
-        *(call(wait, 54, 25), call(launch, 3, 26), kernel("gemm", 3, 7, 70, 80)),
+        # A thread of autograd makes it wait, and the main thread launches the next kernel.
+        *(call(launch, 95, 24, thread=3), kernel("cast", 95, 7, 59, 60), call(wait, 54, 25, thread=3)),
+        *(call(launch, 3, 26), kernel("gemm", 3, 7, 70, 80)),
         # Nothing waits for this collective. The stream is idle because the host is late.
         *(call(launch, 92, 27), kernel(gather, 92, 20, 75, 85)),
         *(call(launch, 4, 90), kernel("gemm", 4, 7, 91, 99)),
@@ -251,6 +253,7 @@ def test_a_trace_has_a_row_for_each_stream() -> None:
         ("all-gather", "AllGather", "all-gather", 13, 5.0),
         ("reduce-scatter", "ReduceScatter", "reduce-scatter", 52, 6.0),
     ]
+    assert trace._idle(kept) == pytest.approx((90 - 3 - 4) / 1e3)
 
 
 def drawn_from(*paths: Path, options: tuple[str, ...] = ()) -> str:
