@@ -70,8 +70,8 @@ def step(
     `scaler` is a gradient scaler, with which `step.backward` scales the loss. `step.loss` is not scaled.
 
     Raises:
-        ArgumentError: `model` is not the root of a sharded model, a pattern matches no unit, the ranks choose different
-            ways, or no unit shards a trained parameter.
+        ArgumentError: `model` is not the root of a sharded model, an argument has a wrong type, a pattern matches no
+            unit, the ranks choose different ways, or no unit shards a trained parameter.
         StateError: `step.backward` was called outside the block, or the step has already failed.
     """
     root = _root_of(model, "unshard.step")
@@ -79,6 +79,8 @@ def step(
         raise ArgumentError(f"backwards must be the number of step.backward calls on this rank, got {backwards!r}.")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory < 0):
         raise ArgumentError(f"memory must be a number of bytes, got {memory!r}.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(f"scaler must be a gradient scaler, such as unshard.optim.GradScaler, got {scaler!r}.")
     chosen = _checked(units)
     key = (chosen, memory)
 

@@ -103,7 +103,7 @@ class Scope:
         return f"begin {self.name}"
 
     def refuse(self, call: str, why: str) -> NoReturn:
-        raise StateError(f"{call} was called inside {self.name}. {why}. Call it before or after the block.")
+        raise StateError(f"{call} was called inside {self.name}. {why}. Call it outside of the block.")
 
     def before_backward(self) -> None:
         """The root calls this when a backward begins."""

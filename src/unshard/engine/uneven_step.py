@@ -235,7 +235,7 @@ class UnevenStep(Scope):
             raise StateError(
                 f"Parameters of {listed(map(repr, written))} were written, frozen or unfrozen inside unshard.step. "
                 "Some forwards may have used the old values, so the gradients of the step are dropped. Change "
-                "parameters before or after the block."
+                "parameters outside of the block."
             )
         for unit in self._kept:
             unit.reshard()

@@ -107,10 +107,10 @@ class JobWatch:
         if self._inquiry:
             self._continue(self._inquiry)
         elif self._error:
-            error, self._error = self._error, ""
             # After a hang, the table has been printed already.
             if not self.announcer.job.check(["hang reported"]) and self._claim("failure"):
-                self._begin("failure", error=error)
+                self._begin("failure", error=self._error)
+            self._error = ""  # not before: the end of the program waits while `is_reporting` is True
         elif self._asked:
             self._asked = False
             self._begin("signal")
@@ -241,10 +241,15 @@ class JobWatch:
         answers = {rank: json.loads(job.get(key)) for rank, key in keys.items() if job.check([key])}
         if len(answers) < len(keys) and time.monotonic() < inquiry.deadline:
             return
-        self._inquiry = None
-        records = self._records()
+        try:
+            self._conclude(inquiry, answers)
+        finally:
+            self._inquiry = None  # not before: the end of the program waits for the report
+
+    def _conclude(self, inquiry: _Inquiry, answers: dict[int, Any]) -> None:
+        job, records = self.announcer.job, self._records()
         silent = self._silent(records)
-        for rank in keys.keys() - answers.keys():
+        for rank in set(inquiry.asked) - answers.keys():
             if records[rank]["count"] == inquiry.counts[rank] and not records[rank].get("ended"):
                 silent.setdefault(rank, time.monotonic() - inquiry.began)
         waits = self._waits(records, silent)

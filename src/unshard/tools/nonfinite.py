@@ -51,6 +51,12 @@ class Seen:
     largest_finite: float | None
     input: str = ""
     """For forward outputs: what the input of the model was, if it was not finite either."""
+    start: int = 0
+    """The number of tensors that were checked before those that were checked together with this one."""
+
+    @property
+    def check(self) -> tuple[int, str, int]:
+        return self.stage, self.unit, self.start
 
     @property
     def place(self) -> tuple[int, str, str]:
@@ -129,6 +135,12 @@ def findings_of(reports: Reports, world: int, complete: float = math.inf) -> lis
 
 def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int, is_complete: bool) -> tuple[Any, Finding]:
     first = min((each for seen in by_rank.values() for each in seen), key=lambda each: (each.stage, each.position))
+    others = set[str]()
+    if first.stage in (Stage.LOCAL, Stage.REDUCED):
+        # The gradients of a unit are checked at once. Infinities come before NaNs, and backward begins at the end.
+        together = [each for seen in by_rank.values() for each in seen if each.check == first.check]
+        first = min(together, key=lambda each: (each.nan, -each.position))
+        others = {each.parameter for each in together} - {first.parameter}
     # If a module was called several times, its first call counts.
     by_last = {r: sorted(by_rank[r], key=attrgetter("position"), reverse=True) for r in sorted(by_rank)}
     same = {r: each for r, seen in by_last.items() for each in seen if each.place == first.place}
@@ -139,7 +151,7 @@ def _first_of(step: int, by_rank: dict[int, list[Seen]], world: int, is_complete
     stage = Stage(first.stage)
     module = first.parameter if stage is Stage.FORWARD and first.parameter else None
     known = next((each for each in same.values() if each.input), first)
-    text = _text(step, known, stage, ranks, world, is_complete, nan, elements, largest)
+    text = _text(step, known, stage, ranks, world, is_complete, nan, elements, largest, len(others))
     parameter = first.parameter if stage in (Stage.LOCAL, Stage.REDUCED) else None
     what = WHAT[stage]
     finding = Finding(step, what, first.unit, parameter, ranks, elements, first.dtype, largest, text, module)
@@ -156,6 +168,7 @@ def _text(
     nan: bool,
     elements: int | None,
     largest: float | None,
+    others: int,
 ) -> str:
     who = "all ranks" if len(ranks) == world > 1 else f"ranks {listed(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
     alone = " alone" if len(ranks) == 1 < world and is_complete else ""
@@ -167,7 +180,7 @@ def _text(
         text += f"; an input of the model was {first.input}" if first.input else ""
         before = "largest finite output there in earlier steps"
     elif stage is Stage.OUTPUT:
-        text = f"{who}{alone} {did} in the loss: gradient of the output of unit {first.unit!r} ({first.dtype}{count})"
+        text = f"{who}{alone} {did} in the gradient of the loss: output of unit {first.unit!r} ({first.dtype}{count})"
         before = "largest finite gradient there in earlier steps"
     elif stage is Stage.LOCAL:
         text = f"{who}{alone} {did} in {first.parameter}: local gradient of unit {first.unit!r} ({first.dtype}{count})"
@@ -179,6 +192,7 @@ def _text(
         text += f": local gradients of {them} were finite"
         before = "largest of them on these ranks"
     text += "" if is_complete else "; not all ranks have reported"
+    text += f"; non-finite gradients of other parameters in the unit: {others}" if others else ""
     return f"Step {step}: {text}" + ("." if largest is None else f"; {before}: {largest:.4g}.")
 
 

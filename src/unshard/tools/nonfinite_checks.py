@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from ..torch_private import foreach_norm, local_part, tree_map
 from .nonfinite import Seen, Stage, clean
 from .precision_report import short
 
+_log = logging.getLogger("unshard")
 _MOST_LAYOUTS = 16  # steps with different numbers of forwards have different checks
 _LARGE = 320 * 65536
 """Elements of a tensor that is checked alone. `foreach_norm` reads so many in a kernel, with 320 blocks at most.
@@ -198,7 +200,8 @@ class Record:
                 if check.stage is Stage.REDUCED:
                     largest = local.get(name)
                 nan = math.isnan(value)
-                yield Seen(check.stage, position, check.unit, clean(name), short(dtype), nan, count, largest)
+                where = check.stage, position, check.unit, clean(name), short(dtype)
+                yield Seen(*where, nan, count, largest, start=start)
 
 
 def save_first(
@@ -219,7 +222,10 @@ def save_first(
             names = [clean(name) or str(i) for i, name in enumerate(check.names)]
             content = {"step": step, "unit": check.unit, "inputs": inputs.get(check.unit, [])}
             content[key] = dict(zip(names, mine, strict=True))
-            _save_tensors(folder, f"rank{rank}-step{step}-{check.unit}", content)
+            try:
+                _save_tensors(folder, f"rank{rank}-step{step}-{check.unit}", content)
+            except (OSError, RuntimeError) as error:  # a full disk does not end the training
+                _log.warning("watch could not save tensors in %s: %s", folder, error)
             return
 
 

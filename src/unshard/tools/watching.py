@@ -438,6 +438,11 @@ def watch(
         raise ArgumentError(f"scaler must be a gradient scaler, such as unshard.optim.GradScaler, got {scaler!r}.")
     if dump is not None and not isinstance(dump, str | os.PathLike):
         raise ArgumentError(f"dump must be a folder, got {type(dump).__name__}.")
+    if dump is not None:
+        try:
+            Path(dump).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"dump must be a folder that this rank can create: {error}.") from error
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     return Watch(model, optimizer, scaler, None if dump is None else Path(dump), exact or dump is not None)

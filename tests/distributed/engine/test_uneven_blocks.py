@@ -425,6 +425,8 @@ def test_models_that_steps_refuse() -> None:
         unshard.step(model.blocks[0])
     with pytest.raises(ArgumentError, match='"keep", "follow"'):
         unshard.step(model, units="all")
+    with pytest.raises(ArgumentError, match=r"scaler must be a gradient scaler, such as .*, got 3"):
+        unshard.step(model, scaler=3)
     with (
         pytest.raises(ArgumentError, match=r"No unit matches 'block\.\*'"),
         unshard.step(model, units={"block.*": "keep"}),

@@ -24,6 +24,7 @@ from bed.programs import PACKAGES, free_port, python
 from bed.world import mostly_slow, world
 
 from unshard.tools import explain_hangs, hangs
+from unshard.tools.hang_watch import JobWatch
 
 SECONDS = 2.0
 LIMIT = 30.0  # in which the rank must be named
@@ -63,6 +64,25 @@ def test_a_rank_on_another_host(ranks: Pool, tmp_path: Path) -> None:
     """A rank on that host looks at the process."""
     report = explained(ranks, hanging.is_stopped, 4, tmp_path / "hang.json", hosts=True)
     hanging.check_report(report, hanging.is_stopped, 4)
+
+
+def test_the_end_of_the_program_waits_for_a_report() -> None:
+    """Also while the report begins and ends. It was lost if an error ended the program at that moment."""
+    announcer, waited = mock.MagicMock(rank=0, size=2), list[bool]()
+    announcer.job.check.return_value, announcer.job.compare_set.return_value = False, b"0"
+    watch = JobWatch(announcer, 1.0, mock.Mock(), mock.Mock(), mock.Mock())
+
+    def note(*unused: Any, **named: Any) -> None:
+        waited.append(watch.is_reporting())
+
+    stages = {"_answer": mock.Mock(), "_look_for_late": mock.Mock(), "_begin": note, "_conclude": note}
+    with mock.patch.multiple(watch, **stages):
+        watch.failed("a collective has failed")
+        watch.look()
+        assert waited == [True] and not watch.is_reporting()
+        watch._inquiry = mock.Mock(asked=[], deadline=0.0)
+        watch.look()
+        assert waited == [True, True] and not watch.is_reporting()
 
 
 def wait_until(what: Callable[[], Any]) -> None:

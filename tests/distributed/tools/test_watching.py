@@ -326,7 +326,7 @@ def test_an_exception_in_the_block(ranks: int) -> None:
     if dist.get_rank() == 0:
         (text,) = records
         assert text == f"watch: {watched.findings[0].text}"
-        assert ("rank 1 alone became infinite in the loss" in text) == (ranks == 2)
+        assert ("rank 1 alone became infinite in the gradient of the loss" in text) == (ranks == 2)
         assert ("local gradients of rank 0 were finite; not all ranks have reported" in text) == (ranks == 1)
         if ranks == 1:
             dist.barrier()
@@ -602,6 +602,18 @@ def test_dump(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} <= {f"rank{r}-step2-blocks.1.pt" for r in range(2)}
 
 
+@world(1)
+def test_a_dump_that_cannot_be_saved(tmp_path: Path) -> None:
+    """A warning, not the end of the training."""
+    model = fully_sharded(Model())
+    with watch(model, dump=tmp_path / "dump") as watched, mock.patch.object(nonfinite_checks, "_log") as log:
+        (tmp_path / "dump").rmdir()
+        (tmp_path / "dump").touch()
+        train(model, 2, lambda step: setattr(block(model, 1), "output", math.nan if step == 2 else 1.0))
+    assert watched.findings[0].unit == "blocks.1"
+    log.warning.assert_called_once()
+
+
 @world(2)
 def test_several_models_and_late_reads() -> None:
     """Only the model that is watched counts; `findings` may be read at any time."""
@@ -679,7 +691,7 @@ def test_the_first_place_wins() -> None:
     reports = {
         5: {
             0: [seen(Stage.REDUCED, 0, "b")],
-            2: [seen(Stage.LOCAL, 2, "b"), seen(Stage.LOCAL, 7, "c")],
+            2: [seen(Stage.LOCAL, 2, "b"), replace(seen(Stage.LOCAL, 7, "c"), start=5)],
             1: [seen(Stage.LOCAL, 2, "b")],
         },
         6: {1: [seen(Stage.LOCAL, 2, "b")]},
@@ -698,6 +710,16 @@ def test_the_first_place_wins() -> None:
     assert findings_of({1: {r: [seen(Stage.LOCAL)] for r in range(2)}}, 2)[0].text.startswith("Step 1: all ranks ")
 
 
+def test_the_first_gradient_of_a_unit() -> None:
+    """An infinity turns into NaN, and backward begins at the end. The text does not hide the others."""
+    unit = [seen(Stage.LOCAL, 1, "a", nan=True), seen(Stage.LOCAL, 2, "b"), seen(Stage.LOCAL, 3, "c")]
+    unit += [seen(Stage.LOCAL, 4, "d", nan=True), replace(seen(Stage.LOCAL, 9, "e"), start=8)]
+    (found,) = findings_of({3: {0: unit, 1: unit[:1]}}, 4)
+    assert (found.parameter, found.ranks) == ("c", (0,))
+    assert "rank 0 alone became infinite in c: " in found.text, found.text
+    assert "; non-finite gradients of other parameters in the unit: 3; " in found.text, found.text
+
+
 @world(1)
 def test_bad_arguments() -> None:
     model = fully_sharded(Model())
@@ -709,6 +731,8 @@ def test_bad_arguments() -> None:
         watch(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="dump must be a folder, got int"):
         watch(model, dump=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="dump must be a folder that this rank can create: "):
+        watch(model, dump="/dev/null/dump")
     assert observer.current is None
 
 

@@ -41,8 +41,8 @@ CALLS_REMEDY = (
 RAISED_REMEDY = (
     "Training can continue after an exception only if all ranks raise one at the same point. Otherwise some ranks have "
     "issued collectives that others never issue, and the process group is no longer usable: end the job on all ranks "
-    "and restart it from a checkpoint. To skip bad data, let all ranks decide together before forward: all-reduce a "
-    "flag and skip the step everywhere."
+    "and restart it from a checkpoint. To skip bad data, decide before forward: in unshard.step, a rank may simply run "
+    "fewer micro-batches; otherwise, all-reduce a flag and skip the step on all ranks."
 )
 FAILED_REMEDY = (
     "Every rank must shard the same modules, run the same forwards and backwards, and end after the same number of "
