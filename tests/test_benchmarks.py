@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.dom import minidom
 
 import pytest
@@ -63,6 +64,15 @@ def test_step_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert "unshard / unsharded: wall" in capfd.readouterr().out
 
 
+def test_a_watched_side_is_the_same_training(run: Run) -> None:
+    options = "--place", "simulated", "--cases", "tiny:1x4:fp32", "--rounds", "1", "--steps", "1", "--warmup", "1"
+    with mock.patch.object(sides, "start", wraps=sides.start) as start:
+        found = run("step", *options, "--sides", "unshard-watched,unshard", "--interleave")
+    rows = rows_of(found, "wall")
+    assert list(rows) == ["unshard-watched", "unshard"]
+    assert start.call_count == 2 + 1  # one for each peak, and one that both sides share
+
+
 @pytest.mark.slow
 def test_uneven_steps_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     options = "--place", "gloo", "--size", "tiny", "--median", "16", "--rounds", "1", "--steps", "1", "--warmup", "1"
@@ -76,8 +86,8 @@ def test_uneven_steps_on_two_real_ranks(run: Run, capfd: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_even_steps_on_two_real_ranks(run: Run) -> None:
-    options = "--place", "gloo", "--size", "tiny", "--even", "1x24", "--rounds", "1", "--steps", "1", "--warmup", "1"
-    rows = rows_of(run("uneven", *options), "wall", "ratio", "tokens_per_second")
+    options = "--place", "gloo", "--size", "tiny", "--even", "1x24", "--rounds", "2", "--steps", "1", "--warmup", "1"
+    rows = rows_of(run("uneven", *options, "--interleave"), "wall", "ratio", "tokens_per_second")
     assert list(rows) == ["plain", "keep", "keep-known", "fsdp2"]
 
 

@@ -209,9 +209,10 @@ class _Zeros:
 
 @lru_cache(maxsize=1024)
 def _rows_on(device: torch.device, stream: int, tensors: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, int]:
-    """Return rows with a column per tensor, for this stream only: first program, numel, address. And count programs.
+    """Return rows with a column per tensor (first program, numel, address), and the number of programs.
 
-    `tensors` are addresses and numbers of elements. Most steps of a training use the same ones.
+    `tensors` are addresses and numbers of elements. Most steps of a training use the same ones. The rows are for
+    `stream` only: other streams would not wait for their copy.
     """
     addresses, numels = zip(*tensors, strict=True)
     *firsts, programs = accumulate((-(-numel // _SEARCHED_BLOCK) for numel in numels), initial=0)
