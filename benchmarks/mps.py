@@ -16,6 +16,10 @@ CONTROL = "nvidia-cuda-mps-control"
 # over sockets, which is a slow network.
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
+# As many work queues as a process has on a GPU of its own. The service would give it fewer, and streams of one rank
+# would hold each other up.
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")}
+
 
 def is_there() -> bool:
     return shutil.which(CONTROL) is not None

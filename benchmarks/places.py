@@ -145,8 +145,8 @@ def _run_ranks(place: Place, work: Work, options: Any, environment: dict[str, st
     receive, send = context.Pipe(duplex=False)
     ranks = []
     for rank in range(place.world):
-        variables = {**environment, **mps.SOCKETS, **mps.host_of(rank)} if place.shares_gpu else environment
-        arguments = replace(place, rank=rank), store.port, work, options, send, variables
+        own = {**mps.SOCKETS, **mps.QUEUES, **mps.host_of(rank)} if place.shares_gpu else {}
+        arguments = replace(place, rank=rank), store.port, work, options, send, {**environment, **own}
         ranks.append(context.Process(target=_rank, args=arguments))
         ranks[-1].start()
     send.close()  # so that the end of all ranks is the end of the pipe

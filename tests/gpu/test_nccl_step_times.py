@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from bed import loopback, world
@@ -38,10 +41,13 @@ def trained(timed: bool, steps: int = 4) -> tuple[Stack, Timeline | None]:
 
 
 @world(2, 4, backend="nccl")
-def test_times_and_the_same_numbers() -> None:
+@pytest.mark.parametrize("queues", ["8", "2"])
+def test_times_and_the_same_numbers(queues: str) -> None:
+    """With and without a stream of its own that waits for all-gathers."""
     reference, _ = trained(timed=False)
     began = time.perf_counter()
-    timed, times = trained(timed=True)
+    with mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": queues}):
+        timed, times = trained(timed=True)
     wall = (time.perf_counter() - began) * MS
     assert times is not None
     for (name, mine), (_, theirs) in zip(timed.named_parameters(), reference.named_parameters(), strict=True):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from ..engine.api import mps_runs
 from ..errors import ArgumentError
 from ..torch_private.versions import NEWEST, OLDEST
 from .diagnosis_ranks import FAILED, Row, measured_by_job
@@ -149,8 +150,7 @@ def _gpus() -> Iterator[Row]:
         value = f"{gpu.name}, {_size(gpu.total_memory)}, {_size(used)} in use"
         yield Row(f"GPU {number}", value, None if busy else True, advice)
     if torch.cuda.is_available():
-        pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
-        yield Row("MPS", "runs (several processes share a GPU)" if pipe.exists() else "does not run")
+        yield Row("MPS", "runs (several processes share a GPU)" if mps_runs() else "does not run")
 
 
 def _cores(ranks: int) -> Iterator[Row]:

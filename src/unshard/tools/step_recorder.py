@@ -63,7 +63,7 @@ class DeviceClock:
     computes = False
 
     def __init__(self, device: torch.device, waits_in_stream: bool):
-        """`waits_in_stream` is True if the works of process groups can be waited for on any stream, and repeatedly."""
+        """`waits_in_stream` is True if another stream may wait for the works of process groups, too."""
         self._device, self._waits_in_stream = device, waits_in_stream
         self._free: list[StreamEvent] = []
 

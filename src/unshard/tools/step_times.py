@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import __version__
 from ..comm.agreement import gathered
-from ..engine.api import FSDPState, Unit, state_of
+from ..engine.api import FSDPState, Unit, has_spare_queues, state_of
 from ..errors import ArgumentError, StateError
 from .precision_report import table
 from .step_recorder import ALL_GATHER, REDUCE, Clock, DeviceClock, HostClock, Owner, StepRecorder, StepSpans
@@ -328,7 +328,8 @@ def _clock_for(device: torch.device, states: Iterable[FSDPState]) -> Clock:
     groups = [group for state in states for group in state.unit.param_groups]
     transports = [each for group in groups for each in (group.shards, group.replicas) if each.world > 1]
     blocks = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")
-    return DeviceClock(device, not blocks and all(each.traits.waits_in_stream for each in transports))
+    waits = has_spare_queues() and not blocks
+    return DeviceClock(device, waits and all(each.traits.waits_in_stream for each in transports))
 
 
 def _keys_of(unit: Unit) -> list[Any]:
