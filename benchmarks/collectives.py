@@ -7,8 +7,10 @@
 Collectives of forward and backward, with the bytes of their whole tensors. Copies (casts, packing, unpacking) are those
 beyond the unsharded side's. On a GPU also the device time of their kernels, what of it is left beyond the two casts
 that mixed precision needs (the shard for each gather, the gradient for its reduction, timed here by themselves), and
-its share of the time that all kernels of a step take. Copies that stand for collectives of a simulated job count as
-collectives. With NCCL, `gathering` and `reducing` are the times of its kernels, which include the wait for other ranks.
+its share of the time that all kernels of a step take. The numbers and bytes are those of torch's operators: the kernel
+with which unshard packs gradients counts only in the times. Copies that stand for collectives of a simulated job count
+as collectives. With NCCL, `gathering` and `reducing` are the times of its kernels, which include the wait for other
+ranks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ CONTROL = "nvidia-cuda-mps-control"
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 # As many work queues as a process has on a GPU of its own. The service would give it fewer, and streams of one rank
-# would hold each other up.
+# could hold each other up.
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")}
 
 

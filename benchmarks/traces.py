@@ -28,6 +28,8 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _WAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
 _RANGES = ("cpu_op", "user_annotation")
+_PACKS = "_pack"
+"""The kernel of unshard that copies gradients. It is launched outside of torch's operators."""
 
 
 def events_of(record: profile) -> list[Event]:
@@ -56,6 +58,7 @@ def kernels_of(events: list[Event]) -> list[tuple[Event, str]]:
     found = []
     for kernel, launch in zip(kernels, launches, strict=True):
         kind = "compute" if launch is None else kinds[id(launch)]
+        kind = "copies" if kernel["name"] == _PACKS else kind
         found.append((kernel, "collectives" if kernel["name"].startswith("nccl") else kind))
     return found
 
