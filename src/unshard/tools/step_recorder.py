@@ -174,8 +174,9 @@ class StepRecorder(observer.Observer):
     def stop(self, failed: bool) -> None:
         """End the last step and measure all steps. If `failed`, skip steps that the device has not completed."""
         observer.remove(self)
-        if self._step is not None and not failed:
+        if self._step is not None and (not failed or self._stepped is not None):
             self._end_step(self._clock.mark() if self._stepped is None else self._stepped)
+        if not failed:
             self._clock.synchronize()
         while self._ended and (not failed or self._has_passed(self._ended[0])):
             self._settle(self._ended.popleft())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import os
 import statistics
 import time
@@ -23,10 +25,12 @@ from ..errors import ArgumentError, StateError
 from .precision_report import table
 from .step_recorder import ALL_GATHER, REDUCE, Clock, DeviceClock, HostClock, Owner, StepRecorder, StepSpans
 
+_log = logging.getLogger("unshard")
+
 ROOT = "(root)"
 _NOTABLE = 0.1  # share of a step
 _WARM_UP = 2  # steps in which memory is allocated, and in which ranks compare the order of all collectives
-_CALL = "gather the times of unshard.tools.timeline"
+_CALL = "gather the times at the end of unshard.tools.timeline, whose block all ranks must enter and leave"
 _HEAD = ("unit", "forward", "backward", ALL_GATHER, "exposed", REDUCE, "exposed")
 _THREADS = {"compute": 0, ALL_GATHER: 1, REDUCE: 2}
 _EXPLANATION = (
@@ -95,14 +99,13 @@ class Timeline:
         self.units: list[UnitTimes] = []
         """The times of each unit on this rank, per step."""
         self.ranks: list[RankTimes] = []
-        """The times of all ranks, per step. Only those of this rank if an exception left the block."""
+        """The times of all ranks, per step. Only those of this rank if an exception left the block. Empty before."""
         self.each_step: list[RankTimes] = []
         """The times of each step on this rank."""
-        if trace is not None and not isinstance(trace, str | os.PathLike):
-            raise ArgumentError(f"trace must be a path, got {type(trace).__name__}.")
         self._states = states
         self._is_cold = not all(state.is_initialized for state in states)
-        self._trace = None if trace is None else Path(trace)
+        self._trace = None if trace is None else _checked(trace)
+        self._failed = False
         self._clock = _clock_for(device, states)
         self._recorder: StepRecorder | None = None
         self._sums: defaultdict[Any, float] = defaultdict(float)
@@ -130,11 +133,13 @@ class Timeline:
         self.ranks = [RankTimes(self.rank, self.step_ms, self.exposed_ms)]
         if self._trace is not None:
             self._write_trace(self._trace, names)
-        if kind is None:
-            self._gather()
+        states, self._failed = self._states, True
         # The timeline keeps neither the units nor their parameters alive.
         self._states, self._sums, self._spans, self._recorder = {}, defaultdict(float), [], None
         self._clock = HostClock()
+        if kind is None:
+            self._gather(states)
+            self._failed = False
 
     # -- figures --------------------------------------------------------------------------------------------
 
@@ -158,8 +163,10 @@ class Timeline:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that was busy longest. The other ranks waited for it."""
-        return max(self.ranks, key=lambda each: each.busy_ms).rank if self.steps else None
+        """The rank that was busy longest. The other ranks waited for it. None if the other ranks are unknown."""
+        if not self.steps or not self.ranks or self._failed:
+            return None
+        return max(self.ranks, key=lambda each: each.busy_ms).rank
 
     def _add(self, step: StepSpans) -> None:
         if self._is_cold and self.steps == 1 and self.warm_up_steps < _WARM_UP:
@@ -182,15 +189,15 @@ class Timeline:
             ]
             self._spans += [(kind, unit, kind, step.begin + at, end - at) for unit, kind, at, end in step.transfers]
 
-    def _gather(self) -> None:
+    def _gather(self, states: Iterable[FSDPState]) -> None:
         """Get the times of the other ranks: one small all-gather, or two with replicas."""
-        groups = [group for state in self._states for group in state.unit.param_groups]
+        groups = [group for state in states for group in state.unit.param_groups]
         group = max(groups, key=lambda each: each.shards.world * each.replicas.world)
         transports = [each for each in (group.shards, group.replicas) if each.world > 1]
         if not all(each.traits.gathers for each in transports):
             return
         own = self.ranks[0]
-        device = next(iter(self._states)).unit.device
+        device = next(iter(states)).unit.device
         rows = torch.tensor([own.rank, own.step_ms, own.exposed_ms], device=device)
         for each in transports:
             if each.order is not None:
@@ -220,6 +227,8 @@ class Timeline:
         }
 
     def __str__(self) -> str:
+        if self._recorder is not None:
+            return "The block has not ended. Read the times after it."
         if not self.steps:
             return f"No steps were measured. Run training steps inside the block. {_CAPTURED}"
         left_out = f" Warm-up steps that are left out: {self.warm_up_steps}." if self.warm_up_steps else ""
@@ -232,6 +241,8 @@ class Timeline:
         rows = [[each.name, *(f"{figure:.2f}" for figure in _figures(each))] for each in self.units]
         rows.append(["(other)", f"{self.other_ms:.2f}", *[""] * 5])
         lines = [head, "", *table(_HEAD, rows, numbers=range(1, 7)), "", _EXPLANATION]
+        if self._failed:
+            lines += ["", "The times of the other ranks are unknown, because an exception left the block."]
         if len(self.ranks) > 1:
             times = [[str(e.rank), *(f"{t:.2f}" for t in (e.step_ms, e.busy_ms, e.exposed_ms))] for e in self.ranks]
             lines += ["", *table(("rank", "step", "busy", "exposed"), times, numbers=range(4))]
@@ -240,16 +251,19 @@ class Timeline:
     @property
     def advice(self) -> list[str]:
         """What to try, if a rank is slower than the others, or if waits take a notable part of a step."""
-        if not self.steps:
+        if not self.steps or not self.ranks:
             return []
         found, threshold = [], _NOTABLE * self.step_ms
-        slow = next(each for each in self.ranks if each.rank == self.slowest)
+        slow = next((each for each in self.ranks if each.rank == self.slowest), self.ranks[0])
         usual = statistics.median([each.busy_ms for each in self.ranks if each is not slow] or [slow.busy_ms])
         if slow.busy_ms - usual > threshold:
             found.append(
                 f"Rank {slow.rank} is the slowest: it is busy for {slow.busy_ms:.2f} ms per step, the others for "
-                f"{usual:.2f} ms (median). The others wait for it. Compare its input data, batch sizes and device."
+                f"{usual:.2f} ms (median). The others wait for it. Compare its input data, batch sizes and device. "
+                "Its own report shows which unit takes longer there."
             )
+            if slow.rank != self.rank:
+                return found  # this rank waits for that one, whatever its units send
         most = max(self.units, key=lambda each: each.exposed_ms)
         if self.exposed_ms > threshold:
             gathers = most.all_gather_exposed_ms >= most.reduce_exposed_ms
@@ -262,7 +276,9 @@ class Timeline:
 
     def _write_trace(self, path: Path, names: dict[Unit, str]) -> None:
         """Write the spans of all measured steps, the warm-up included, in the format of Chrome and Perfetto."""
-        path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix or '.json'}")
+        compressed = path.suffix == ".gz"
+        path = path.with_suffix("") if compressed else path
+        path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix or '.json'}{'.gz' * compressed}")
         named = [("process_name", 0, f"rank {self.rank}"), *(("thread_name", n, name) for name, n in _THREADS.items())]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self.rank, "tid": thread, "name": what, "args": {"name": name}}
@@ -272,7 +288,11 @@ class Timeline:
             place = {"pid": self.rank, "tid": _THREADS[thread], "ts": self._began * 1e6 + begin * 1e3}
             name = f"{what} {names[unit] or ROOT}"
             events.append({"ph": "X", "name": name, "cat": thread, "dur": duration * 1e3, **place})
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+        try:
+            path.write_bytes(gzip.compress(text) if compressed else text)
+        except OSError as error:  # the times are not lost
+            _log.warning("timeline could not write its trace: %s", error)
 
 
 def timeline(model: nn.Module, *, trace: Any = None) -> Timeline:
@@ -280,7 +300,8 @@ def timeline(model: nn.Module, *, trace: Any = None) -> Timeline:
 
     All ranks of the model must enter and leave the block. If no exception leaves the block, its end issues one small
     all-gather (two with replicas) and blocks the host until the device has completed the steps. If `trace` is a path,
-    each rank writes a trace for Chrome or Perfetto, with the rank in the name: `trace.json` becomes `trace.rank0.json`.
+    each rank writes a trace for Chrome or Perfetto, with the rank in the name: `trace.json` becomes `trace.rank0.json`,
+    and `trace.json.gz`, which is compressed, `trace.rank0.json.gz`.
 
     Example::
 
@@ -320,6 +341,19 @@ def _ancestors(states: dict[FSDPState, list[str]]) -> dict[Unit, set[Unit]]:
         }
         for state, names in states.items()
     }
+
+
+def _checked(trace: Any) -> Path:
+    if not isinstance(trace, str | os.PathLike):
+        raise ArgumentError(f"trace must be a path, got {type(trace).__name__}.")
+    path = Path(trace)
+    if not path.name:
+        raise ArgumentError(f"trace must be the path of a file, got {trace!r}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"trace must be in a folder that this rank can create: {error}.") from error
+    return path
 
 
 def _clock_for(device: torch.device, states: Iterable[FSDPState]) -> Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from itertools import pairwise
@@ -70,7 +71,25 @@ def test_an_exception_in_the_block() -> None:
             1 / 0  # noqa: B018
         assert len(job.log) == issued and observer.current is None
         assert times.steps == 2 and str(times).startswith("2 steps on") and [each.rank for each in times.ranks] == [0]
+        assert times.slowest is None and "times of the other ranks are unknown" in str(times)
         step(model, optimizer)
+        with pytest.raises(ZeroDivisionError), timeline(model) as times:
+            for _ in range(3):
+                step(model, optimizer)
+            1 / 0  # noqa: B018
+        assert times.steps == 3  # the last one is complete, too
+
+
+def test_reading_inside_the_block() -> None:
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        with timeline(model) as times:
+            for _ in range(3):
+                step(model, optimizer)
+                assert str(times) == "The block has not ended. Read the times after it."
+                assert times.slowest is None and times.advice == [] and times.to_dict()["ranks"] == []
+        assert times.slowest == 0
 
 
 def test_misuse() -> None:
@@ -82,6 +101,10 @@ def test_misuse() -> None:
         model = sharded()
         with pytest.raises(ArgumentError, match="trace must be a path, got int"):
             timeline(model, trace=3)
+        with pytest.raises(ArgumentError, match="trace must be the path of a file, got ''"):
+            timeline(model, trace="")
+        with pytest.raises(ArgumentError, match=r"a folder that this rank can create: .*null"):
+            timeline(model, trace="/dev/null/steps.json")
         with timeline(model) as times:
             with pytest.raises(StateError, match="has been used"), times:
                 pass
@@ -153,6 +176,20 @@ def test_trace(tmp_path: Path, clock: Clock) -> None:
     assert json.loads(json.dumps(times.to_dict()))["kind"] == "timeline"
 
 
+def test_a_compressed_trace_and_one_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with loopback.job(2):
+        model = sharded()
+        optimizer = optimizer_of(model)
+        with timeline(model, trace=tmp_path / "new" / "steps.json.gz"):
+            step(model, optimizer)
+        (file,) = (tmp_path / "new").iterdir()
+        assert file.name == "steps.rank0.json.gz" and json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        (tmp_path / "steps.rank0.json").mkdir()
+        with timeline(model, trace=tmp_path / "steps.json") as times:
+            step(model, optimizer)
+    assert times.steps == 1 and "timeline could not write its trace: [Errno 21]" in caplog.text
+
+
 def test_advice() -> None:
     """It names the unit and the rank, and says nothing if there is nothing to gain."""
     with loopback.job(2):
@@ -166,6 +203,9 @@ def test_advice() -> None:
     assert times.advice[0].startswith("Unit 'c'") and "reshard_after_forward=False" in times.advice[0]
     times.ranks[1] = RankTimes(1, 100.0, 50.0)
     assert len(times.advice) == 2 and times.advice[0].startswith("Rank 0 is the slowest: it is busy for 70.00 ms")
+    times.rank = 1  # waits for rank 0, not for the network
+    assert [each[:22] for each in times.advice] == ["Rank 0 is the slowest:"]
+    times.rank = 0
     times.each_step, times.ranks = [RankTimes(0, 100.0, 9.0)], [RankTimes(0, 100.0, 9.0)]
     assert times.advice == []
 
