@@ -127,6 +127,7 @@ def test_the_trainer_resumes_with_other_numbers_of_processes(tmp_path: Path) -> 
     assert "nothing to do" in train("train_bytes.py", 1, *SMALL, f"--folder={folder}")[1]
 
 
+@pytest.mark.slow
 def test_ranks_with_uneven_work_train_together() -> None:
     """Ranks have different numbers of micro-batches, some steps have none, and ranks skip the vision tower."""
     printed, text = train("two_towers.py", 2)
@@ -318,7 +319,7 @@ def test_the_accelerate_program(tmp_path: Path) -> None:
 # -- recipes: what their pages show ------------------------------------------------------------------------------------
 
 RECIPES = sorted(each.stem for each in (EXAMPLES / "recipes").glob("*.py"))
-QUICK = ("dpo", "token_weighted_loss")
+QUICK = ("token_weighted_loss",)
 LIBRARIES = {
     "hugging_face": ("transformers",),
     "generate": ("transformers",),
